@@ -1,0 +1,1 @@
+"""The Entresol client: what a GPU host imports to read and write KV blocks."""

@@ -1,0 +1,1 @@
+"""The Entresol daemon: a pod-shared, sealed KV block store on flash."""

@@ -1,0 +1,194 @@
+"""Names of things: namespaces, blocks, tenants, and how they are derived.
+
+Invariant: two different (tenant, model, layout, salt, ...) descriptors never give the same bytes, so
+they never share a block. The encoding is length-framed: no choice of field values can imitate
+another (facts: `("org_1", "2345")` against `("org_12345", "")`). Test vectors: tests/vectors/ids.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from dataclasses import dataclass, fields
+from typing import NewType
+
+from entresol_proto import limits
+from entresol_proto.status import EntresolError, Status
+
+NamespaceId = NewType("NamespaceId", bytes)  # 16 bytes, opaque to the flash engine
+WireKey = NewType("WireKey", bytes)  # 16 bytes, names a block inside a namespace
+EngineKey = NewType("EngineKey", bytes)  # 8..64 bytes, as the inference engine gave it
+TenantName = NewType("TenantName", str)
+
+NAMESPACE_SECRET_BYTES = 32
+_DESCRIPTOR_LABEL = b"entresol/ns/v1"
+_TENANT_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
+
+
+class BadKeyError(EntresolError):
+    """A key or descriptor has a length or value that is not allowed."""
+
+    status = Status.BAD_REQUEST
+
+
+def check_tenant_name(name: str) -> TenantName:
+    """Return `name` if it is a usable tenant name.
+
+    Raises: BadKeyError unless it is 1 to 64 of a-z 0-9 . _ - with an alphanumeric at both ends.
+    """
+    if not _TENANT_NAME.fullmatch(name):
+        raise BadKeyError(
+            f"tenant name {name!r} is not allowed",
+            hint="use 1 to 64 of a-z 0-9 . _ - and begin and end with a letter or digit",
+        )
+    return TenantName(name)
+
+
+def check_engine_key(key: bytes) -> EngineKey:
+    """Return `key` if its length is allowed (8 to 64 bytes).
+
+    Raises: BadKeyError otherwise.
+    """
+    if not limits.ENGINE_KEY_BYTES_MIN <= len(key) <= limits.ENGINE_KEY_BYTES_MAX:
+        raise BadKeyError(
+            f"engine key is {len(key)} bytes",
+            hint=f"give {limits.ENGINE_KEY_BYTES_MIN} to {limits.ENGINE_KEY_BYTES_MAX} bytes: "
+            "8 (KVBM), 16 (positional lineage) or 32 and more (vLLM sha256 + group)",
+        )
+    return EngineKey(bytes(key))
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceDescriptor:
+    """Everything that must agree before one host may use another's KV bytes.
+
+    Any difference is another namespace, hence a miss. The tenant is not a field: it comes from the
+    certificate. `cache_salt` and `lora` are None when absent; an empty string is refused, so that
+    absent and empty cannot be confused.
+    """
+
+    model: str
+    model_revision: str = "main"
+    lora: str | None = None
+    cache_salt: str | None = None
+    dtype: str = "bf16"
+    layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    kv_order: str = "kv"  # which of K and V comes first, and on which axis
+    page_layout: str = "opaque"  # how the engine lays out one block
+    block_tokens: int = 16
+    tp_rank: int = 0
+    tp_world: int = 1
+    pp_rank: int = 0
+    pp_world: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str):
+                size = len(value.encode())
+                if not 0 < size <= limits.DESCRIPTOR_TEXT_BYTES_MAX:
+                    raise BadKeyError(
+                        f"namespace field {field.name} is {size} bytes",
+                        hint=f"give 1 to {limits.DESCRIPTOR_TEXT_BYTES_MAX} bytes, "
+                        "or leave an optional field out",
+                    )
+            elif isinstance(value, int) and not 0 <= value < 2**32:
+                raise BadKeyError(f"namespace field {field.name} is {value}, not 0..2^32-1")
+        if not 0 < self.block_tokens <= limits.TOKENS_PER_BLOCK_MAX:
+            raise BadKeyError(f"block_tokens is {self.block_tokens}")
+
+    def canonical(self) -> bytes:
+        """The one byte form: label, then per present field `u8 number, u8 type, u32 length, value`.
+
+        Field numbers are the order of declaration from 1; integers are u32 little-endian.
+        """
+        parts = [_DESCRIPTOR_LABEL]
+        for number, field in enumerate(fields(self), start=1):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if isinstance(value, int):
+                parts.append(struct.pack("<BBII", number, 1, 4, value))
+            else:
+                raw = value.encode()
+                parts.append(struct.pack("<BBI", number, 2, len(raw)) + raw)
+        return b"".join(parts)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> NamespaceDescriptor:
+        """Decode `canonical()`; anything that would not re-encode to the same bytes is refused.
+
+        Raises: BadKeyError.
+        """
+        if len(raw) > limits.DESCRIPTOR_BYTES_MAX or not raw.startswith(_DESCRIPTOR_LABEL):
+            raise BadKeyError("not a namespace descriptor of version 1")
+        names = [field.name for field in fields(cls)]
+        values: dict[str, str | int] = {}
+        at = len(_DESCRIPTOR_LABEL)
+        try:
+            while at < len(raw):
+                number, kind, size = struct.unpack_from("<BBI", raw, at)
+                body = raw[at + 6 : at + 6 + size]
+                if len(body) != size:
+                    raise BadKeyError("namespace descriptor is cut short")
+                name = names[number - 1] if number else ""
+                values[name] = body.decode() if kind == 2 else struct.unpack("<I", body)[0]
+                at += 6 + size
+            parsed = cls(**values)  # type: ignore[arg-type]
+            canonical = parsed.canonical()
+        except BadKeyError:
+            raise
+        except (struct.error, IndexError, TypeError, UnicodeDecodeError, AttributeError) as error:
+            raise BadKeyError(f"namespace descriptor is malformed: {error}") from None
+        if canonical != raw:
+            raise BadKeyError("namespace descriptor is not in canonical form")
+        return parsed
+
+    def digest(self) -> bytes:
+        """32-byte unkeyed digest of the canonical form; used only for client-side placement."""
+        return hashlib.blake2b(self.canonical(), digest_size=32, person=b"entresol-nsdig").digest()
+
+
+def namespace_id(tenant_secret: bytes, canonical: bytes) -> NamespaceId:
+    """16-byte id of a namespace: keyed BLAKE2b-128, so it says nothing about a guessable salt.
+
+    `tenant_secret` is the tenant's 32-byte naming secret; it never leaves the daemon.
+    """
+    return NamespaceId(
+        hashlib.blake2b(
+            canonical, digest_size=16, key=tenant_secret, person=b"entresol-nsid"
+        ).digest()
+    )
+
+
+def namespace_secret(tenant_secret: bytes, canonical: bytes) -> bytes:
+    """32-byte key under which the host names blocks of this namespace."""
+    return hashlib.blake2b(
+        canonical, digest_size=NAMESPACE_SECRET_BYTES, key=tenant_secret, person=b"entresol-nssec"
+    ).digest()
+
+
+def wire_key(secret: bytes, engine_key: EngineKey) -> WireKey:
+    """16-byte name of a block: keyed BLAKE2b-128 over the whole engine key (RFC 7693).
+
+    `secret` is `namespace_secret`. Computed on the host; the daemon never derives it.
+    """
+    return WireKey(
+        hashlib.blake2b(engine_key, digest_size=16, key=secret, person=b"entresol-block").digest()
+    )
+
+
+def placement_hash(descriptor_digest: bytes, engine_key: EngineKey, shard: bytes) -> int:
+    """64-bit rendezvous score of a shard for a block; the highest score owns the block."""
+    raw = hashlib.blake2b(
+        engine_key + shard, digest_size=8, key=descriptor_digest, person=b"entresol-place"
+    ).digest()
+    return int.from_bytes(raw, "little")
+
+
+def short(raw: bytes) -> str:
+    """The form of an id that logs may show: its first four bytes in hex."""
+    return raw[:4].hex()

@@ -1,0 +1,50 @@
+"""Every named limit that both sides share, in one place.
+
+Invariant: a queue, message, table or retry loop of the protocol has its bound here, with its unit
+last in the name. Daemon-only limits live in `entresol_daemon.config`, where an operator can set them.
+"""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+# Blocks.
+BLOCK_BYTES_MIN = 1
+BLOCK_BYTES_MAX = 64 * MIB
+ALIGN_BYTES = 4 * KIB  # O_DIRECT and NVMe alignment of everything on flash
+CHUNK_BYTES_DEFAULT = 256 * KIB  # plaintext bytes per independently opened chunk
+CHUNK_BYTES_MIN = 4 * KIB
+CHUNK_BYTES_MAX = 1 * MIB
+CHUNKS_PER_BLOCK_MAX = 1024
+
+# Keys.
+WIRE_KEY_BYTES = 16
+NAMESPACE_ID_BYTES = 16
+ENGINE_KEY_BYTES_MIN = 8
+ENGINE_KEY_BYTES_MAX = 64
+TOKENS_PER_BLOCK_MAX = 2048
+
+# Frames (the control stream).
+FRAME_HEADER_BYTES = 16
+FRAME_PAYLOAD_BYTES_MAX = 4 * MIB  # checked before allocation
+FRAME_PAYLOAD_BYTES_BEFORE_OPEN_MAX = 16 * KIB  # until the session is open
+KEYS_PER_FRAME_MAX = 65_536  # exists, touch, explain
+BLOCKS_PER_FETCH_MAX = 4_096
+BLOCKS_PER_PUT_MAX = 4_096
+REQUESTS_IN_FLIGHT_MAX = 256  # per session
+NAMESPACES_PER_SESSION_MAX = 64
+DESCRIPTOR_BYTES_MAX = 4 * KIB
+DESCRIPTOR_TEXT_BYTES_MAX = 512
+
+# Fabrics (the data path).
+SPANS_PER_READ_MAX = 4_096
+DATA_STREAMS_PER_SESSION_MAX = 8
+REGIONS_PER_SESSION_MAX = 1_024
+
+# Time.
+HANDSHAKE_DEADLINE_NS = 5_000_000_000
+LEASE_NS_DEFAULT = 10_000_000_000
+DEADLINE_NS_DEFAULT = 5_000_000_000
+DEADLINE_NS_MAX = 600_000_000_000
