@@ -1,0 +1,74 @@
+"""Bounded reading of message payloads: every take is checked, every failure is a ProtocolError.
+
+Invariant: nothing is read past the payload, and `done()` refuses trailing bytes, so a message has
+exactly one encoding.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from entresol_proto.status import ProtocolError
+
+
+class Cursor:
+    """Reads a payload front to back."""
+
+    __slots__ = ("_at", "_raw", "_what")
+
+    def __init__(self, raw: bytes, what: str) -> None:
+        self._raw = raw
+        self._at = 0
+        self._what = what
+
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        """Fixed fields. Raises: ProtocolError when the payload is cut short."""
+        end = self._at + layout.size
+        if end > len(self._raw):
+            raise ProtocolError(f"{self._what} is cut short")
+        values = layout.unpack_from(self._raw, self._at)
+        self._at = end
+        return values
+
+    def take(self, length: int) -> bytes:
+        """`length` raw bytes. Raises: ProtocolError when the payload is cut short."""
+        end = self._at + length
+        if length < 0 or end > len(self._raw):
+            raise ProtocolError(f"{self._what} is cut short")
+        part = self._raw[self._at : end]
+        self._at = end
+        return part
+
+    def table(self, layout: struct.Struct, count: int, count_max: int) -> Iterator[tuple[Any, ...]]:
+        """`count` rows of fixed layout. Raises: ProtocolError above `count_max`, when cut short."""
+        self.check_count(count, count_max)
+        return layout.iter_unpack(self.take(layout.size * count))
+
+    def check_count(self, count: int, count_max: int) -> None:
+        """Raises: ProtocolError when a peer announces more items than a named limit allows."""
+        if count > count_max:
+            raise ProtocolError(f"{self._what} has {count} items, at most {count_max} allowed")
+
+    def text(self, length: int) -> str:
+        """UTF-8 text. Raises: ProtocolError."""
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise ProtocolError(f"{self._what} holds text that is not UTF-8") from None
+
+    def rest(self) -> bytes:
+        """Everything that is left."""
+        return self.take(len(self._raw) - self._at)
+
+    def done(self) -> None:
+        """Raises: ProtocolError if bytes are left over."""
+        if self._at != len(self._raw):
+            raise ProtocolError(f"{self._what} has {len(self._raw) - self._at} bytes too many")
+
+
+def text16(value: str, bytes_max: int = 1024) -> bytes:
+    """`u16 length, UTF-8`, cut at a character boundary to at most `bytes_max` bytes."""
+    raw = value.encode()[:bytes_max].decode(errors="ignore").encode()
+    return struct.pack("<H", len(raw)) + raw

@@ -1,0 +1,528 @@
+"""Messages that move and manage blocks inside an open session.
+
+Same rules as `opening`: frozen dataclasses, one encoding, named limits, ProtocolError for the rest.
+Keys travel as one run of 16-byte wire keys (`keys`), in prefix order.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+from entresol_proto import limits
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.status import ProtocolError, Status
+from entresol_proto.wire.cursor import Cursor
+from entresol_proto.wire.frames import FrameType
+from entresol_proto.wire.opening import status_of
+
+_U16 = struct.Struct("<H")
+_U32 = struct.Struct("<I")
+_KEY = limits.WIRE_KEY_BYTES
+
+
+class OpenAt(enum.IntEnum):
+    """Where the sealed block is opened on a get (or sealed on a put)."""
+
+    HOST = 0
+    DAEMON = 1
+
+
+class Tier(enum.IntEnum):
+    """Where the daemon found a block."""
+
+    NONE = 0
+    MEMORY = 1
+    FLASH = 2
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Ack(enum.IntEnum):
+    """What a put waits for."""
+
+    ACCEPTED = 0  # sealed and servable, in memory
+    DURABLE = 1  # on flash and flushed
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """The 16-byte wire keys of a run."""
+    return [keys[at : at + _KEY] for at in range(0, len(keys), _KEY)]
+
+
+def _take_keys(cursor: Cursor, count_max: int) -> bytes:
+    keys = cursor.rest()
+    if len(keys) % _KEY or not keys:
+        raise ProtocolError(f"{len(keys)} bytes are not a run of {_KEY}-byte keys")
+    cursor.check_count(len(keys) // _KEY, count_max)
+    return keys
+
+
+def _check_deadline(deadline_ns: int) -> None:
+    if not 0 < deadline_ns <= limits.DEADLINE_NS_MAX:
+        raise ProtocolError(f"deadline of {deadline_ns} ns is out of range")
+
+
+def _open_at(value: int) -> OpenAt:
+    if value > OpenAt.DAEMON:
+        raise ProtocolError(f"unknown place to open blocks: {value}")
+    return OpenAt(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Host: lease me these blocks. `deadline_ns` counts from receipt. `prefix` stops at a gap."""
+
+    TYPE: ClassVar[FrameType] = FrameType.FETCH
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IBBHQ")
+
+    handle: int
+    open_at: OpenAt
+    prefix: bool
+    deadline_ns: int
+    keys: bytes
+
+    def encode(self) -> bytes:
+        fixed = self._FIXED.pack(self.handle, self.open_at, self.prefix, 0, self.deadline_ns)
+        return fixed + self.keys
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Fetch:
+        cursor = Cursor(raw, "FETCH")
+        handle, open_at, prefix, _, deadline_ns = cursor.unpack(cls._FIXED)
+        _check_deadline(deadline_ns)
+        keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
+        return cls(handle, _open_at(open_at), bool(prefix), deadline_ns, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class GrantItem:
+    """One leased block: where to read it and, for host-opened reads, its single-use key.
+
+    `index` is the key's place in the FETCH. For daemon-opened reads the span holds plaintext and
+    key and commitment are zero.
+    """
+
+    index: int
+    tier: Tier
+    span: RemoteSpan
+    plain_bytes: int
+    key: bytes  # 32
+    commitment: bytes  # 16
+
+    def __repr__(self) -> str:
+        return f"GrantItem(index={self.index}, tier={self.tier.label})"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Daemon: some answers of a FETCH; `final` on the last frame of the request.
+
+    One lease covers all items of the frame and lasts `lease_ns` from the daemon's sending; the host
+    counts it from receipt less the time the frame may have travelled, by using it early.
+    """
+
+    TYPE: ClassVar[FrameType] = FrameType.GRANT
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<BBHIQQQ")
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<IB3xIQII32s16s")
+    _MISS: ClassVar[struct.Struct] = struct.Struct("<IB3x")
+
+    final: bool
+    lease_id: int
+    lease_ns: int
+    expires_ns: int  # daemon's monotonic clock; meaningful to a host under the same kernel (shm)
+    items: tuple[GrantItem, ...]
+    misses: tuple[tuple[int, Status], ...]
+
+    def encode(self) -> bytes:
+        pack = self._ITEM.pack
+        miss = self._MISS.pack
+        parts = [
+            self._FIXED.pack(
+                self.final, 0, len(self.items), len(self.misses), self.lease_id, self.lease_ns,
+                self.expires_ns,
+            )
+        ]  # fmt: skip
+        for i in self.items:
+            span = i.span
+            parts.append(
+                pack(i.index, i.tier, span.rkey, span.address, span.length_bytes, i.plain_bytes,
+                     i.key, i.commitment)
+            )  # fmt: skip
+        parts += [miss(index, status) for index, status in self.misses]
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Grant:
+        cursor = Cursor(raw, "GRANT")
+        final, _, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
+        items = tuple(
+            GrantItem(index, _tier(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
+            for index, tier, rkey, address, size, plain, key, commitment in cursor.table(
+                cls._ITEM, count, limits.BLOCKS_PER_FETCH_MAX
+            )
+        )
+        misses = tuple(
+            (index, status_of(status))
+            for index, status in cursor.table(cls._MISS, missed, limits.BLOCKS_PER_FETCH_MAX)
+        )
+        cursor.done()
+        return cls(bool(final), lease_id, lease_ns, expires_ns, items, misses)
+
+
+def _tier(value: int) -> Tier:
+    if value > Tier.FLASH:
+        raise ProtocolError(f"unknown tier {value}")
+    return Tier(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Host: done with these leases; `reports` names blocks that could not be read or verified.
+
+    A report is (lease id, item index as in the FETCH, status).
+    """
+
+    TYPE: ClassVar[FrameType] = FrameType.RELEASE
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<II")
+    _LEASE: ClassVar[struct.Struct] = struct.Struct("<Q")
+    _REPORT: ClassVar[struct.Struct] = struct.Struct("<QIB3x")
+
+    lease_ids: tuple[int, ...]
+    reports: tuple[tuple[int, int, Status], ...] = ()
+
+    def encode(self) -> bytes:
+        parts = [self._FIXED.pack(len(self.lease_ids), len(self.reports))]
+        parts += [self._LEASE.pack(lease_id) for lease_id in self.lease_ids]
+        parts += [self._REPORT.pack(*report) for report in self.reports]
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Release:
+        cursor = Cursor(raw, "RELEASE")
+        leases, reports = cursor.unpack(cls._FIXED)
+        ids = tuple(row[0] for row in cursor.table(cls._LEASE, leases, limits.BLOCKS_PER_FETCH_MAX))
+        rows = cursor.table(cls._REPORT, reports, limits.BLOCKS_PER_FETCH_MAX)
+        found = tuple((lease, index, status_of(status)) for lease, index, status in rows)
+        cursor.done()
+        return cls(ids, found)
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """One block a host wants to store. `parent` is the wire key before it (zeros at the root)."""
+
+    key: bytes  # 16-byte wire key
+    engine_key: bytes
+    plain_bytes: int
+    position: int
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Host: which of these do you want? Items are in prefix order."""
+
+    TYPE: ClassVar[FrameType] = FrameType.RESERVE
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IBBHQ")
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<16s16sIIHBB")
+
+    handle: int
+    ack: Ack
+    deadline_ns: int
+    items: tuple[PutItem, ...]
+
+    def encode(self) -> bytes:
+        parts = [self._FIXED.pack(self.handle, self.ack, 0, len(self.items), self.deadline_ns)]
+        for i in self.items:
+            tokens = len(i.token_ids)
+            parts.append(
+                self._ITEM.pack(
+                    i.key, i.parent, i.plain_bytes, i.position, tokens, len(i.engine_key), 0
+                )
+                + i.engine_key
+                + struct.pack(f"<{tokens}I", *i.token_ids)
+            )
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Reserve:
+        cursor = Cursor(raw, "RESERVE")
+        handle, ack, _, count, deadline_ns = cursor.unpack(cls._FIXED)
+        cursor.check_count(count, limits.BLOCKS_PER_PUT_MAX)
+        _check_deadline(deadline_ns)
+        items = []
+        for _index in range(count):
+            key, parent, plain, position, tokens, key_bytes, _ = cursor.unpack(cls._ITEM)
+            if not limits.ENGINE_KEY_BYTES_MIN <= key_bytes <= limits.ENGINE_KEY_BYTES_MAX:
+                raise ProtocolError(f"engine key of {key_bytes} bytes")
+            cursor.check_count(tokens, limits.TOKENS_PER_BLOCK_MAX)
+            engine_key = cursor.take(key_bytes)
+            ids = struct.unpack(f"<{tokens}I", cursor.take(4 * tokens))
+            items.append(PutItem(key, engine_key, plain, position, parent, ids))
+        cursor.done()
+        if ack > Ack.DURABLE:
+            raise ProtocolError(f"unknown acknowledgement {ack}")
+        return cls(handle, Ack(ack), deadline_ns, tuple(items))
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Daemon: one answer per item. OK carries a put id and, for host sealing, a single-use key."""
+
+    TYPE: ClassVar[FrameType] = FrameType.RESERVED
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<B3xIQ32s32s16s")
+
+    @dataclass(frozen=True, slots=True)
+    class Item:
+        status: Status
+        dek_version: int = 0
+        put_id: int = 0
+        salt: bytes = bytes(32)
+        key: bytes = bytes(32)
+        commitment: bytes = bytes(16)
+
+        def __repr__(self) -> str:
+            return f"Reserved.Item(status={self.status.label}, put_id={self.put_id})"
+
+    items: tuple[Item, ...]
+
+    def encode(self) -> bytes:
+        pack = self._ITEM.pack
+        rows = [
+            pack(i.status, i.dek_version, i.put_id, i.salt, i.key, i.commitment) for i in self.items
+        ]
+        return _U32.pack(len(rows)) + b"".join(rows)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Reserved:
+        cursor = Cursor(raw, "RESERVED")
+        (count,) = cursor.unpack(_U32)
+        rows = cursor.table(cls._ITEM, count, limits.BLOCKS_PER_PUT_MAX)
+        items = tuple(cls.Item(status_of(row[0]), *row[1:]) for row in rows)
+        cursor.done()
+        return cls(items)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Host: the reserved blocks lie ready to be read there. A zero length gives a reservation up.
+
+    Pairs are (put id, span): sealed bytes when the host seals, plaintext otherwise.
+    """
+
+    TYPE: ClassVar[FrameType] = FrameType.COMMIT
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<QIQI")
+
+    items: tuple[tuple[int, RemoteSpan], ...]
+
+    def encode(self) -> bytes:
+        rows = [
+            self._ITEM.pack(put_id, span.rkey, span.address, span.length_bytes)
+            for put_id, span in self.items
+        ]
+        return _U32.pack(len(rows)) + b"".join(rows)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Commit:
+        cursor = Cursor(raw, "COMMIT")
+        (count,) = cursor.unpack(_U32)
+        rows = cursor.table(cls._ITEM, count, limits.BLOCKS_PER_PUT_MAX)
+        items = tuple((row[0], RemoteSpan(*row[1:])) for row in rows)
+        cursor.done()
+        return cls(items)
+
+
+@dataclass(frozen=True, slots=True)
+class PutDone:
+    """Daemon: outcomes of a COMMIT, in its order; the host's memory is its own again."""
+
+    TYPE: ClassVar[FrameType] = FrameType.PUT_DONE
+    statuses: tuple[Status, ...]
+
+    def encode(self) -> bytes:
+        return bytes(self.statuses)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> PutDone:
+        Cursor(raw, "PUT_DONE").check_count(len(raw), limits.BLOCKS_PER_PUT_MAX)
+        return cls(tuple(status_of(value) for value in raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """Base of the requests that are a namespace handle and a run of keys."""
+
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<I")
+    TYPE: ClassVar[FrameType] = FrameType.EXISTS
+
+    handle: int
+    keys: bytes
+
+    def encode(self) -> bytes:
+        return self._FIXED.pack(self.handle) + self.keys
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Keyed:
+        cursor = Cursor(raw, cls.TYPE.name)
+        (handle,) = cursor.unpack(cls._FIXED)
+        return cls(handle, _take_keys(cursor, limits.KEYS_PER_FRAME_MAX))
+
+
+@dataclass(frozen=True, slots=True)
+class Exists(Keyed):
+    """Host: which of these could I get now?"""
+
+    TYPE: ClassVar[FrameType] = FrameType.EXISTS
+
+
+@dataclass(frozen=True, slots=True)
+class Touch(Keyed):
+    """Host: I use these from elsewhere, keep them recent. Keys in prefix order."""
+
+    TYPE: ClassVar[FrameType] = FrameType.TOUCH
+
+
+@dataclass(frozen=True, slots=True)
+class Forget(Keyed):
+    """Host: drop these; they do not come back after a restart."""
+
+    TYPE: ClassVar[FrameType] = FrameType.FORGET
+
+
+@dataclass(frozen=True, slots=True)
+class Explain(Keyed):
+    """Host: why would these miss?"""
+
+    TYPE: ClassVar[FrameType] = FrameType.EXPLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class ExistsReply:
+    """Daemon: the longest stored prefix, and a bit per key (LSB first)."""
+
+    TYPE: ClassVar[FrameType] = FrameType.EXISTS_REPLY
+    prefix_blocks: int
+    bitmap: bytes
+
+    def encode(self) -> bytes:
+        return _U32.pack(self.prefix_blocks) + self.bitmap
+
+    @classmethod
+    def decode(cls, raw: bytes) -> ExistsReply:
+        cursor = Cursor(raw, "EXISTS_REPLY")
+        (prefix,) = cursor.unpack(_U32)
+        bitmap = cursor.rest()
+        cursor.check_count(len(bitmap) * 8, limits.KEYS_PER_FRAME_MAX + 7)
+        return cls(prefix, bitmap)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Host: bring these up ahead of use and hold them for `hold_ns`."""
+
+    TYPE: ClassVar[FrameType] = FrameType.STAGE
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IB3xQQ")
+
+    handle: int
+    open_at: OpenAt
+    hold_ns: int
+    deadline_ns: int
+    keys: bytes
+
+    def encode(self) -> bytes:
+        fixed = self._FIXED.pack(self.handle, self.open_at, self.hold_ns, self.deadline_ns)
+        return fixed + self.keys
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Stage:
+        cursor = Cursor(raw, "STAGE")
+        handle, open_at, hold_ns, deadline_ns = cursor.unpack(cls._FIXED)
+        _check_deadline(deadline_ns)
+        keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
+        return cls(handle, _open_at(open_at), hold_ns, deadline_ns, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Daemon: a status per key of a STAGE."""
+
+    TYPE: ClassVar[FrameType] = FrameType.STAGED
+    statuses: tuple[Status, ...]
+
+    def encode(self) -> bytes:
+        return bytes(self.statuses)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Staged:
+        Cursor(raw, "STAGED").check_count(len(raw), limits.BLOCKS_PER_FETCH_MAX)
+        return cls(tuple(status_of(value) for value in raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Daemon: how many blocks a TOUCH or FORGET found."""
+
+    TYPE: ClassVar[FrameType] = FrameType.DONE
+    count: int
+
+    def encode(self) -> bytes:
+        return _U32.pack(self.count)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Done:
+        cursor = Cursor(raw, "DONE")
+        (count,) = cursor.unpack(_U32)
+        cursor.done()
+        return cls(count)
+
+
+class Reason(enum.IntEnum):
+    """Why a key is, or is not, here (EXPLAIN)."""
+
+    IN_MEMORY = 0
+    ON_FLASH = 1
+    NEVER_STORED = 2  # or so long ago that the bounded history forgot it
+    EVICTED = 3
+    FORGOTTEN = 4
+    CORRUPT = 5
+    ERASED = 6
+    BEING_STORED = 7
+    OTHER_NAMESPACE = 8  # the tenant has it under another model, layout or salt
+    NOT_ADMITTED = 9
+    LOST = 10  # accepted but not durable when the daemon stopped, or its segment failed
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Daemon: (reason, when in Unix ns or 0) per key."""
+
+    TYPE: ClassVar[FrameType] = FrameType.EXPLAINED
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<BQ")
+
+    rows: tuple[tuple[Reason, int], ...]
+
+    def encode(self) -> bytes:
+        return b"".join(self._ITEM.pack(*row) for row in self.rows)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Explained:
+        if len(raw) % cls._ITEM.size:
+            raise ProtocolError("EXPLAINED is cut short")
+        cursor = Cursor(raw, "EXPLAINED")
+        count = len(raw) // cls._ITEM.size
+        rows = []
+        for reason, when in cursor.table(cls._ITEM, count, limits.KEYS_PER_FRAME_MAX):
+            if reason > Reason.LOST:
+                raise ProtocolError(f"unknown reason {reason}")
+            rows.append((Reason(reason), when))
+        return cls(tuple(rows))
