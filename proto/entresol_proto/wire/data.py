@@ -396,10 +396,32 @@ class Forget(Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class Explain(Keyed):
-    """Host: why would these miss?"""
+class Explain:
+    """Host: why would these miss? Whole engine keys, so that other namespaces can be looked at."""
 
     TYPE: ClassVar[FrameType] = FrameType.EXPLAIN
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<II")
+
+    handle: int
+    engine_keys: tuple[bytes, ...]
+
+    def encode(self) -> bytes:
+        rows = [bytes([len(key)]) + key for key in self.engine_keys]
+        return self._FIXED.pack(self.handle, len(rows)) + b"".join(rows)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Explain:
+        cursor = Cursor(raw, "EXPLAIN")
+        handle, count = cursor.unpack(cls._FIXED)
+        cursor.check_count(count, limits.BLOCKS_PER_FETCH_MAX)
+        keys = []
+        for _index in range(count):
+            size = cursor.take(1)[0]
+            if not limits.ENGINE_KEY_BYTES_MIN <= size <= limits.ENGINE_KEY_BYTES_MAX:
+                raise ProtocolError(f"engine key of {size} bytes")
+            keys.append(cursor.take(size))
+        cursor.done()
+        return cls(handle, tuple(keys))
 
 
 @dataclass(frozen=True, slots=True)
