@@ -1,0 +1,161 @@
+"""Slabs: the memory that hosts may read, and who owns it.
+
+A slab is one memfd that belongs to one owner (a tenant) as long as anything lives in it. Only that
+tenant's sessions are ever shown its descriptor or remote key. When an empty slab is wanted for
+another owner it is closed and a new one is made: a mapping somebody kept shows old ciphertext of its
+own tenant and nothing else.
+
+Invariants: bytes of all slabs together stay within the budget; two owners never share a slab.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from entresol_daemon.memory.ranges import RangeAllocator, align_up
+from entresol_proto import limits
+
+
+class SlabBuffer(Protocol):
+    """What a slab is made of: a memfd in production, plain memory in simulation."""
+
+    @property
+    def view(self) -> memoryview: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """One owner's piece of readable memory."""
+
+    number: int
+    owner: bytes
+    buffer: SlabBuffer
+    ranges: RangeAllocator
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A 4 KiB-aligned piece of a slab that holds one record.
+
+    `view` is writable and valid until `SlabPool.free`. Owned by whoever allocated it.
+    """
+
+    slab: Slab
+    offset_bytes: int
+    length_bytes: int
+    view: memoryview = field(repr=False)
+
+
+class SlabPool:
+    """Allocates extents per owner inside one budget.
+
+    `make_buffer(length_bytes)` returns fresh, readable memory; it may raise OSError when the machine
+    has none, which reads as "no room".
+    """
+
+    def __init__(
+        self, budget_bytes: int, slab_bytes: int, make_buffer: Callable[[int], SlabBuffer]
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.slab_bytes = slab_bytes
+        self.mapped_bytes = 0
+        self.allocated_bytes = 0
+        self._make_buffer = make_buffer
+        self._numbers = itertools.count(1)
+        self._owned: dict[bytes, list[Slab]] = {}
+        self.on_close: Callable[[Slab], None] | None = None  # told before a slab's memory goes away
+
+    def owned_bytes(self, owner: bytes) -> int:
+        """Bytes of slabs this owner holds, used or not."""
+        return sum(slab.ranges.size_bytes for slab in self._owned.get(owner, ()))
+
+    def used_bytes(self, owner: bytes) -> int:
+        """Bytes of extents this owner holds."""
+        slabs = self._owned.get(owner, ())
+        return sum(slab.ranges.size_bytes - slab.ranges.free_bytes for slab in slabs)
+
+    def allocate(self, owner: bytes, length_bytes: int) -> Extent | None:
+        """An extent of at least `length_bytes`, or None when the budget has no room for it now."""
+        length = align_up(length_bytes)
+        for slab in reversed(self._owned.get(owner, [])):
+            found = self._take(slab, length)
+            if found is not None:
+                return found
+        slab = self._new_slab(owner, max(self.slab_bytes, align_up(length, limits.MIB)))
+        return None if slab is None else self._take(slab, length)
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. Its view must not be used afterwards."""
+        extent.view.release()
+        extent.slab.ranges.free(extent.offset_bytes, extent.length_bytes)
+        self.allocated_bytes -= extent.length_bytes
+        if extent.slab.ranges.is_empty and extent.slab.ranges.size_bytes > self.slab_bytes:
+            self._close(extent.slab)  # made for one large block; not worth keeping
+
+    def shrink(self, extent: Extent, length_bytes: int) -> None:
+        """Keep only the first `length_bytes` (rounded up) of an extent."""
+        keep = align_up(length_bytes)
+        assert 0 < keep <= extent.length_bytes, (keep, extent.length_bytes)
+        rest = extent.length_bytes - keep
+        if rest == 0:
+            return
+        extent.view.release()
+        extent.view = extent.slab.buffer.view[extent.offset_bytes : extent.offset_bytes + keep]
+        extent.slab.ranges.free(extent.offset_bytes + keep, rest)
+        extent.length_bytes = keep
+        self.allocated_bytes -= rest
+
+    def release_owner(self, owner: bytes) -> None:
+        """Close the empty slabs of an owner (tenant erased, or idle)."""
+        for slab in list(self._owned.get(owner, ())):
+            if slab.ranges.is_empty:
+                self._close(slab)
+
+    def close(self) -> None:
+        """Close every slab; all extents must have been freed or be abandoned with the process."""
+        for slabs in list(self._owned.values()):
+            for slab in list(slabs):
+                self._close(slab)
+
+    def _take(self, slab: Slab, length: int) -> Extent | None:
+        offset = slab.ranges.allocate(length)
+        if offset is None:
+            return None
+        self.allocated_bytes += length
+        return Extent(slab, offset, length, slab.buffer.view[offset : offset + length])
+
+    def _new_slab(self, owner: bytes, size_bytes: int) -> Slab | None:
+        while self.mapped_bytes + size_bytes > self.budget_bytes:
+            empty = self._find_empty()
+            if empty is None:
+                return None
+            self._close(empty)
+        try:
+            buffer = self._make_buffer(size_bytes)
+        except OSError:
+            return None
+        slab = Slab(next(self._numbers), owner, buffer, RangeAllocator(size_bytes))
+        self._owned.setdefault(owner, []).append(slab)
+        self.mapped_bytes += size_bytes
+        return slab
+
+    def _find_empty(self) -> Slab | None:
+        for slabs in self._owned.values():
+            for slab in slabs:
+                if slab.ranges.is_empty:
+                    return slab
+        return None
+
+    def _close(self, slab: Slab) -> None:
+        if self.on_close is not None:
+            self.on_close(slab)
+        slabs = self._owned[slab.owner]
+        slabs.remove(slab)
+        if not slabs:
+            del self._owned[slab.owner]
+        self.mapped_bytes -= slab.ranges.size_bytes
+        slab.buffer.close()
