@@ -42,6 +42,19 @@ DESCRIPTOR_TEXT_BYTES_MAX = 512
 SPANS_PER_READ_MAX = 4_096
 DATA_STREAMS_PER_SESSION_MAX = 8
 REGIONS_PER_SESSION_MAX = 1_024
+OFFER_PARAMS_BYTES_MAX = 1 * KIB
+TICKET_BYTES = 16  # one-time, random, names one fabric offer
+OFFERS_OPEN_MAX = 1_024  # unanswered fabric offers per server
+DATA_STREAMS_DEFAULT = 2  # tcp connections per session
+DATA_STREAMS_PENDING_MAX = 256  # data connections that have not shown a ticket yet, per server
+DATA_PIECE_BYTES_MAX = 512 * KIB  # of one span handed to the transport at a time
+DATA_QUEUE_BYTES_MAX = 1 * MIB  # per stream: above it no further piece is handed to the transport
+READS_PER_STREAM_MAX = 256  # read requests outstanding on one data stream
+SPANS_PER_STREAM_MAX = 16_384  # their spans
+MAPPED_BYTES_PER_SESSION_MAX = 256 * GIB  # peer memory mapped by shm; a daemon passes less
+SHM_MESSAGES_QUEUED_MAX = 4_096  # unsent shm messages, then the session ends
+EXPOSE_DEADLINE_NS = 5_000_000_000  # the peer's acknowledgement of an exposure (shm)
+REVOKE_DEADLINE_NS = 1_000_000_000  # bytes of a revoked exposure still queued, then the stream ends
 
 # Time.
 HANDSHAKE_DEADLINE_NS = 5_000_000_000

@@ -7,6 +7,10 @@ reads from the daemon, on a put the daemon reads from the host.
 Both sides of a session hold one `Endpoint`. Endpoints are used from one event loop. Every
 implementation (tcp, shm, verbs) passes tests/contract/test_fabric_contract.py unchanged.
 
+Set-up: the daemon makes an `Offer` (a one-time ticket and where to present it) and sends it inside
+the authenticated control stream; the host answers with `registry.connect(offer)`, the daemon with
+`FabricServer.accept(offer, reply)`. The two run in either order.
+
 Invariants an implementation owns:
 - `read` never writes outside the destination views, whatever the peer sends.
 - After `revoke(exposure)` returned, the peer's later reads of it fail with LEASE_EXPIRED or
@@ -21,10 +25,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from entresol_proto.status import Status
+from entresol_proto import limits
+from entresol_proto.status import FabricError, Status
+
+if TYPE_CHECKING:
+    import ssl as ssl_module
 
 
 class FabricKind(enum.IntEnum):
@@ -88,7 +96,11 @@ class Capabilities:
 
 @runtime_checkable
 class SharedBuffer(Protocol):
-    """Memory backed by a file descriptor, which shm can pass to the peer without a copy."""
+    """Memory backed by a file descriptor, which shm can pass to the peer without a copy.
+
+    `view` is the writable mapping of the file from its first byte; `fd` is a memfd that can no
+    longer be written, shrunk or grown by whoever receives it (`memory.MemfdBuffer`).
+    """
 
     @property
     def fd(self) -> int: ...
@@ -124,4 +136,85 @@ class Endpoint(Protocol):
 
     async def close(self) -> None:
         """Release everything; pending reads finish with DISCONNECTED. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class MappedEndpoint(Protocol):
+    """An endpoint whose `capabilities.maps` is true (shm): peer memory can be seen in place."""
+
+    def map_span(self, span: RemoteSpan) -> memoryview | Status:
+        """A read-only view of the peer's bytes without a copy, or why there is none.
+
+        The view stays mapped as long as it is referenced, whatever the peer or `close` does, but
+        its content belongs to the peer: it may change at any time, so parse copies, authenticate
+        what you use, and check the lease afterwards.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An invitation to one peer to open the data path, sent inside the control stream.
+
+    `params` is opaque to everyone but the fabric and holds a secret one-time ticket: it is neither
+    logged nor part of the repr.
+
+    Raises: FabricError when `params` is longer than OFFER_PARAMS_BYTES_MAX.
+    """
+
+    kind: FabricKind
+    params: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.params) > limits.OFFER_PARAMS_BYTES_MAX:
+            raise FabricError(
+                f"fabric offer of {len(self.params)} bytes", status=Status.BAD_REQUEST
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectOptions:
+    """What the host's side may add to an offer. Every fabric takes what it needs."""
+
+    ssl: ssl_module.SSLContext | None = (
+        None  # tcp: the context of the control stream, for TLS offers
+    )
+    server_hostname: str | None = None  # tcp: the name to check, if the context checks names
+    host: str | None = None  # tcp: where to connect when the offer names no address
+    mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX  # shm: peer memory to map
+    device: str | None = None  # verbs: the RDMA device to use; None picks one
+
+
+class FabricServer(Protocol):
+    """The daemon's side of one fabric: makes offers and turns answered ones into endpoints."""
+
+    kind: FabricKind
+
+    async def start(self) -> None:
+        """Open what peers connect to. Raises: FabricError with a hint."""
+        ...
+
+    def offer(self, *, peer: object | None = None) -> Offer:
+        """A new offer with its own ticket, good for one endpoint and HANDSHAKE_DEADLINE_NS.
+
+        `peer` is what the control stream knows of the peer; tcp and shm need nothing of it.
+        Raises: FabricError; status BUSY when OFFERS_OPEN_MAX offers are unanswered.
+        """
+        ...
+
+    async def accept(self, offer: Offer, reply: bytes, deadline_ns: int) -> Endpoint:
+        """The endpoint for an offer the peer took; may be called before or after the peer connects.
+
+        `reply` is what the peer's `connect` returned (tcp, shm: empty). The offer is spent whatever
+        the outcome. Raises: FabricError; status DEADLINE when the peer did not come.
+        """
+        ...
+
+    def withdraw(self, offer: Offer) -> None:
+        """Forget an offer; a peer that is connecting on it is cut off. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Stop listening and close every endpoint this server made. Idempotent."""
         ...
