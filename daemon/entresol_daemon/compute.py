@@ -1,0 +1,152 @@
+"""Where native work (sealing, opening, hashing) runs, so that the event loop never waits for it.
+
+Invariant: when `run` or `map` returns or raises, no thread still touches the caller's buffers. A
+cancelled caller therefore waits until its function has finished, because handing a buffer to the
+next owner while a thread still writes into it would give wrong bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar, TypeVarTuple
+
+from entresol_proto.status import EntresolError, Status
+
+T = TypeVar("T")
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+COMPUTE_PENDING_MAX = 4_096  # jobs submitted and not finished, in one pool
+COMPUTE_THREADS_MAX = 256
+
+
+class ComputeError(EntresolError):
+    """The pool takes no more work: it is full (BUSY) or closed (DRAINING)."""
+
+    status = Status.BUSY
+
+
+class Compute(Protocol):
+    """Runs plain functions off the event loop (or inline, in the simulation)."""
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """Return `fn(*args)`; whatever it raises is raised here.
+
+        Raises: ComputeError when the pool is full or closed.
+        """
+        ...
+
+    async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """`[fn(item) for item in items]`, spread over the threads in a few batches.
+
+        The first exception in order of `items` is raised after every batch has finished.
+
+        Raises: ComputeError when the pool is full or closed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Refuse new work, wait for what runs, end the threads. Idempotent."""
+        ...
+
+
+def _run_batch(fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    return [fn(item) for item in items]
+
+
+class ThreadCompute:
+    """A pool of threads; the functions are expected to release the GIL for most of their time."""
+
+    def __init__(self, threads: int, *, pending_max: int = COMPUTE_PENDING_MAX) -> None:
+        if not 1 <= threads <= COMPUTE_THREADS_MAX:
+            raise ValueError(f"threads is {threads}, not 1..{COMPUTE_THREADS_MAX}")
+        self.threads = threads
+        self._pending_max = pending_max
+        self._pending: set[Future[object]] = set()
+        self._closed = False
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="entresol-compute")
+
+    @property
+    def pending(self) -> int:
+        """Jobs submitted and not finished."""
+        return len(self._pending)
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """See `Compute.run`."""
+        if self._closed:
+            raise ComputeError("the compute pool is closed", status=Status.DRAINING)
+        if len(self._pending) >= self._pending_max:
+            raise ComputeError(f"{self._pending_max} compute jobs are pending already")
+        job: Future[R] = self._pool.submit(fn, *args)
+        self._pending.add(job)  # type: ignore[arg-type]
+        waiter = asyncio.wrap_future(job)
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while not waiter.done():
+                try:
+                    # asyncio.wait leaves the waiter alone when we are cancelled.
+                    await asyncio.wait((waiter,))
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    job.cancel()  # succeeds only while no thread has begun it
+        finally:
+            self._pending.discard(job)
+        if cancelled is not None:
+            if not waiter.cancelled():
+                waiter.exception()  # seen: the cancellation is what the caller hears of
+            raise cancelled
+        return waiter.result()
+
+    async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """See `Compute.map`."""
+        if not items:
+            return []
+        size = math.ceil(len(items) / self.threads)
+        batches = [items[at : at + size] for at in range(0, len(items), size)]
+        jobs = [asyncio.ensure_future(self.run(_run_batch, fn, batch)) for batch in batches]
+        try:
+            await asyncio.wait(jobs)
+        except asyncio.CancelledError:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            raise
+        failed = [error for job in jobs if (error := job.exception()) is not None]
+        if failed:
+            raise failed[0]
+        return [result for job in jobs for result in job.result()]
+
+    async def close(self) -> None:
+        """See `Compute.close`."""
+        self._closed = True
+        while self._pending:
+            await asyncio.wait([asyncio.wrap_future(job) for job in self._pending])
+        self._pool.shutdown(wait=True)  # the threads are idle: this only joins them
+
+
+class InlineCompute:
+    """Runs everything at once on the calling task: deterministic, for the simulation and tests.
+
+    Gives the loop one turn first, so that a schedule with a thread in it has the same await points.
+    """
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """See `Compute.run`."""
+        if self._closed:
+            raise ComputeError("the compute pool is closed", status=Status.DRAINING)
+        await asyncio.sleep(0)
+        return fn(*args)
+
+    async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """See `Compute.map`."""
+        return await self.run(_run_batch, fn, items) if items else []
+
+    async def close(self) -> None:
+        """See `Compute.close`."""
+        self._closed = True

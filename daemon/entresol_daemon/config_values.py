@@ -1,0 +1,223 @@
+"""Reading one TOML table into one frozen dataclass, with errors that name the file, key and fix.
+
+Invariant: a value reaches the dataclass only with the declared type, inside the declared range;
+nothing is guessed, coerced or silently dropped. Knows no setting by name: those are in `config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from entresol_proto.status import ConfigError
+
+S = TypeVar("S")
+
+_SIZE_UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+_SIZE_UNITS |= {"kB": 1000, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+_TIME_UNITS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+_TIME_UNITS |= {"min": 60_000_000_000, "h": 3_600_000_000_000, "d": 86_400_000_000_000}
+_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_LIST_ITEMS_MAX = 64
+_TEXT_CHARS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known about one setting beside its name and default.
+
+    `kind` is one of bool, int, float, size (bytes), duration (ns), text, choice, path, list.
+    """
+
+    kind: str
+    doc: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    kind: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field with its documentation; the kind follows from the default unless given."""
+    if not kind:
+        kind = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list"}.get(
+            type(default), "path"
+        )
+        if kind == "text" and choices:
+            kind = "choice"
+    return dataclasses.field(
+        default=default, metadata={"setting": Setting(kind, doc, low, high, choices)}
+    )
+
+
+def settings_of(section: Any) -> list[tuple[dataclasses.Field[Any], Setting]]:
+    """The fields of a section class (or instance) with what is known about each."""
+    found = []
+    for item in dataclasses.fields(section):
+        about = item.metadata["setting"]
+        # A unit in the name decides the kind, so that the two cannot disagree.
+        if item.name.endswith("_bytes") or "_bytes_" in item.name:
+            about = dataclasses.replace(about, kind="size")
+        elif item.name.endswith("_ns"):
+            about = dataclasses.replace(about, kind="duration")
+        found.append((item, about))
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint naming the known word closest to `name`, or all of them when none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+
+
+def parse_size(text: str) -> int:
+    """`"64MiB"`, `"1.5 GiB"`, `"100GB"` to bytes. Raises: ValueError."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    if not match or match[2] not in _SIZE_UNITS:
+        raise ValueError(f"{text!r} is not a size; write bytes as a number, or like 64MiB or 2TiB")
+    return _scaled(match[1], _SIZE_UNITS[match[2]], text)
+
+
+def parse_duration(text: str) -> int:
+    """`"250ms"`, `"10s"`, `"2h"` to nanoseconds. Raises: ValueError."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    if not match or match[2] not in _TIME_UNITS:
+        raise ValueError(f"{text!r} is not a duration; write it like 250ms, 10s, 5min or 2h")
+    return _scaled(match[1], _TIME_UNITS[match[2]], text)
+
+
+def _scaled(number: str, unit: int, text: str) -> int:
+    whole, _, part = number.partition(".")
+    value = int(whole) * unit
+    if part:
+        extra = int(part) * unit
+        if extra % 10 ** len(part):
+            raise ValueError(f"{text!r} is not a whole number of its smallest unit")
+        value += extra // 10 ** len(part)
+    return value
+
+
+def format_size(value: int) -> str:
+    """The shortest exact form that `parse_size` reads back."""
+    forms = [
+        f"{value // _SIZE_UNITS[unit]}{unit}"
+        for unit in ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB")
+        if value and value % _SIZE_UNITS[unit] == 0
+    ]
+    return min([*forms, str(value)], key=len)
+
+
+def format_duration(value: int) -> str:
+    """The shortest exact form that `parse_duration` reads back."""
+    for unit in ("d", "h", "min", "s", "ms", "us"):
+        if value and value % _TIME_UNITS[unit] == 0:
+            return f"{value // _TIME_UNITS[unit]}{unit}"
+    return f"{value}ns"
+
+
+def format_number(value: float, kind: str) -> str:
+    """A number as its kind is written: `64MiB`, `10s`, `0.5`, `7440`."""
+    if kind == "size":
+        return format_size(int(value))
+    if kind == "duration":
+        return format_duration(int(value))
+    return str(value if kind == "float" else int(value))
+
+
+def _number(value: object, kind: str) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")
+    if isinstance(value, int):
+        return float(value) if kind == "float" else value
+    if kind == "float" and isinstance(value, float):
+        return value
+    if isinstance(value, str) and kind == "size":
+        return parse_size(value)
+    if isinstance(value, str) and kind == "duration":
+        return parse_duration(value)
+    wanted = {"size": "a size such as 64MiB", "duration": "a duration such as 250ms"}
+    raise ValueError(f"{value!r} is not {wanted.get(kind, 'a number')}")
+
+
+def _in_range(value: int | float, about: Setting) -> int | float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not a usable number")
+    if about.low is not None and value < about.low:
+        low = format_number(about.low, about.kind)
+        raise ValueError(f"{format_number(value, about.kind)} is below the smallest allowed, {low}")
+    if about.high is not None and value > about.high:
+        high = format_number(about.high, about.kind)
+        raise ValueError(f"{format_number(value, about.kind)} is above the largest allowed, {high}")
+    return value
+
+
+def _one_text(value: object, about: Setting) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text in quotes")
+    if len(value) > _TEXT_CHARS_MAX or "\0" in value:
+        raise ValueError("the text is too long or holds a zero byte")
+    if about.choices and value not in about.choices:
+        raise ValueError(f"{value!r} is not one of {', '.join(about.choices)}")
+    return value
+
+
+def convert(value: object, about: Setting, base: Path) -> object:
+    """Check one TOML value and bring it into its stored form.
+
+    Paths are taken relative to `base`, the folder of the config file; `$CREDENTIALS_DIRECTORY/...`
+    is left for the reader of the file to expand. Raises: ValueError with the reason.
+    """
+    if about.kind in ("int", "float", "size", "duration"):
+        return _in_range(_number(value, about.kind), about)
+    if about.kind == "bool":
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} is not true or false")
+        return value
+    if about.kind == "list":
+        if not isinstance(value, list) or len(value) > _LIST_ITEMS_MAX:
+            raise ValueError(f"{value!r} is not a list of at most {_LIST_ITEMS_MAX} texts")
+        items = tuple(_one_text(item, about) for item in value)
+        if len(set(items)) != len(items):
+            raise ValueError("the list names something twice")
+        return items
+    text = _one_text(value, about)
+    if about.kind != "path":
+        return text
+    if not text:
+        raise ValueError("the path is empty; leave the setting out instead")
+    return Path(text) if text.startswith(("/", "$")) else base / text
+
+
+def read_section(cls: type[S], name: str, table: object, source: Path) -> S:
+    """Build one section from its TOML table.
+
+    Raises: ConfigError for a table of another type, an unknown key, or a bad value.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: [{name}] is not a section", hint=f"write it as [{name}]")
+    known = {item.name: about for item, about in settings_of(cls)}
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(
+                f"{source}: unknown setting {key!r} in [{name}]", hint=nearest(key, known)
+            )
+        try:
+            values[key] = convert(value, known[key], source.parent)
+        except ValueError as error:
+            raise ConfigError(f"{source}: [{name}] {key}: {error}", hint=known[key].doc) from None
+    return cls(**values)
