@@ -1,0 +1,195 @@
+"""The seam between the gRPC surface and the shard: what the shard must answer, in plain records.
+
+Invariant: nothing here or behind it knows grpc or protobuf; nothing in front of it touches the
+index, keys or memory. Sizes are bytes, times nanoseconds, counts since this start of the daemon.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from entresol_daemon.events.log import EventLog
+from entresol_daemon.events.types import Event
+from entresol_proto.ids import TenantName
+
+SEGMENTS_PER_PAGE_MAX = 1_024
+
+
+class ShardState(enum.IntEnum):
+    """Numbers of `entresol.v1.State`."""
+
+    STARTING = 1
+    SERVING = 2
+    LOCKED = 3
+    DRAINING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDescription:
+    """What anyone who may talk to the shard may know."""
+
+    version: str
+    shard: str
+    control_address: str  # host:port
+    data_addresses: tuple[str, ...]  # host:port of the tcp fabric
+    fabrics: tuple[str, ...]  # FabricKind labels
+    limits: dict[str, int]
+    state: ShardState
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStat:
+    """The operator's overview."""
+
+    state: ShardState
+    uptime_ns: int = 0
+    sessions: int = 0
+    leases: int = 0
+    blocks: int = 0
+    dram_capacity_bytes: int = 0
+    dram_used_bytes: int = 0
+    flash_capacity_bytes: int = 0
+    flash_live_bytes: int = 0
+    flash_written_bytes: int = 0
+    blocks_served: int = 0
+    blocks_missed: int = 0
+    blocks_stored: int = 0
+    blocks_corrupt: int = 0
+    plain_bytes: int = 0
+    stored_bytes: int = 0
+    reasons_not_ready: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuota:
+    """What one tenant may use. 0 is "no limit of its own"; weight 0 reads as 1."""
+
+    flash_bytes: int = 0
+    dram_bytes: int = 0
+    in_flight_bytes: int = 0
+    index_bytes: int = 0
+    sessions: int = 0
+    leases: int = 0
+    weight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRecord:
+    """One tenant as the operator sees it."""
+
+    name: TenantName
+    quota: TenantQuota = field(default_factory=TenantQuota)
+    dek_version: int = 0
+    blocks: int = 0
+    flash_bytes: int = 0
+    dram_bytes: int = 0
+    sessions: int = 0
+    leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EraseReceipt:
+    """Evidence that a tenant's keys were destroyed, by whom and when."""
+
+    tenant: TenantName
+    erased_unix_ns: int
+    dek_versions_destroyed: tuple[int, ...]
+    blocks_dropped: int
+    leases_revoked: int
+    sessions_closed: int
+    shard: str
+    incarnation: int
+
+    def digest(self) -> bytes:
+        """SHA-256 over a length-framed encoding of all fields in order.
+
+        Text: u32 length, UTF-8. Numbers: u64. List: u32 count, u64 each. All little-endian, after
+        the label "entresol/erase/v1". Proves that two copies of a receipt agree, not who wrote it.
+        """
+        parts = [b"entresol/erase/v1"]
+        for text in (self.tenant, self.shard):
+            raw = text.encode()
+            parts.append(struct.pack("<I", len(raw)) + raw)
+        versions = self.dek_versions_destroyed
+        parts.append(struct.pack(f"<I{len(versions)}Q", len(versions), *versions))
+        counts = (self.blocks_dropped, self.leases_revoked, self.sessions_closed)
+        parts.append(struct.pack("<5Q", self.erased_unix_ns, *counts, self.incarnation))
+        return hashlib.sha256(b"".join(parts)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """How far draining came before its deadline."""
+
+    complete: bool
+    sessions_left: int = 0
+    leases_left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """One flash segment."""
+
+    segment: int
+    state: str  # free, open, sealed, condemned
+    tenant: str = ""
+    records: int = 0
+    live_records: int = 0
+    size_bytes: int = 0
+    used_bytes: int = 0
+    live_bytes: int = 0
+    sequence: int = 0
+
+
+class ShardBackend(Protocol):
+    """What a shard offers to its gRPC surface.
+
+    Called on the shard's event loop. Every method may raise EntresolError, whose status and hint
+    reach the caller; anything else is logged and answered as an internal error. Names are already
+    checked (`ids.check_tenant_name`); an unknown one is the shard's to refuse (BAD_REQUEST).
+    """
+
+    @property
+    def event_log(self) -> EventLog: ...
+
+    def admit(self, tenant: TenantName) -> None:
+        """Return if an authenticated tenant may use this shard.
+
+        Raises: EntresolError FORBIDDEN when it is not known here, ERASED when it was erased.
+        """
+        ...
+
+    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
+        """What the tenant has stored; see `events.stream.SnapshotProvider` for the contract."""
+        ...
+
+    async def describe(self) -> ShardDescription: ...
+    async def stat(self) -> ShardStat: ...
+    async def tenant_list(self) -> Sequence[TenantRecord]: ...
+
+    async def tenant_add(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
+        """Raises: EntresolError BAD_REQUEST when it exists, QUOTA when the table is full."""
+        ...
+
+    async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord: ...
+
+    async def tenant_rotate(self, name: TenantName) -> TenantRecord:
+        """Start a new DEK version."""
+        ...
+
+    async def tenant_erase(self, name: TenantName) -> EraseReceipt:
+        """Destroy the tenant's keys everywhere; returns only when that is durable."""
+        ...
+
+    async def drain(self, deadline_ns: int) -> DrainResult:
+        """Refuse new work and finish what runs. `deadline_ns` is a duration, 0 for the default."""
+        ...
+
+    async def segments(self, first_segment: int, count_max: int) -> Sequence[SegmentRecord]:
+        """Segments numbered `first_segment` and up, ascending, at most `count_max`."""
+        ...

@@ -1,0 +1,414 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_UNSPECIFIED: _ClassVar[State]
+    STATE_STARTING: _ClassVar[State]
+    STATE_SERVING: _ClassVar[State]
+    STATE_LOCKED: _ClassVar[State]
+    STATE_DRAINING: _ClassVar[State]
+
+class GapReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GAP_REASON_UNSPECIFIED: _ClassVar[GapReason]
+    GAP_REASON_INCARNATION: _ClassVar[GapReason]
+    GAP_REASON_TRIMMED: _ClassVar[GapReason]
+    GAP_REASON_AHEAD: _ClassVar[GapReason]
+    GAP_REASON_SLOW: _ClassVar[GapReason]
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    KIND_STORED: _ClassVar[Kind]
+    KIND_REMOVED: _ClassVar[Kind]
+    KIND_STAGED: _ClassVar[Kind]
+    KIND_DEMOTED: _ClassVar[Kind]
+    KIND_EXPIRED: _ClassVar[Kind]
+    KIND_CORRUPT: _ClassVar[Kind]
+    KIND_PINNED: _ClassVar[Kind]
+    KIND_TENANT_ERASED: _ClassVar[Kind]
+    KIND_CLEARED: _ClassVar[Kind]
+
+class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIUM_UNSPECIFIED: _ClassVar[Medium]
+    MEDIUM_MEMORY: _ClassVar[Medium]
+    MEDIUM_FLASH: _ClassVar[Medium]
+    MEDIUM_REMOTE: _ClassVar[Medium]
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_UNSPECIFIED: _ClassVar[Reason]
+    REASON_EVICTED: _ClassVar[Reason]
+    REASON_FORGOTTEN: _ClassVar[Reason]
+    REASON_CORRUPT: _ClassVar[Reason]
+    REASON_ERASED: _ClassVar[Reason]
+    REASON_QUOTA: _ClassVar[Reason]
+    REASON_LOST: _ClassVar[Reason]
+    REASON_SUPERSEDED: _ClassVar[Reason]
+    REASON_HEADER: _ClassVar[Reason]
+    REASON_FLASH: _ClassVar[Reason]
+    REASON_HOST_REPORT: _ClassVar[Reason]
+STATE_UNSPECIFIED: State
+STATE_STARTING: State
+STATE_SERVING: State
+STATE_LOCKED: State
+STATE_DRAINING: State
+GAP_REASON_UNSPECIFIED: GapReason
+GAP_REASON_INCARNATION: GapReason
+GAP_REASON_TRIMMED: GapReason
+GAP_REASON_AHEAD: GapReason
+GAP_REASON_SLOW: GapReason
+KIND_UNSPECIFIED: Kind
+KIND_STORED: Kind
+KIND_REMOVED: Kind
+KIND_STAGED: Kind
+KIND_DEMOTED: Kind
+KIND_EXPIRED: Kind
+KIND_CORRUPT: Kind
+KIND_PINNED: Kind
+KIND_TENANT_ERASED: Kind
+KIND_CLEARED: Kind
+MEDIUM_UNSPECIFIED: Medium
+MEDIUM_MEMORY: Medium
+MEDIUM_FLASH: Medium
+MEDIUM_REMOTE: Medium
+REASON_UNSPECIFIED: Reason
+REASON_EVICTED: Reason
+REASON_FORGOTTEN: Reason
+REASON_CORRUPT: Reason
+REASON_ERASED: Reason
+REASON_QUOTA: Reason
+REASON_LOST: Reason
+REASON_SUPERSEDED: Reason
+REASON_HEADER: Reason
+REASON_FLASH: Reason
+REASON_HOST_REPORT: Reason
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("version", "shard", "incarnation", "control_address", "data_addresses", "fabrics", "limits", "state", "tenant")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    FABRICS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    shard: str
+    incarnation: int
+    control_address: str
+    data_addresses: _containers.RepeatedScalarFieldContainer[str]
+    fabrics: _containers.RepeatedScalarFieldContainer[str]
+    limits: _containers.RepeatedCompositeFieldContainer[Limit]
+    state: State
+    tenant: str
+    def __init__(self, version: _Optional[str] = ..., shard: _Optional[str] = ..., incarnation: _Optional[int] = ..., control_address: _Optional[str] = ..., data_addresses: _Optional[_Iterable[str]] = ..., fabrics: _Optional[_Iterable[str]] = ..., limits: _Optional[_Iterable[_Union[Limit, _Mapping]]] = ..., state: _Optional[_Union[State, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class Limit(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: int
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+
+class StatRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatReply(_message.Message):
+    __slots__ = ("state", "uptime_ns", "sessions", "leases", "blocks", "dram_capacity_bytes", "dram_used_bytes", "flash_capacity_bytes", "flash_live_bytes", "flash_written_bytes", "blocks_served", "blocks_missed", "blocks_stored", "blocks_corrupt", "plain_bytes", "stored_bytes", "reasons_not_ready")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLASH_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLASH_LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLASH_WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SERVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASONS_NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    state: State
+    uptime_ns: int
+    sessions: int
+    leases: int
+    blocks: int
+    dram_capacity_bytes: int
+    dram_used_bytes: int
+    flash_capacity_bytes: int
+    flash_live_bytes: int
+    flash_written_bytes: int
+    blocks_served: int
+    blocks_missed: int
+    blocks_stored: int
+    blocks_corrupt: int
+    plain_bytes: int
+    stored_bytes: int
+    reasons_not_ready: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[_Union[State, str]] = ..., uptime_ns: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., flash_capacity_bytes: _Optional[int] = ..., flash_live_bytes: _Optional[int] = ..., flash_written_bytes: _Optional[int] = ..., blocks_served: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_corrupt: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reasons_not_ready: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("flash_bytes", "dram_bytes", "in_flight_bytes", "index_bytes", "sessions", "leases", "weight")
+    FLASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    flash_bytes: int
+    dram_bytes: int
+    in_flight_bytes: int
+    index_bytes: int
+    sessions: int
+    leases: int
+    weight: int
+    def __init__(self, flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+
+class TenantInfo(_message.Message):
+    __slots__ = ("name", "quota", "dek_version", "blocks", "flash_bytes", "dram_bytes", "sessions", "leases")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    DEK_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FLASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quota: Quota
+    dek_version: int
+    blocks: int
+    flash_bytes: int
+    dram_bytes: int
+    sessions: int
+    leases: int
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., dek_version: _Optional[int] = ..., blocks: _Optional[int] = ..., flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+
+class TenantAddRequest(_message.Message):
+    __slots__ = ("name", "quota")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quota: Quota
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ...) -> None: ...
+
+class TenantListRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TenantListReply(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantInfo]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantInfo, _Mapping]]] = ...) -> None: ...
+
+class TenantSetQuotaRequest(_message.Message):
+    __slots__ = ("name", "quota")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quota: Quota
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ...) -> None: ...
+
+class TenantRotateRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class TenantEraseRequest(_message.Message):
+    __slots__ = ("name", "confirm")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    confirm: str
+    def __init__(self, name: _Optional[str] = ..., confirm: _Optional[str] = ...) -> None: ...
+
+class EraseReceipt(_message.Message):
+    __slots__ = ("tenant", "erased_unix_ns", "dek_versions_destroyed", "blocks_dropped", "leases_revoked", "sessions_closed", "shard", "incarnation", "digest")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ERASED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    DEK_VERSIONS_DESTROYED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    LEASES_REVOKED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    erased_unix_ns: int
+    dek_versions_destroyed: _containers.RepeatedScalarFieldContainer[int]
+    blocks_dropped: int
+    leases_revoked: int
+    sessions_closed: int
+    shard: str
+    incarnation: int
+    digest: bytes
+    def __init__(self, tenant: _Optional[str] = ..., erased_unix_ns: _Optional[int] = ..., dek_versions_destroyed: _Optional[_Iterable[int]] = ..., blocks_dropped: _Optional[int] = ..., leases_revoked: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., shard: _Optional[str] = ..., incarnation: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_ns",)
+    DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
+    deadline_ns: int
+    def __init__(self, deadline_ns: _Optional[int] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("complete", "sessions_left", "leases_left")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    LEASES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    sessions_left: int
+    leases_left: int
+    def __init__(self, complete: bool = ..., sessions_left: _Optional[int] = ..., leases_left: _Optional[int] = ...) -> None: ...
+
+class SegmentsRequest(_message.Message):
+    __slots__ = ("first_segment", "count_max")
+    FIRST_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    first_segment: int
+    count_max: int
+    def __init__(self, first_segment: _Optional[int] = ..., count_max: _Optional[int] = ...) -> None: ...
+
+class SegmentInfo(_message.Message):
+    __slots__ = ("segment", "state", "tenant", "records", "live_records", "size_bytes", "used_bytes", "live_bytes", "sequence")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    state: str
+    tenant: str
+    records: int
+    live_records: int
+    size_bytes: int
+    used_bytes: int
+    live_bytes: int
+    sequence: int
+    def __init__(self, segment: _Optional[int] = ..., state: _Optional[str] = ..., tenant: _Optional[str] = ..., records: _Optional[int] = ..., live_records: _Optional[int] = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class SegmentsReply(_message.Message):
+    __slots__ = ("segments", "next_segment")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[SegmentInfo]
+    next_segment: int
+    def __init__(self, segments: _Optional[_Iterable[_Union[SegmentInfo, _Mapping]]] = ..., next_segment: _Optional[int] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("incarnation", "seq")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    seq: int
+    def __init__(self, incarnation: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("tenant", "after")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    after: Position
+    def __init__(self, tenant: _Optional[str] = ..., after: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("incarnation", "events", "gap", "position")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    gap: Gap
+    position: Position
+    def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., gap: _Optional[_Union[Gap, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class SnapshotReply(_message.Message):
+    __slots__ = ("position", "events", "complete")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    position: Position
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    complete: bool
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+
+class Gap(_message.Message):
+    __slots__ = ("tenant", "reason", "asked_seq", "first_seq", "last_seq")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ASKED_SEQ_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    reason: GapReason
+    asked_seq: int
+    first_seq: int
+    last_seq: int
+    def __init__(self, tenant: _Optional[str] = ..., reason: _Optional[_Union[GapReason, str]] = ..., asked_seq: _Optional[int] = ..., first_seq: _Optional[int] = ..., last_seq: _Optional[int] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("seq", "time_unix_ns", "tenant", "kind", "namespace_id", "wire_keys", "engine_keys", "parent", "position", "block_tokens", "token_ids", "medium", "reason", "size_bytes", "until_unix_ns")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    TIME_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    WIRE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    time_unix_ns: int
+    tenant: str
+    kind: Kind
+    namespace_id: bytes
+    wire_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    engine_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    parent: bytes
+    position: int
+    block_tokens: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    medium: Medium
+    reason: Reason
+    size_bytes: int
+    until_unix_ns: int
+    def __init__(self, seq: _Optional[int] = ..., time_unix_ns: _Optional[int] = ..., tenant: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., namespace_id: _Optional[bytes] = ..., wire_keys: _Optional[_Iterable[bytes]] = ..., engine_keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., block_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., medium: _Optional[_Union[Medium, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., size_bytes: _Optional[int] = ..., until_unix_ns: _Optional[int] = ...) -> None: ...
