@@ -2,8 +2,8 @@
 
 A slab is one memfd that belongs to one owner (a tenant) as long as anything lives in it. Only that
 tenant's sessions are ever shown its descriptor or remote key. When an empty slab is wanted for
-another owner it is closed and a new one is made: a mapping somebody kept shows old ciphertext of its
-own tenant and nothing else.
+another owner it is closed and a new one is made: a mapping somebody kept shows old ciphertext of
+its own tenant and nothing else.
 
 Invariants: bytes of all slabs together stay within the budget; two owners never share a slab.
 """
@@ -53,8 +53,8 @@ class Extent:
 class SlabPool:
     """Allocates extents per owner inside one budget.
 
-    `make_buffer(length_bytes)` returns fresh, readable memory; it may raise OSError when the machine
-    has none, which reads as "no room".
+    `make_buffer(length_bytes)` returns fresh, readable memory; it may raise OSError when the
+    machine has none, which reads as "no room".
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class SlabPool:
             found = self._take(slab, length)
             if found is not None:
                 return found
-        slab = self._new_slab(owner, max(self.slab_bytes, align_up(length, limits.MIB)))
-        return None if slab is None else self._take(slab, length)
+        fresh = self._new_slab(owner, max(self.slab_bytes, align_up(length, limits.MIB)))
+        return None if fresh is None else self._take(fresh, length)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. Its view must not be used afterwards."""

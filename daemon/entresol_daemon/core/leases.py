@@ -1,0 +1,103 @@
+"""Leases: how long a host may read what it was granted. Pure; time comes in as `now_ns`.
+
+Invariant: a lease ends exactly once, by release, by expiry or with its session, and whoever made it
+gets its payload back at that moment to let go of the memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from entresol_proto.status import QuotaError, Status
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Lease(Generic[T]):
+    """Right of one session to read `payload` until `expires_ns` (monotonic)."""
+
+    lease_id: int
+    session: int
+    expires_ns: int
+    payload: T
+
+
+class LeaseTable(Generic[T]):
+    """Leases of all sessions. Ids mean nothing outside the session they were given to."""
+
+    def __init__(self, *, leases_per_session_max: int) -> None:
+        self._leases_per_session_max = leases_per_session_max
+        self._next_id = 1
+        self._leases: dict[int, Lease[T]] = {}
+        self._by_session: dict[int, set[int]] = {}
+        self._deadlines: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def held_by(self, session: int) -> int:
+        """How many leases a session holds."""
+        return len(self._by_session.get(session, ()))
+
+    def room(self, session: int) -> bool:
+        """True if the session may get another lease."""
+        return self.held_by(session) < self._leases_per_session_max
+
+    def grant(self, session: int, payload: T, expires_ns: int) -> Lease[T]:
+        """A new lease. Raises: QuotaError (BUSY) at the session's limit."""
+        if not self.room(session):
+            raise QuotaError(
+                f"session holds {self._leases_per_session_max} leases", status=Status.BUSY
+            )
+        lease = Lease(self._next_id, session, expires_ns, payload)
+        self._next_id += 1
+        self._leases[lease.lease_id] = lease
+        self._by_session.setdefault(session, set()).add(lease.lease_id)
+        heapq.heappush(self._deadlines, (expires_ns, lease.lease_id))
+        return lease
+
+    def get(self, session: int, lease_id: int) -> Lease[T] | None:
+        """The lease if it is alive and belongs to this session, else None."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and lease.session == session else None
+
+    def release(self, session: int, lease_id: int) -> Lease[T] | None:
+        """End a lease; None if there is none of that id for this session (late or forged)."""
+        lease = self.get(session, lease_id)
+        if lease is not None:
+            self._forget(lease)
+        return lease
+
+    def expire(self, now_ns: int) -> list[Lease[T]]:
+        """End every lease whose time has come."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, lease_id = heapq.heappop(self._deadlines)
+            lease = self._leases.get(lease_id)
+            if lease is not None:
+                self._forget(lease)
+                ended.append(lease)
+        return ended
+
+    def end_session(self, session: int) -> list[Lease[T]]:
+        """End every lease of a session."""
+        ended = [self._leases[lease_id] for lease_id in sorted(self._by_session.get(session, ()))]
+        for lease in ended:
+            self._forget(lease)
+        return ended
+
+    def next_expiry_ns(self) -> int | None:
+        """When `expire` has something to do, or None. Released leases may make it early."""
+        while self._deadlines and self._deadlines[0][1] not in self._leases:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _forget(self, lease: Lease[T]) -> None:
+        del self._leases[lease.lease_id]
+        held = self._by_session[lease.session]
+        held.discard(lease.lease_id)
+        if not held:
+            del self._by_session[lease.session]
