@@ -39,6 +39,7 @@ class Status(enum.IntEnum):
     CONFLICT = 20  # same wire key, another engine key: a collision, served as a miss
     ERASED = 21  # the tenant's keys were destroyed
     INTERNAL = 22  # a bug; the log has it
+    NOT_ADMITTED = 23  # put: the admission policy spares the flash; not an error
 
     @property
     def label(self) -> str:

@@ -214,7 +214,11 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class PutItem:
-    """One block a host wants to store. `parent` is the wire key before it (zeros at the root)."""
+    """One block a host wants to store.
+
+    `parent` is the engine key of the block before it, empty at the root; `position` is the block's
+    index in its sequence.
+    """
 
     key: bytes  # 16-byte wire key
     engine_key: bytes
@@ -230,7 +234,7 @@ class Reserve:
 
     TYPE: ClassVar[FrameType] = FrameType.RESERVE
     _FIXED: ClassVar[struct.Struct] = struct.Struct("<IBBHQ")
-    _ITEM: ClassVar[struct.Struct] = struct.Struct("<16s16sIIHBB")
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<16sIIHBB")
 
     handle: int
     ack: Ack
@@ -243,9 +247,10 @@ class Reserve:
             tokens = len(i.token_ids)
             parts.append(
                 self._ITEM.pack(
-                    i.key, i.parent, i.plain_bytes, i.position, tokens, len(i.engine_key), 0
+                    i.key, i.plain_bytes, i.position, tokens, len(i.engine_key), len(i.parent)
                 )
                 + i.engine_key
+                + i.parent
                 + struct.pack(f"<{tokens}I", *i.token_ids)
             )
         return b"".join(parts)
@@ -258,11 +263,16 @@ class Reserve:
         _check_deadline(deadline_ns)
         items = []
         for _index in range(count):
-            key, parent, plain, position, tokens, key_bytes, _ = cursor.unpack(cls._ITEM)
+            key, plain, position, tokens, key_bytes, parent_bytes = cursor.unpack(cls._ITEM)
             if not limits.ENGINE_KEY_BYTES_MIN <= key_bytes <= limits.ENGINE_KEY_BYTES_MAX:
                 raise ProtocolError(f"engine key of {key_bytes} bytes")
             cursor.check_count(tokens, limits.TOKENS_PER_BLOCK_MAX)
+            if parent_bytes and not (
+                limits.ENGINE_KEY_BYTES_MIN <= parent_bytes <= limits.ENGINE_KEY_BYTES_MAX
+            ):
+                raise ProtocolError(f"parent key of {parent_bytes} bytes")
             engine_key = cursor.take(key_bytes)
+            parent = cursor.take(parent_bytes)
             ids = struct.unpack(f"<{tokens}I", cursor.take(4 * tokens))
             items.append(PutItem(key, engine_key, plain, position, parent, ids))
         cursor.done()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from entresol_proto import limits
-from entresol_proto.fabric.base import FabricKind
+from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.status import ProtocolError, Status
 from entresol_proto.wire.cursor import Cursor, text16
 from entresol_proto.wire.frames import FrameType
@@ -19,7 +19,6 @@ from entresol_proto.wire.frames import FrameType
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 OFFERS_MAX = 16
-OFFER_BYTES_MAX = 1024
 NO_FABRIC = 0  # a control-only session: exists, explain, touch, forget
 
 _STATUSES = {int(item): item for item in Status}
@@ -65,14 +64,6 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class FabricOffer:
-    """A data path the daemon has ready; `params` are opaque to the control stream."""
-
-    kind: FabricKind
-    params: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Welcome:
     """Daemon: who I am, what you may do, which data paths you may attach."""
 
@@ -90,7 +81,7 @@ class Welcome:
     host_id: bytes
     shard: str
     tenant: str
-    offers: tuple[FabricOffer, ...]
+    offers: tuple[Offer, ...]
 
     def encode(self) -> bytes:
         parts = [
@@ -124,10 +115,10 @@ class Welcome:
         offers = []
         for _index in range(count):
             kind, size = cursor.unpack(_OFFER)
-            cursor.check_count(size, OFFER_BYTES_MAX)
+            cursor.check_count(size, limits.OFFER_PARAMS_BYTES_MAX)
             params = cursor.take(size)
             try:
-                offers.append(FabricOffer(FabricKind(kind), params))
+                offers.append(Offer(FabricKind(kind), params))
             except ValueError:
                 continue  # a fabric newer than this build
         cursor.done()
@@ -150,7 +141,7 @@ class Attach:
     def decode(cls, raw: bytes) -> Attach:
         cursor = Cursor(raw, "ATTACH")
         kind, size = cursor.unpack(_OFFER)
-        cursor.check_count(size, OFFER_BYTES_MAX)
+        cursor.check_count(size, limits.OFFER_PARAMS_BYTES_MAX)
         reply = cursor.take(size)
         cursor.done()
         return cls(kind, reply)
