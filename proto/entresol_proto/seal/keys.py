@@ -1,0 +1,53 @@
+"""Keys of single blocks, derived from a tenant's data key and a salt that is fresh for one write.
+
+Invariant: no block key ever seals two different blocks. The salt is random, never a function of the
+block's name, because names repeat when a block is written again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+from entresol_proto.status import SealError, Status
+
+SALT_BYTES = 32
+DEK_BYTES = 32
+KEY_BYTES = 32
+COMMITMENT_BYTES = 16
+KEY_LABEL = b"entresol/v1/block"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """The AES-256 key of one block (32 bytes) and the public commitment to it (16 bytes)."""
+
+    key: bytes = field(repr=False)
+    commitment: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES or len(self.commitment) != COMMITMENT_BYTES:
+            raise SealError("block key has a wrong length", status=Status.BAD_REQUEST)
+
+
+def derive_block_key(dek: bytes, salt: bytes) -> BlockKey:
+    """The block key for one write: HKDF-Expand-SHA256 (RFC 5869), 32 bytes key, 16 commitment.
+
+    `dek` is the tenant's 32-byte data key, uniformly random, so Extract is not needed; `salt` is
+    the 32 bytes the block's header carries. The commitment gives the key-committing property that
+    AES-GCM lacks (RFC 9771): nobody can build a block that opens under two keys.
+
+    Raises: SealError (BAD_REQUEST) for wrong lengths.
+    """
+    if len(dek) != DEK_BYTES or len(salt) != SALT_BYTES:
+        raise SealError("data key or salt has a wrong length", status=Status.BAD_REQUEST)
+    raw = HKDFExpand(SHA256(), KEY_BYTES + COMMITMENT_BYTES, KEY_LABEL + salt).derive(dek)
+    return BlockKey(raw[:KEY_BYTES], raw[KEY_BYTES:])
+
+
+def new_salt() -> bytes:
+    """32 fresh random bytes from the kernel; one per write, never reused."""
+    return os.urandom(SALT_BYTES)
