@@ -1,0 +1,138 @@
+"""What compression really saves, and which codec a session should use.
+
+Invariants: the meter's table is bounded whatever namespaces appear (the rest is summed as "other"),
+so it may feed metric labels; and `choose_codec` changes speed only, any codec opens to the same
+bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entresol_proto.seal import codecs
+from entresol_proto.seal.dtypes import DType
+from entresol_proto.status import ConfigError
+
+NAMESPACES_METERED_MAX = 256
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class RatioRow:
+    """Totals of one (namespace, dtype, codec) since the meter was made."""
+
+    namespace: str  # namespace id in hex, or "other"
+    dtype: str
+    codec: str  # what the blocks were stored with, after any bypass
+    blocks: int
+    plain_bytes: int
+    stored_bytes: int  # headers, tags and meta included when the caller counts them, as it should
+
+    @property
+    def ratio(self) -> float:
+        """Plain over stored; above 1 is a saving."""
+        return self.plain_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+
+class RatioMeter:
+    """Sums plain and stored bytes. Not for use from several threads at once."""
+
+    def __init__(self, *, namespaces_max: int = NAMESPACES_METERED_MAX) -> None:
+        self._namespaces_max = namespaces_max
+        self._names: dict[bytes, str] = {}
+        self._totals: dict[tuple[str, DType, int], list[int]] = {}
+
+    def add(
+        self, namespace_id: bytes, dtype: DType, codec_id: int, plain: int, stored: int
+    ) -> None:
+        """Count one block of `plain` bytes that is stored in `stored` bytes.
+
+        The first `namespaces_max` namespaces have rows of their own; later ones share "other".
+
+        Raises: CodecError for an unknown codec.
+        """
+        name = self._names.get(namespace_id)
+        if name is None:
+            if len(self._names) < self._namespaces_max:
+                name = self._names[bytes(namespace_id)] = namespace_id.hex()
+            else:
+                name = OTHER
+        codecs.get(codec_id)
+        totals = self._totals.setdefault((name, dtype, codec_id), [0, 0, 0])
+        totals[0] += 1
+        totals[1] += plain
+        totals[2] += stored
+
+    def rows(self) -> list[RatioRow]:
+        """All totals, sorted by namespace, dtype and codec; at most
+        (namespaces_max + 1) × dtypes × codecs rows."""
+        return [
+            RatioRow(name, dtype.label, codecs.get(codec_id).name, *totals)
+            for (name, dtype, codec_id), totals in sorted(self._totals.items())
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRate:
+    """What one codec does to one dtype."""
+
+    ratio: float
+    decode_bytes_per_s: float  # plain bytes per second of one core, without decryption
+
+
+# One core, x86 (Zen 3, AVX2, VAES), cryptography 50 and zstandard 0.25, `python -m bench.codec` on
+# KV of two trained models in blocks of 64 and 112 tokens; the lower ratio where they differ. fp16
+# and fp32 are the rows of full precision (bf16 values in wider storage shrink more). The published
+# anchors agree: 1.4x bf16 (VAST; FlexKV with nvCOMP), 1.48x (ZipNN run on the same files). int8 is
+# left out: per-channel scales, as engines use them, leave next to nothing, and none was measured.
+_RATES: dict[tuple[int, DType], CodecRate] = {
+    (codecs.ZSTD, DType.OPAQUE): CodecRate(1.26, 0.89e9),
+    (codecs.ZSTD, DType.BF16): CodecRate(1.26, 0.89e9),
+    (codecs.ZSTD, DType.FP16): CodecRate(1.08, 1.0e9),
+    (codecs.ZSTD, DType.FP8_E4M3): CodecRate(1.19, 0.87e9),
+    (codecs.ZSTD, DType.FP8_E5M2): CodecRate(1.39, 1.1e9),
+    (codecs.ZSTD, DType.FP32): CodecRate(1.08, 1.0e9),
+    (codecs.PLANE, DType.BF16): CodecRate(1.49, 1.7e9),
+    (codecs.PLANE, DType.FP16): CodecRate(1.18, 1.6e9),
+    (codecs.PLANE, DType.FP8_E4M3): CodecRate(1.20, 0.93e9),
+    (codecs.PLANE, DType.FP8_E5M2): CodecRate(1.41, 1.1e9),
+    (codecs.PLANE, DType.FP32): CodecRate(1.20, 1.5e9),
+}
+_DECRYPT_BYTES_PER_S = 3.8e9  # AES-256-GCM, same core and run
+
+_POLICIES: dict[str, int] = {name: codecs.by_name(name).codec_id for name in codecs.names()}
+POLICY_AUTO = "auto"
+POLICIES = (POLICY_AUTO, *_POLICIES)
+
+
+def choose_codec(
+    *, same_host: bool, link_bytes_per_s: int, open_threads: int, dtype: DType, policy: str
+) -> int:
+    """The codec id that gets plaintext to this session's reader fastest.
+
+    `policy` "raw", "zstd" or "plane" decides alone. "auto" takes raw on one host, where the link is
+    memory; otherwise the codec with the highest min(link × ratio, threads × opening rate of one
+    core), the denser one on a tie. `link_bytes_per_s` is what the link carries for this session,
+    `open_threads` how many cores may open blocks at once. A guess from constants: the meter tells
+    what really happened.
+
+    Raises: ConfigError for an unknown policy, or for "auto" without a positive rate and thread.
+    """
+    if policy != POLICY_AUTO:
+        try:
+            return _POLICIES[policy]
+        except KeyError:
+            raise ConfigError(
+                f"unknown codec policy {policy!r}", hint=f"use one of {', '.join(POLICIES)}"
+            ) from None
+    if same_host:
+        return codecs.RAW
+    if link_bytes_per_s <= 0 or open_threads <= 0:
+        raise ConfigError("codec policy auto needs a link rate and a thread count above zero")
+    best = (min(link_bytes_per_s, open_threads * _DECRYPT_BYTES_PER_S), 1.0, codecs.RAW)
+    for (codec_id, of_dtype), rate in _RATES.items():
+        if of_dtype is dtype:
+            core_s = 1 / rate.decode_bytes_per_s + 1 / (rate.ratio * _DECRYPT_BYTES_PER_S)
+            plain_per_s = min(link_bytes_per_s * rate.ratio, open_threads / core_s)
+            best = max(best, (plain_per_s, rate.ratio, codec_id))
+    return best[2]
