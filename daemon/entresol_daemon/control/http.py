@@ -1,0 +1,212 @@
+"""The small plain-HTTP endpoint for machines: /metrics, /healthz, /readyz. GET only, read only.
+
+Invariants owned here: whatever a client sends, memory per connection is bounded by the request
+limit, time by the deadlines, and their number by `CONNECTIONS_MAX`; every connection carries one
+request and is closed. It listens on the address it is told, loopback by default, and after `close`
+no task, socket or thread of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from entresol_daemon.metrics import CONTENT_TYPE, Metrics
+
+log = logging.getLogger("entresol.http")
+
+REQUEST_BYTES_MAX = 8 * 1024  # request line and headers; a body is not read
+CONNECTIONS_MAX = 32
+REQUEST_DEADLINE_S = 5.0
+REPLY_DEADLINE_S = 10.0
+LINGER_S = 1.0
+LINGER_READS_MAX = 64
+BACKLOG = 16
+
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+    505: "HTTP Version Not Supported",
+}
+_PLAIN = "text/plain; charset=utf-8"
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    code: int
+    body: bytes
+    content_type: str = _PLAIN
+
+
+class HttpServer:
+    """Serves the endpoint on the running loop. `start`, then `close`.
+
+    `reasons_not_ready` is called on the loop for each /readyz; no reasons means ready.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        reasons_not_ready: Callable[[], Sequence[str]],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        request_deadline_s: float = REQUEST_DEADLINE_S,
+    ) -> None:
+        self._metrics = metrics
+        self._reasons_not_ready = reasons_not_ready
+        self._host = host
+        self._port = port
+        self._request_deadline_s = request_deadline_s
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._renderer: ThreadPoolExecutor | None = None
+        self._routes = {
+            "/metrics": self._get_metrics,
+            "/healthz": self._get_health,
+            "/readyz": self._get_readiness,
+        }
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        assert self._server is not None, "not started"
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def start(self) -> None:
+        """Bind and serve. Raises: OSError when the address is taken."""
+        assert self._server is None, "started twice"
+        # Rendering takes milliseconds: a thread of our own keeps the loop free of it.
+        self._server = await asyncio.start_server(
+            self._accept, self._host, self._port, limit=REQUEST_BYTES_MAX, backlog=BACKLOG
+        )
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="entresol-http")
+        log.info("event=http_listening host=%s port=%d", self._host, self.port)
+
+    async def close(self) -> None:
+        """Stop listening, end open connections, join the thread. Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await server.wait_closed()
+        if self._renderer is not None:
+            self._renderer.shutdown(wait=True, cancel_futures=True)
+            self._renderer = None
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= CONNECTIONS_MAX or self._server is None:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            reply = await self._answer(reader)
+            async with asyncio.timeout(REPLY_DEADLINE_S):
+                writer.write(_encode(reply))
+                writer.write_eof()
+                await writer.drain()
+                await _linger(reader)
+        except (OSError, TimeoutError):
+            pass  # the client went away, or does not read: nothing is owed to it
+        finally:
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> _Reply:
+        try:
+            async with asyncio.timeout(self._request_deadline_s):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except TimeoutError:
+            return _Reply(408, b"the request did not arrive in time\n")
+        except asyncio.LimitOverrunError:
+            return _Reply(431, b"request line and headers are too long\n")
+        except asyncio.IncompleteReadError:
+            return _Reply(400, b"the request is cut short\n")
+        path = _parse(head)
+        if isinstance(path, _Reply):
+            return path
+        route = self._routes.get(path)
+        if route is None:
+            return _Reply(404, b"try /metrics, /healthz or /readyz\n")
+        try:
+            return await route()
+        except Exception:  # a broken page must not look like a dead daemon
+            log.exception("event=http_failed path=%s", path)
+            return _Reply(500, b"internal error; the daemon's log has it\n")
+
+    async def _get_metrics(self) -> _Reply:
+        assert self._renderer is not None
+        self._metrics.refresh()
+        loop = asyncio.get_running_loop()
+        page = await loop.run_in_executor(self._renderer, self._metrics.render)
+        return _Reply(200, page, CONTENT_TYPE)
+
+    async def _get_health(self) -> _Reply:
+        return _Reply(200, b"alive\n")
+
+    async def _get_readiness(self) -> _Reply:
+        reasons = list(self._reasons_not_ready())
+        body = json.dumps({"ready": not reasons, "reasons": reasons}).encode() + b"\n"
+        return _Reply(503 if reasons else 200, body, _JSON)
+
+
+async def _linger(reader: asyncio.StreamReader) -> None:
+    """Take in what is still on its way: closing over unread bytes would reset the connection and
+    could cost the client its reply. Bounded in bytes and time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            for _ in range(LINGER_READS_MAX):
+                if not await reader.read(REQUEST_BYTES_MAX):
+                    return
+
+
+def _parse(head: bytes) -> str | _Reply:
+    """The path of a GET, or the refusal."""
+    line, _, headers = head.partition(b"\r\n")
+    parts = line.split(b" ")
+    if len(parts) != 3 or not all(parts) or not line.isascii():
+        return _Reply(400, b"malformed request line\n")
+    method, target, version = parts
+    if version not in (b"HTTP/1.1", b"HTTP/1.0"):
+        return _Reply(505, b"HTTP/1.1 or HTTP/1.0\n")
+    if method != b"GET":
+        return _Reply(405, b"only GET\n")
+    if not target.startswith(b"/"):
+        return _Reply(400, b"malformed request target\n")
+    for header in headers.split(b"\r\n"):
+        name, colon, _ = header.partition(b":")
+        if header and (not colon or not name or name != name.strip()):
+            return _Reply(400, b"malformed header\n")
+    return target.decode("ascii").partition("?")[0]
+
+
+def _encode(reply: _Reply) -> bytes:
+    head = [
+        f"HTTP/1.1 {reply.code} {_REASONS[reply.code]}",
+        f"Content-Type: {reply.content_type}",
+        f"Content-Length: {len(reply.body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+    ]
+    if reply.code == 405:
+        head.append("Allow: GET")
+    return ("\r\n".join(head) + "\r\n\r\n").encode("ascii") + reply.body

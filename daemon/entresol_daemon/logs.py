@@ -1,0 +1,227 @@
+"""Logging: key=value or JSON lines on standard error, in which block content cannot appear.
+
+Invariants owned here:
+- One line per record (a traceback follows as lines of its own in key=value form): control
+  characters are escaped, so nobody can forge a line through a name.
+- No bytes over `BYTES_SHOWN_MAX` and no sequence is ever formatted, whether it comes as a field, as
+  a logging argument or inside an exception's text; long hex runs are cut; fields whose name says
+  secret are blanked. It is a net under the rule "never log payload, keys, salts, token ids", not a
+  replacement for it.
+- The root logger has our handler, so a library's later `logging.basicConfig()` does nothing
+  (pyverbs calls it when imported).
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import json
+import logging
+import re
+import sys
+from collections.abc import Collection, Mapping
+from typing import TextIO
+
+from entresol_proto import ids
+
+BYTES_SHOWN_MAX = 16
+TEXT_SHOWN_MAX = 512  # characters of one field
+MESSAGE_SHOWN_MAX = 4_096  # characters of one message
+TRACE_SHOWN_MAX = 16_384  # characters of one traceback
+TEXT_READ_MAX = 65_536  # characters of anything that are looked at; the rest is dropped
+
+REDACTED = "<redacted>"
+SECRET_FIELDS = frozenset(
+    {"secret", "salt", "cache_salt", "dek", "kek", "key", "payload", "rkey", "token_ids", "tokens"}
+)
+
+_BARE = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
+# Up to the closing quote or, in a text that was cut, to the end of its line.
+_BYTES_LITERAL = re.compile(r"\bb(?:'(?:[^'\\\n]|\\.)*(?:'|$)|\"(?:[^\"\\\n]|\\.)*(?:\"|$))", re.M)
+_LONG_HEX = re.compile(r"\b(?:0x)?([0-9a-fA-F]{8})[0-9a-fA-F]{24,}\b")
+_NUMBERS = re.compile(r"[\[(]\s*-?\d+(?:\s*,\s*-?\d+){7,}\s*,?\s*[\])]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class KV:
+    """A log message of an event name and fields, formatted only if it is written."""
+
+    __slots__ = ("event", "fields")
+
+    def __init__(self, event: str, fields: Mapping[str, object]) -> None:
+        self.event = event
+        self.fields = fields
+
+    def __str__(self) -> str:
+        parts = [f"event={_quote(self.event)}"]
+        parts += [f"{name}={_quote(shown(name, value))}" for name, value in self.fields.items()]
+        return " ".join(parts)
+
+
+def kv(event: str, /, **fields: object) -> KV:
+    """The message of a log call: `log.info(kv("lease_expired", tenant=name, blocks=3))`."""
+    return KV(event, fields)
+
+
+def shown(name: str, value: object) -> str:
+    """What a log may show of a field: see the module's invariants."""
+    if name in SECRET_FIELDS:
+        return REDACTED
+    return _shown_value(value)[:TEXT_SHOWN_MAX]
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        raw = bytes(value) if len(value) <= BYTES_SHOWN_MAX else None
+        return ids.short(raw) if raw is not None else f"<{memoryview(value).nbytes} bytes>"
+    if isinstance(value, enum.Enum):  # before int: Status and its kin are both
+        label = getattr(value, "label", None)
+        return label if isinstance(label, str) else value.name.lower()
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, Collection):
+        return f"<{len(value)} items>"
+    if hasattr(value, "nbytes"):  # arrays
+        return f"<{value.nbytes} bytes>"
+    return scrub(str(value))
+
+
+def scrub(text: str) -> str:
+    """`text` without what looks like content: bytes literals, long hex, lists of numbers."""
+    text = text[:TEXT_READ_MAX]
+    text = _BYTES_LITERAL.sub(_hidden_literal, text)
+    text = _LONG_HEX.sub(r"\1..", text)
+    return _NUMBERS.sub("<numbers>", text)
+
+
+def _hidden_literal(match: re.Match[str]) -> str:
+    # An escape is at most 4 characters per byte: what is short in text is short in bytes.
+    return match[0] if len(match[0]) <= BYTES_SHOWN_MAX + 3 else "<bytes>"
+
+
+def _quote(text: str) -> str:
+    return text if _BARE.fullmatch(text) else json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class ContentFilter(logging.Filter):
+    """Replaces bytes, arrays and sequences among a record's arguments before any formatting."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always keeps the record."""
+        if isinstance(record.args, tuple):
+            record.args = tuple(_safe_argument(value) for value in record.args)
+        elif isinstance(record.args, Mapping):
+            record.args = {name: _safe_argument(value) for name, value in record.args.items()}
+        if not isinstance(record.msg, str | KV):
+            record.msg = (
+                _shown_value(record.msg)
+                if not isinstance(record.msg, BaseException)
+                else (scrub(str(record.msg)))
+            )
+        return True
+
+
+def _safe_argument(value: object) -> object:
+    if isinstance(value, str):
+        return scrub(value)
+    if value is None or isinstance(value, int | float):
+        return value  # %d and %x need the number itself
+    return _shown_value(value)
+
+
+class _Formatter(logging.Formatter):
+    def message(self, record: logging.LogRecord) -> str:
+        if isinstance(record.msg, KV):
+            return _one_line(str(record.msg))
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # a wrong number or kind of arguments
+            text = f"{record.msg} <arguments do not fit>"
+        return _one_line(scrub(text)[:MESSAGE_SHOWN_MAX])
+
+    def trace(self, record: logging.LogRecord) -> str:
+        parts = []
+        if record.exc_info and record.exc_info[0] is not None:
+            parts.append(self.formatException(record.exc_info))
+        if record.stack_info:
+            parts.append(self.formatStack(record.stack_info))
+        return scrub("\n".join(parts))[-TRACE_SHOWN_MAX:]
+
+    def time(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class KeyValueFormatter(_Formatter):
+    """`ts=... level=info logger=entresol.shard event=...`; a traceback follows, indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        message = self.message(record)
+        level = record.levelname.lower()
+        line = f"ts={self.time(record)} level={level} logger={record.name} {message}"
+        trace = self.trace(record)
+        if trace:
+            line += "".join(f"\n    {_one_line(part)}" for part in trace.splitlines())
+        return line
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object per line; the fields of `kv` become members beside ts, level, logger."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        line: dict[str, object] = {
+            "ts": self.time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        if isinstance(record.msg, KV):
+            line["event"] = record.msg.event
+            for name, value in record.msg.fields.items():
+                plain = type(value) in (int, float, bool, type(None)) and name not in SECRET_FIELDS
+                line[name if name not in line else f"{name}_"] = (
+                    value if plain else shown(name, value)
+                )
+        else:
+            line["message"] = self.message(record)
+        trace = self.trace(record)
+        if trace:
+            line["trace"] = trace
+        return json.dumps(line)
+
+
+FORMATTERS: dict[str, type[_Formatter]] = {"kv": KeyValueFormatter, "json": JsonFormatter}
+
+
+def configure(
+    level: str = "info", form: str = "kv", *, stream: TextIO | None = None
+) -> logging.Handler:
+    """Send all logging to `stream` (default: standard error), replacing what was configured.
+
+    `level` is of our own loggers (`entresol.*`); libraries are heard from warning on. `form` is a
+    key of FORMATTERS. Safe to call again, and before or after a library's `basicConfig`. Returns
+    the handler.
+
+    Raises: KeyError for an unknown level or form (the configuration checks both).
+    """
+    numeric = logging.getLevelNamesMapping()[level.upper()]
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(FORMATTERS[form]())
+    handler.addFilter(ContentFilter())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(max(numeric, logging.WARNING))
+    logging.getLogger("entresol").setLevel(numeric)
+    return handler
