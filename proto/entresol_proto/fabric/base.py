@@ -17,7 +17,8 @@ Invariants an implementation owns:
   FABRIC_ERROR where the fabric can enforce it (`Capabilities.revokes`); where it cannot (shm), the
   reader checks its lease deadline after the copy, and the owner does not reuse plaintext memory
   for anyone else.
-- A span outside its exposure fails with BAD_REQUEST; nothing is read.
+- A span outside its exposure fails with BAD_REQUEST, as does an empty one; nothing is read. An
+  rkey that is unknown or revoked fails with LEASE_EXPIRED.
 - When the session is gone, pending reads finish with DISCONNECTED; no call hangs past its deadline.
 """
 
@@ -84,6 +85,25 @@ class ReadOp:
     into: memoryview
 
 
+def check_ops(ops: Sequence[ReadOp]) -> None:
+    """The part of `Endpoint.read`'s contract that the caller owes. Raises: ValueError."""
+    if len(ops) > limits.SPANS_PER_READ_MAX:
+        raise ValueError(f"{len(ops)} spans in one read, {limits.SPANS_PER_READ_MAX} allowed")
+    for op in ops:
+        view = op.into
+        if view.readonly or not view.c_contiguous or view.nbytes != op.span.length_bytes:
+            raise ValueError("a read needs a writable, contiguous view of the span's length")
+
+
+def span_error(span: RemoteSpan, length_bytes: int | None) -> Status:
+    """How an exposure of `length_bytes` (None: there is none) at address 0 answers a span."""
+    if length_bytes is None:
+        return Status.LEASE_EXPIRED
+    if not 0 < span.length_bytes <= length_bytes or span.address < 0:
+        return Status.BAD_REQUEST
+    return Status.OK if span.address + span.length_bytes <= length_bytes else Status.BAD_REQUEST
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What callers may rely on, beyond the two verbs."""
@@ -114,23 +134,37 @@ class Endpoint(Protocol):
     kind: FabricKind
     capabilities: Capabilities
 
+    @property
+    def closed(self) -> bool:
+        """True once the data path is gone, by `close` or because the peer went."""
+        ...
+
     async def expose(self, buffer: memoryview | SharedBuffer) -> Exposure:
         """Let the peer read `buffer`, which must stay alive and mapped until revoked.
 
-        Raises: FabricError when the fabric cannot register it (shm needs a SharedBuffer).
+        Raises: FabricError when the fabric cannot register it (shm needs a SharedBuffer), status
+        BUSY at REGIONS_PER_SESSION_MAX, DISCONNECTED when the peer is gone.
         """
         ...
 
     async def revoke(self, exposure: Exposure) -> None:
-        """End an exposure. Idempotent. Ongoing reads of it finish or fail; new ones fail."""
+        """End an exposure. Idempotent. Ongoing reads of it finish or fail; new ones fail.
+
+        Once it returned, the fabric holds no reference to the buffer: not one byte of what is
+        written there afterwards reaches the peer (tcp waits for what is queued and ends the session
+        if that takes longer than REVOKE_DEADLINE_NS). Where `capabilities.revokes` is false the
+        peer was told to unmap and has done so if it is honest.
+        """
         ...
 
     async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
         """Copy every op's remote span into its view; statuses are in the order of `ops`.
 
         `deadline_ns` is on the monotonic clock (`time.monotonic_ns`). A failed op leaves its view's
-        content undefined. Never raises for a peer's fault. After a deadline, no later byte lands in
-        any of the views.
+        content undefined. Never raises for a peer's fault. Once it returned, or was cancelled, no
+        later byte lands in any of the views.
+
+        Raises: ValueError for ops that break the rules of `ReadOp` or exceed SPANS_PER_READ_MAX.
         """
         ...
 

@@ -1,0 +1,402 @@
+"""One tcp connection of a session's data path: asks for the peer's bytes and serves ours.
+
+Invariants:
+- Payload lands in a caller's view only while that caller waits for it; afterwards the rest of it is
+  received into scratch memory.
+- Of what the peer asks for, at most DATA_QUEUE_BYTES_MAX plus one piece is handed to the transport
+  at a time, and its requests are held as the bytes they came in, bounded in number. A peer that
+  asks and does not receive costs that much memory and no more.
+- Every piece looks its exposure up again, so a revoked one is served no further than the pieces
+  that are already with the transport; `flushing` tells when those are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from entresol_proto import limits
+from entresol_proto.fabric import framing
+from entresol_proto.fabric.base import RemoteSpan, span_error
+from entresol_proto.status import ProtocolError, Status
+
+_PUMP_BYTES_MAX = 8 * limits.MIB  # served in one go before other work of the loop gets its turn
+_HIGH_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 2
+_LOW_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 8
+# What a peer may answer for a span; anything else it says counts as FABRIC_ERROR.
+_ANSWERS = frozenset({Status.BAD_REQUEST, Status.LEASE_EXPIRED, Status.BUSY, Status.DEADLINE})
+
+
+class Batch:
+    """One `read` call: its statuses, and a future that is done when every op is settled."""
+
+    __slots__ = ("_open", "_parts", "done", "requests", "statuses")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ops: int) -> None:
+        self.statuses = [Status.OK] * ops
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.requests: list[tuple[DataStream, int]] = []
+        self._parts = [0] * ops  # still open, per op
+        self._open = 0  # their sum
+
+    def add_part(self, op: int) -> None:
+        self._parts[op] += 1
+        self._open += 1
+
+    def answer(self, op: int, status: Status) -> None:
+        """One part of `op` ended. The first failure of an op is its status."""
+        if status is not Status.OK and self.statuses[op] is Status.OK:
+            self.statuses[op] = status
+        self._parts[op] -= 1
+        self._open -= 1
+        if not self._open and not self.done.done():
+            self.done.set_result(None)
+
+    def end(self, status: Status) -> None:
+        """Nobody waits any longer: what is open ends with `status` and its bytes land nowhere."""
+        for stream, request in self.requests:
+            stream.give_up(request)
+        self.requests.clear()
+        for op, parts in enumerate(self._parts):
+            if parts and self.statuses[op] is Status.OK:
+                self.statuses[op] = status
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Part:
+    """A piece of an op that one stream fetches: `view` until it is answered or given up."""
+
+    __slots__ = ("op", "received", "span", "view")
+
+    def __init__(self, op: int, span: RemoteSpan, view: memoryview) -> None:
+        self.op = op
+        self.span = span
+        self.view: memoryview | None = view
+        self.received = 0
+
+
+class _Asked:
+    """A READ we sent: `batch` is None once its caller no longer waits."""
+
+    __slots__ = ("batch", "open", "parts")
+
+    def __init__(self, batch: Batch, parts: Sequence[Part]) -> None:
+        self.batch: Batch | None = batch
+        self.parts: list[Part | None] = list(parts)
+        self.open = len(parts)
+
+
+class _Serving:
+    """A READ of the peer and how far it is answered."""
+
+    __slots__ = ("cancelled", "count", "index", "offset", "request", "spans")
+
+    def __init__(self, request: int, spans: memoryview) -> None:
+        self.request = request
+        self.spans = spans
+        self.count = len(spans) // framing.SPAN.size
+        self.index = 0
+        self.offset = 0
+        self.cancelled = False
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of its session."""
+
+    def exposed(self, rkey: int) -> memoryview | None:
+        """The bytes the peer may read under `rkey` now."""
+        ...
+
+    def stream_room(self) -> None:
+        """A request ended: there may be room for another."""
+        ...
+
+    def stream_lost(self, stream: DataStream, error: Exception | None) -> None:
+        """The connection is gone. Called once."""
+        ...
+
+
+class Greeter(Protocol):
+    """The accepting side before the session of a connection is known."""
+
+    def greet(self, stream: DataStream, number: int, streams: int, ticket: bytes) -> StreamOwner:
+        """Who owns a stream that shows this ticket. Raises: ProtocolError to refuse it."""
+        ...
+
+
+class DataStream(asyncio.BufferedProtocol):
+    """See the module. Made with `owner` (connecting side) or `greeter` (accepting side)."""
+
+    def __init__(self, *, owner: StreamOwner | None = None, greeter: Greeter | None = None) -> None:
+        assert (owner is None) != (greeter is None)
+        self._loop = asyncio.get_running_loop()
+        self._owner = owner
+        self._greeter = greeter
+        first = framing.Message.WELCOME if greeter is None else framing.Message.HELLO
+        self._reader = framing.FrameReader(self, first)
+        self._transport: asyncio.Transport | None = None
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        self.opened: asyncio.Future[bool] = self._loop.create_future()  # false: refused or lost
+        self.bytes_outstanding = 0  # asked for and not yet answered
+        # Our requests.
+        self._asked: dict[int, _Asked] = {}
+        self._asked_spans = 0
+        self._next_request = 0
+        self._current: tuple[_Asked, int, int] | None = None  # the DATA in progress
+        # The peer's requests.
+        self._serving: OrderedDict[int, _Serving] = OrderedDict()
+        self._serving_spans = 0
+        self._paused = False
+        self._pump_scheduled = False
+        self._sent_bytes = 0
+        self._last_use: dict[int, int] = {}  # rkey -> `_sent_bytes` after its last piece
+
+    # -- connection ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._serving.clear()
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.stream_lost(self, exc)
+        self._opened(False)
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def eof_received(self) -> bool:
+        return False  # half-open makes no sense here: close
+
+    def abort(self) -> None:
+        """Cut the connection now; queued bytes are dropped. `lost` tells when it is done."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None once the connection is lost."""
+        return self._transport
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._sent_bytes += len(data)
+            self._transport.write(data)
+
+    def _break(self, error: ProtocolError) -> None:
+        """The peer broke the protocol: end the stream (and with it the session's data path)."""
+        owner, self._owner = self._owner, None
+        self.abort()
+        self._opened(False)
+        if owner is not None:
+            owner.stream_lost(self, error)
+
+    def _opened(self, well: bool) -> None:
+        if not self.opened.done():
+            self.opened.set_result(well)
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        try:
+            self._reader.received(nbytes)
+        except ProtocolError as error:
+            self._break(error)
+
+    def on_hello(self, number: int, streams: int, ticket: bytes) -> None:
+        assert self._greeter is not None
+        self._owner = self._greeter.greet(self, number, streams, ticket)
+        self._write(framing.welcome())
+        self._opened(True)
+
+    def send_hello(self, number: int, streams: int, ticket: bytes) -> None:
+        self._write(framing.hello(number, streams, ticket))
+
+    def on_welcome(self) -> None:
+        self._opened(True)
+
+    # -- asking -------------------------------------------------------------------------------
+
+    def has_room(self, spans: int) -> bool:
+        """Whether a request of so many spans may be sent now; the peer counts along."""
+        return (
+            len(self._asked) < limits.READS_PER_STREAM_MAX
+            and self._asked_spans + spans <= limits.SPANS_PER_STREAM_MAX
+        )
+
+    def ask(self, batch: Batch, parts: Sequence[Part]) -> None:
+        """Send one READ for `parts`, whose count is within `has_room`."""
+        assert self.has_room(len(parts))
+        request = self._next_request
+        self._next_request = (request + 1) & 0xFFFFFFFF
+        message = framing.read(request, [part.span for part in parts])
+        self._asked[request] = _Asked(batch, parts)
+        self._asked_spans += len(parts)
+        self.bytes_outstanding += sum(part.span.length_bytes for part in parts)
+        batch.requests.append((self, request))
+        self._write(message)
+
+    def give_up(self, request: int) -> None:
+        """Nobody waits for a request any more: none of its bytes lands from here on."""
+        asked = self._asked.get(request)
+        if asked is None or asked.batch is None:
+            return
+        asked.batch = None
+        for part in asked.parts:
+            if part is not None:
+                part.view = None
+        self._reader.divert(request)
+        self._write(framing.cancel(request))
+
+    def on_data(self, request: int, index: int, offset: int, length: int) -> memoryview | None:
+        asked, part = self._part(request, index)
+        if offset != part.received or length > part.span.length_bytes - offset:
+            raise ProtocolError(f"data at {offset} of {length} bytes was not asked for")
+        self._current = (asked, request, index)
+        part.received += length
+        return None if part.view is None else part.view[offset : offset + length]
+
+    def on_data_end(self) -> None:
+        assert self._current is not None
+        asked, request, index = self._current
+        self._current = None
+        part = asked.parts[index]
+        if part is not None and part.received == part.span.length_bytes:
+            self._answer(request, asked, index, Status.OK)
+
+    def on_error(self, request: int, index: int, status: int) -> None:
+        known = Status(status) if status in _ANSWERS else Status.FABRIC_ERROR
+        if index != framing.EVERY_INDEX:
+            asked, _ = self._part(request, index)
+            self._answer(request, asked, index, known)
+            return
+        whole = self._asked.get(request)
+        if whole is None:
+            raise ProtocolError("an answer to a request that is not open")
+        for number, part in enumerate(whole.parts):
+            if part is not None:
+                self._answer(request, whole, number, known)
+
+    def _part(self, request: int, index: int) -> tuple[_Asked, Part]:
+        asked = self._asked.get(request)
+        part = asked.parts[index] if asked is not None and index < len(asked.parts) else None
+        if asked is None or part is None:
+            raise ProtocolError("an answer to a span that is not open")
+        return asked, part
+
+    def _answer(self, request: int, asked: _Asked, index: int, status: Status) -> None:
+        part = asked.parts[index]
+        assert part is not None
+        asked.parts[index] = None
+        part.view = None
+        self.bytes_outstanding -= part.span.length_bytes
+        asked.open -= 1
+        if not asked.open:
+            del self._asked[request]
+            self._asked_spans -= len(asked.parts)
+        if asked.batch is not None:
+            asked.batch.answer(part.op, status)
+        if not asked.open and self._owner is not None:
+            self._owner.stream_room()
+
+    # -- serving ------------------------------------------------------------------------------
+
+    def on_read(self, request: int, spans: memoryview) -> None:
+        serving = _Serving(request, spans)
+        if (
+            request in self._serving
+            or len(self._serving) >= limits.READS_PER_STREAM_MAX
+            or self._serving_spans + serving.count > limits.SPANS_PER_STREAM_MAX
+        ):
+            raise ProtocolError("more read requests than allowed")
+        self._serving[request] = serving
+        self._serving_spans += serving.count
+        self._schedule_pump()
+
+    def on_cancel(self, request: int) -> None:
+        serving = self._serving.get(request)
+        if serving is not None:
+            serving.cancelled = True  # answered when its turn comes: the queue stays bounded
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._schedule_pump()
+
+    def _schedule_pump(self) -> None:
+        """Serve soon; not at once, so that requests of one packet queue up together."""
+        if not self._pump_scheduled and self._serving:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Hand pieces to the transport until it has enough."""
+        self._pump_scheduled = False
+        budget = _PUMP_BYTES_MAX
+        transport = self._transport
+        while self._serving and not self._paused and transport is not None:
+            if transport.is_closing():
+                return
+            if transport.get_write_buffer_size() >= limits.DATA_QUEUE_BYTES_MAX:
+                return  # resume_writing comes: the high-water mark is below this
+            if budget <= 0:
+                self._schedule_pump()
+                return
+            request, serving = next(iter(self._serving.items()))
+            budget -= self._serve(serving)
+            if serving.cancelled or serving.index == serving.count:
+                del self._serving[request]
+                self._serving_spans -= serving.count
+
+    def _serve(self, serving: _Serving) -> int:
+        """Send the next piece or error of a request; returns the bytes it cost."""
+        if serving.cancelled:
+            self._write(framing.error(serving.request, framing.EVERY_INDEX, Status.DEADLINE))
+            return framing.HEADER.size
+        index, at = serving.index, serving.offset
+        rkey: int
+        length: int
+        address: int
+        rkey, length, address = framing.SPAN.unpack_from(serving.spans, index * framing.SPAN.size)
+        view = self._owner.exposed(rkey) if self._owner is not None else None
+        status = span_error(RemoteSpan(rkey, address, length), None if view is None else len(view))
+        if status is not Status.OK or view is None:
+            serving.index, serving.offset = index + 1, 0
+            self._write(framing.error(serving.request, index, status))
+            return framing.HEADER.size
+        size = min(length - at, limits.DATA_PIECE_BYTES_MAX)
+        serving.offset = at + size
+        if serving.offset == length:
+            serving.index, serving.offset = index + 1, 0
+        self._write(framing.data(serving.request, index, at, size))
+        self._write(view[address + at : address + at + size])
+        self._last_use[rkey] = self._sent_bytes
+        return framing.HEADER.size + size
+
+    def flushing(self, rkey: int) -> bool:
+        """Whether bytes of an exposure may still be queued in the transport."""
+        last = self._last_use.get(rkey)
+        if last is None:
+            return False
+        if self._transport is not None:
+            flushed = self._sent_bytes - self._transport.get_write_buffer_size()
+            if flushed < last:
+                return True
+        del self._last_use[rkey]
+        return False

@@ -1,0 +1,496 @@
+"""The tcp fabric: several TCP (or TLS) connections per session, each carrying reads both ways.
+
+Invariant: `TcpEndpoint` keeps the contract of `base.Endpoint` with `revokes` true. It is `private`
+only over TLS; over plain TCP the caller sends sealed bytes and nothing else. Losing any one of its
+streams ends the whole data path, so a batch is never half on a dead connection.
+
+The connection is authenticated by the one-time ticket of the offer, which came through the
+authenticated control stream. A TLS offer may pin the digest of the server's certificate, so that no
+other holder of a certificate of the same CA can stand in for it. Message layout: proto/FABRICS.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import socket
+import ssl as ssl_module
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from entresol_proto import limits
+from entresol_proto.fabric.base import (
+    Capabilities,
+    ConnectOptions,
+    Exposure,
+    FabricKind,
+    Offer,
+    ReadOp,
+    RemoteSpan,
+    SharedBuffer,
+    check_ops,
+)
+from entresol_proto.fabric.datastream import Batch, DataStream, Part
+from entresol_proto.fabric.tickets import OfferTable
+from entresol_proto.status import FabricError, ProtocolError, Status
+
+_log = logging.getLogger("entresol.fabric")
+
+_PARAMS = struct.Struct("<BBBBH")  # version, flags, streams, length of the host name, port
+_VERSION = 1
+_TLS = 1
+_PINNED = 2
+_PIN_BYTES = 32
+_WILDCARDS = ("0.0.0.0", "::")
+_STRIPE_BYTES = 4 * limits.MIB  # a longer span is spread over the streams
+_ABORT_NS = 1_000_000_000  # how long `close` waits for the loop to confirm an abort
+_POLL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class _Params:
+    """What a tcp offer carries."""
+
+    host: str
+    port: int
+    streams: int
+    tls: bool
+    ticket: bytes
+    pin: bytes | None
+
+    def encode(self) -> bytes:
+        host = self.host.encode()
+        flags = (_TLS if self.tls else 0) | (_PINNED if self.pin else 0)
+        head = _PARAMS.pack(_VERSION, flags, self.streams, len(host), self.port)
+        return head + self.ticket + (self.pin or b"") + host
+
+    @classmethod
+    def parse(cls, raw: bytes) -> _Params:
+        """Raises: FabricError (BAD_REQUEST) for anything that `encode` would not produce."""
+        try:
+            version, flags, streams, host_bytes, port = _PARAMS.unpack_from(raw)
+            at = _PARAMS.size + limits.TICKET_BYTES
+            ticket = raw[_PARAMS.size : at]
+            pin = raw[at : at + _PIN_BYTES] if flags & _PINNED else None
+            at += _PIN_BYTES if pin is not None else 0
+            host = raw[at:].decode("ascii")
+        except (struct.error, UnicodeDecodeError):
+            version = 0
+        if (
+            version != _VERSION
+            or flags > (_TLS | _PINNED)
+            or len(host) != host_bytes
+            or not 0 < streams <= limits.DATA_STREAMS_PER_SESSION_MAX
+            or not port
+        ):
+            raise FabricError("malformed tcp offer", status=Status.BAD_REQUEST)
+        return cls(host, port, streams, bool(flags & _TLS), ticket, pin)
+
+
+class TcpEndpoint:
+    """One side of one session over tcp. Made by `TcpFabricServer.accept` or `connect`."""
+
+    kind = FabricKind.TCP
+
+    def __init__(
+        self, streams: int, *, tls: bool, on_closed: Callable[[TcpEndpoint], None] | None = None
+    ) -> None:
+        self.capabilities = Capabilities(revokes=True, private=tls, same_host=False, maps=False)
+        self._streams: list[DataStream | None] = [None] * streams
+        self._on_closed = on_closed
+        self._exposed: dict[int, memoryview] = {}
+        self._batches: set[Batch] = set()
+        self._room = asyncio.Event()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """See `base.Endpoint.closed`."""
+        return self._closed
+
+    @property
+    def complete(self) -> bool:
+        """Whether all streams have been attached."""
+        return None not in self._streams
+
+    def attach(self, number: int, stream: DataStream) -> None:
+        """Make `stream` number `number` of this session. Raises: ProtocolError if it is taken."""
+        if self._closed or number >= len(self._streams) or self._streams[number] is not None:
+            raise ProtocolError(f"no place for a data stream number {number}")
+        self._streams[number] = stream
+
+    # -- exposing -----------------------------------------------------------------------------
+
+    async def expose(self, buffer: memoryview | SharedBuffer) -> Exposure:
+        """See `base.Endpoint.expose`."""
+        if self._closed:
+            raise FabricError("the session is gone", status=Status.DISCONNECTED)
+        if len(self._exposed) >= limits.REGIONS_PER_SESSION_MAX:
+            raise FabricError("too many exposed regions", status=Status.BUSY)
+        view = buffer if isinstance(buffer, memoryview) else buffer.view
+        if not view.nbytes or not view.c_contiguous:
+            raise FabricError("only contiguous bytes can be exposed", status=Status.BAD_REQUEST)
+        rkey = secrets.randbits(32)
+        while rkey in self._exposed:
+            rkey = secrets.randbits(32)
+        self._exposed[rkey] = view.toreadonly().cast("B")
+        return Exposure(rkey, 0, view.nbytes)
+
+    async def revoke(self, exposure: Exposure) -> None:
+        """See `base.Endpoint.revoke`. Queued bytes get REVOKE_DEADLINE_NS to leave."""
+        view = self._exposed.pop(exposure.rkey, None)
+        if view is None:
+            return
+        try:
+            end_ns = time.monotonic_ns() + limits.REVOKE_DEADLINE_NS
+            while any(s is not None and s.flushing(exposure.rkey) for s in self._streams):
+                if time.monotonic_ns() > end_ns:
+                    _log.warning("event=revoke_cut peer does not receive, session ended")
+                    break
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
+            await self._abort()
+        except asyncio.CancelledError:
+            self._fail(Status.DISCONNECTED)  # nobody waits for the queue any more: drop it
+            raise
+        finally:
+            view.release()
+
+    def exposed(self, rkey: int) -> memoryview | None:
+        """For the streams: what the peer may read under `rkey` now."""
+        return self._exposed.get(rkey)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
+        """See `base.Endpoint.read`."""
+        check_ops(ops)
+        if self._closed:
+            return [Status.DISCONNECTED] * len(ops)
+        delay_ns = deadline_ns - time.monotonic_ns()
+        if delay_ns <= 0:
+            return [Status.DEADLINE] * len(ops)
+        loop = asyncio.get_running_loop()
+        batch = Batch(loop, len(ops))
+        plan = self._plan(batch, ops)
+        if not plan:
+            return batch.statuses
+        self._batches.add(batch)
+        timer = loop.call_later(delay_ns / 1e9, batch.end, Status.DEADLINE)
+        try:
+            for stream, parts in plan:
+                for at in range(0, len(parts), limits.SPANS_PER_READ_MAX):
+                    some = parts[at : at + limits.SPANS_PER_READ_MAX]
+                    await self._ask(batch, stream, some)
+            await batch.done
+        finally:
+            timer.cancel()
+            self._batches.discard(batch)
+            batch.end(Status.DISCONNECTED)
+        return batch.statuses
+
+    async def _ask(self, batch: Batch, stream: DataStream, parts: Sequence[Part]) -> None:
+        """Send one request as soon as the stream has room, unless the batch ends before."""
+        while not batch.done.done() and not stream.has_room(len(parts)):
+            self._room.clear()
+            room = asyncio.ensure_future(self._room.wait())
+            try:
+                await asyncio.wait((room, batch.done), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                room.cancel()
+        if not batch.done.done():
+            stream.ask(batch, parts)
+
+    def _plan(self, batch: Batch, ops: Sequence[ReadOp]) -> list[tuple[DataStream, list[Part]]]:
+        """Spread the ops over the streams, each to the one with the fewest bytes to bring."""
+        streams = [stream for stream in self._streams if stream is not None]
+        loads = [stream.bytes_outstanding for stream in streams]
+        plan: list[list[Part]] = [[] for _ in streams]
+        for number, op in enumerate(ops):
+            span, view = op.span, op.into
+            if not _is_valid(span):
+                batch.statuses[number] = Status.BAD_REQUEST
+                continue
+            if view.format != "B" or view.ndim != 1:
+                view = view.cast("B")
+            size = span.length_bytes if len(streams) == 1 else _STRIPE_BYTES
+            for at in range(0, span.length_bytes, size):
+                take = min(size, span.length_bytes - at)
+                whole = take == span.length_bytes
+                part = RemoteSpan(span.rkey, span.address + at, take) if not whole else span
+                least = loads.index(min(loads))
+                loads[least] += take
+                plan[least].append(Part(number, part, view if whole else view[at : at + take]))
+                batch.add_part(number)
+        return [(stream, parts) for stream, parts in zip(streams, plan, strict=True) if parts]
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def stream_room(self) -> None:
+        """For the streams: a request ended."""
+        self._room.set()
+
+    def stream_lost(self, stream: DataStream, error: Exception | None) -> None:
+        """For the streams: one is gone, so the data path is."""
+        if not self._closed and error is not None:
+            _log.warning("event=data_stream_lost error=%s", error)
+        broken = isinstance(error, ProtocolError)
+        self._fail(Status.FABRIC_ERROR if broken else Status.DISCONNECTED)
+
+    def _fail(self, status: Status) -> None:
+        """End the data path now: pending reads finish, queued bytes are dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        for stream in self._streams:
+            if stream is not None:
+                stream.abort()
+        for batch in list(self._batches):
+            batch.end(status)
+        self._exposed.clear()
+        if self._on_closed is not None:
+            self._on_closed(self)
+
+    async def _abort(self) -> None:
+        self._fail(Status.DISCONNECTED)
+        lost = [s.lost for s in self._streams if s is not None and s.transport is not None]
+        if lost:
+            await asyncio.wait(lost, timeout=_ABORT_NS / 1e9)
+
+    async def close(self) -> None:
+        """See `base.Endpoint.close`."""
+        await self._abort()
+
+    def discard(self) -> None:
+        """`close` without waiting, for an endpoint that nobody took."""
+        self._fail(Status.DISCONNECTED)
+
+
+def _is_valid(span: RemoteSpan) -> bool:
+    return 0 < span.length_bytes < 2**32 and 0 <= span.address < 2**63 and 0 <= span.rkey < 2**32
+
+
+class TcpFabricServer:
+    """Listens for data streams and gives those with a ticket to their session.
+
+    `host` is what to bind; it has no default. `advertise_host` is what offers name, by default the
+    bound address; for a wildcard address the client uses the host of its control stream. `ssl`
+    turns TLS on; `certificate_sha256` (digest of the DER form) makes clients insist on that
+    certificate.
+    """
+
+    kind = FabricKind.TCP
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        streams: int = limits.DATA_STREAMS_DEFAULT,
+        ssl: ssl_module.SSLContext | None = None,
+        certificate_sha256: bytes | None = None,
+        advertise_host: str | None = None,
+        offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
+    ) -> None:
+        if not 0 < streams <= limits.DATA_STREAMS_PER_SESSION_MAX:
+            raise FabricError(
+                f"{streams} data streams per session",
+                hint=f"use 1 to {limits.DATA_STREAMS_PER_SESSION_MAX}",
+                status=Status.BAD_REQUEST,
+            )
+        assert certificate_sha256 is None or len(certificate_sha256) == _PIN_BYTES
+        self._host = host
+        self._port = port
+        self._streams = streams
+        self._ssl = ssl
+        self._pin = certificate_sha256 if ssl is not None else None
+        self._advertise = advertise_host
+        self._lifetime_ns = offer_lifetime_ns
+        self._offers: OfferTable[TcpEndpoint] = OfferTable(
+            TcpEndpoint.discard, lifetime_ns=offer_lifetime_ns
+        )
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._endpoints: set[TcpEndpoint] = set()
+        self.refused = 0  # connections turned away: no valid ticket, too slow, too many
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, once started."""
+        return self._port
+
+    async def start(self) -> None:
+        """Bind and listen. Raises: FabricError."""
+        assert self._listener is None, "started twice"
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            family, kind, protocol, _, address = found[0]
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise FabricError(f"cannot listen on {self._host!r}: {error}") from None
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setblocking(False)
+            listener.bind(address)
+            listener.listen(limits.DATA_STREAMS_PENDING_MAX)
+        except OSError as error:
+            listener.close()
+            raise FabricError(
+                f"cannot listen on {self._host}:{self._port}: {error}",
+                hint="is the port taken, or the address not on this machine?",
+            ) from None
+        self._listener = listener
+        bound_host, self._port = listener.getsockname()[:2]
+        if self._advertise is None:
+            self._advertise = "" if bound_host in _WILDCARDS else bound_host
+        self._accepting = loop.create_task(self._accept_streams(listener))
+
+    def offer(self, *, peer: object | None = None) -> Offer:
+        """See `base.FabricServer.offer`."""
+        if self._listener is None or self._advertise is None:
+            raise FabricError("the tcp fabric is not listening", status=Status.DRAINING)
+        params = _Params(
+            self._advertise,
+            self._port,
+            self._streams,
+            self._ssl is not None,
+            self._offers.issue(),
+            self._pin,
+        )
+        return Offer(FabricKind.TCP, params.encode())
+
+    async def accept(self, offer: Offer, reply: bytes, deadline_ns: int) -> TcpEndpoint:
+        """See `base.FabricServer.accept`. `reply` must be empty."""
+        ticket = _Params.parse(offer.params).ticket
+        if reply:
+            self._offers.withdraw(ticket)
+            raise FabricError("a tcp reply has no content", status=Status.BAD_REQUEST)
+        return await self._offers.wait(ticket, deadline_ns)
+
+    def withdraw(self, offer: Offer) -> None:
+        """See `base.FabricServer.withdraw`."""
+        self._offers.withdraw(_Params.parse(offer.params).ticket)
+
+    async def close(self) -> None:
+        """See `base.FabricServer.close`."""
+        listener, self._listener = self._listener, None
+        tasks = [task for task in (self._accepting, *self._greeting) if task is not None]
+        self._accepting = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if listener is not None:
+            listener.close()
+        self._offers.close()
+        for endpoint in list(self._endpoints):
+            await endpoint.close()
+
+    def greet(self, stream: DataStream, number: int, streams: int, ticket: bytes) -> TcpEndpoint:
+        """For the streams: the session a ticket belongs to. Raises: ProtocolError."""
+        offer = self._offers.find(ticket)
+        if offer is None or streams != self._streams:
+            raise ProtocolError("no valid ticket")
+        if offer.endpoint is None:
+            offer.endpoint = TcpEndpoint(
+                streams, tls=self._ssl is not None, on_closed=self._endpoints.discard
+            )
+            self._endpoints.add(offer.endpoint)
+        endpoint = offer.endpoint
+        endpoint.attach(number, stream)
+        if endpoint.complete:
+            self._offers.complete(offer)
+        return endpoint
+
+    async def _accept_streams(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, or the peer gave up already
+                _log.warning("event=accept_failed fabric=tcp error=%s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._greeting) >= limits.DATA_STREAMS_PENDING_MAX:
+                self.refused += 1
+                sock.close()
+                continue
+            task = loop.create_task(self._greet_one(sock))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    async def _greet_one(self, sock: socket.socket) -> None:
+        """TLS handshake and ticket of one connection, within the handshake deadline."""
+        stream = DataStream(greeter=self)
+        loop = asyncio.get_running_loop()
+        opened = False
+        try:
+            async with asyncio.timeout(self._lifetime_ns / 1e9):
+                await loop.connect_accepted_socket(lambda: stream, sock, ssl=self._ssl)
+                opened = await stream.opened
+        except (OSError, TimeoutError) as error:
+            _log.info("event=data_stream_refused error=%s", error or "too slow")
+        finally:
+            if not opened:
+                self.refused += 1
+                stream.abort()
+                if stream.transport is None:
+                    sock.close()
+
+
+async def connect(
+    offer: Offer, deadline_ns: int, options: ConnectOptions
+) -> tuple[TcpEndpoint, bytes]:
+    """Take a tcp offer: open its streams. See `registry.connect`."""
+    params = _Params.parse(offer.params)
+    host = params.host or options.host
+    if not host:
+        raise FabricError("the tcp offer names no address", status=Status.BAD_REQUEST)
+    if params.tls and options.ssl is None:
+        raise FabricError("the tcp offer asks for TLS and there is no certificate here")
+    endpoint = TcpEndpoint(params.streams, tls=params.tls)
+    try:
+        async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+            for number in range(params.streams):
+                await _open_stream(endpoint, number, host, params, options)
+    except TimeoutError:
+        await endpoint.close()
+        raise FabricError("the data streams did not open in time", status=Status.DEADLINE) from None
+    except OSError as error:
+        await endpoint.close()
+        raise FabricError(f"cannot open data streams to {host}:{params.port}: {error}") from None
+    except BaseException:
+        with contextlib.suppress(asyncio.CancelledError):
+            await endpoint.close()
+        raise
+    return endpoint, b""
+
+
+async def _open_stream(
+    endpoint: TcpEndpoint, number: int, host: str, params: _Params, options: ConnectOptions
+) -> None:
+    stream = DataStream(owner=endpoint)
+    endpoint.attach(number, stream)
+    transport, _ = await asyncio.get_running_loop().create_connection(
+        lambda: stream,
+        host,
+        params.port,
+        ssl=options.ssl if params.tls else None,
+        server_hostname=options.server_hostname if params.tls else None,
+    )
+    if params.pin is not None:
+        certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        if hashlib.sha256(certificate or b"").digest() != params.pin:
+            raise FabricError("the data stream shows another certificate than was offered")
+    stream.send_hello(number, params.streams, params.ticket)
+    if not await stream.opened:
+        raise FabricError("the daemon refused the data stream", hint="the ticket may have expired")
