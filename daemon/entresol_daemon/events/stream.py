@@ -7,7 +7,7 @@ is something to read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.events.types import Event, Gap, Position
@@ -66,7 +66,7 @@ class EventStream:
 
 async def snapshot_batches(
     log: EventLog, provider: SnapshotProvider, tenant: TenantName, *, batch_events: int
-) -> AsyncIterator[Position | list[Event]]:
+) -> AsyncGenerator[Position | list[Event], None]:
     """First the position to follow from, then batches of STORED events (`seq` 0).
 
     Complete when it ends without an exception. The position is taken before the provider starts,

@@ -1,0 +1,223 @@
+"""Between protobuf messages and the plain records of the daemon; no logic beyond renaming.
+
+Invariant: enum numbers are equal on both sides (a test compares them), so they convert by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+from entresol_daemon.control.admin import (
+    EraseReceipt,
+    SegmentRecord,
+    ShardDescription,
+    ShardStat,
+    TenantQuota,
+    TenantRecord,
+)
+from entresol_daemon.events.types import (
+    Event,
+    Gap,
+    GapReason,
+    Kind,
+    Medium,
+    Position,
+    Reason,
+    pack_token_ids,
+)
+from entresol_proto.ids import TenantName
+from entresol_proto.v1 import entresol_pb2 as pb
+
+REPLY_BYTES_MAX = 1024 * 1024  # of events in one reply, unless one event alone is larger
+
+
+def event_message(event: Event) -> pb.Event:
+    """One event for the wire."""
+    return pb.Event(
+        seq=event.seq,
+        time_unix_ns=event.time_unix_ns,
+        tenant=event.tenant,
+        kind=cast("pb.Kind", event.kind.value),
+        namespace_id=event.namespace_id,
+        wire_keys=event.wire_keys,
+        engine_keys=event.engine_keys,
+        parent=event.parent,
+        position=event.position,
+        block_tokens=event.block_tokens,
+        token_ids=event.token_ids,
+        medium=cast("pb.Medium", event.medium.value),
+        reason=cast("pb.Reason", event.reason.value),
+        size_bytes=event.size_bytes,
+        until_unix_ns=event.until_unix_ns,
+    )
+
+
+def event_record(message: pb.Event) -> Event:
+    """One event from the wire. Raises: ValueError for a kind, medium or reason not known here."""
+    return Event(
+        seq=message.seq,
+        time_unix_ns=message.time_unix_ns,
+        tenant=TenantName(message.tenant),
+        kind=Kind(message.kind),
+        namespace_id=message.namespace_id,
+        wire_keys=tuple(message.wire_keys),
+        engine_keys=tuple(message.engine_keys),
+        parent=message.parent,
+        position=message.position,
+        block_tokens=message.block_tokens,
+        token_ids_u32le=pack_token_ids(tuple(message.token_ids)),
+        medium=Medium(message.medium),
+        reason=Reason(message.reason),
+        size_bytes=message.size_bytes,
+        until_unix_ns=message.until_unix_ns,
+    )
+
+
+def event_groups(events: Iterable[Event]) -> Iterator[list[pb.Event]]:
+    """Events as messages, in groups that fit one reply each."""
+    group: list[pb.Event] = []
+    size_bytes = 0
+    for event in events:
+        if group and size_bytes + event.cost_bytes > REPLY_BYTES_MAX:
+            yield group
+            group, size_bytes = [], 0
+        group.append(event_message(event))
+        size_bytes += event.cost_bytes
+    if group:
+        yield group
+
+
+def gap_message(gap: Gap) -> pb.Gap:
+    """One gap for the wire."""
+    return pb.Gap(
+        tenant=gap.tenant,
+        reason=cast("pb.GapReason", gap.reason.value),
+        asked_seq=gap.asked_seq,
+        first_seq=gap.first_seq,
+        last_seq=gap.last_seq,
+    )
+
+
+def gap_record(message: pb.Gap) -> Gap:
+    """One gap from the wire. Raises: ValueError for a reason not known here."""
+    return Gap(
+        TenantName(message.tenant),
+        GapReason(message.reason),
+        message.asked_seq,
+        message.first_seq,
+        message.last_seq,
+    )
+
+
+def position_message(position: Position) -> pb.Position:
+    """A position for the wire."""
+    return pb.Position(incarnation=position.incarnation, seq=position.seq)
+
+
+def description_message(found: ShardDescription, incarnation: int, tenant: str) -> pb.DescribeReply:
+    """A description for the wire; limits sorted by name."""
+    return pb.DescribeReply(
+        version=found.version,
+        shard=found.shard,
+        incarnation=incarnation,
+        control_address=found.control_address,
+        data_addresses=found.data_addresses,
+        fabrics=found.fabrics,
+        limits=[pb.Limit(name=name, value=value) for name, value in sorted(found.limits.items())],
+        state=cast("pb.State", found.state.value),
+        tenant=tenant,
+    )
+
+
+def stat_message(stat: ShardStat) -> pb.StatReply:
+    """The operator's overview for the wire."""
+    return pb.StatReply(
+        state=cast("pb.State", stat.state.value),
+        uptime_ns=stat.uptime_ns,
+        sessions=stat.sessions,
+        leases=stat.leases,
+        blocks=stat.blocks,
+        dram_capacity_bytes=stat.dram_capacity_bytes,
+        dram_used_bytes=stat.dram_used_bytes,
+        flash_capacity_bytes=stat.flash_capacity_bytes,
+        flash_live_bytes=stat.flash_live_bytes,
+        flash_written_bytes=stat.flash_written_bytes,
+        blocks_served=stat.blocks_served,
+        blocks_missed=stat.blocks_missed,
+        blocks_stored=stat.blocks_stored,
+        blocks_corrupt=stat.blocks_corrupt,
+        plain_bytes=stat.plain_bytes,
+        stored_bytes=stat.stored_bytes,
+        reasons_not_ready=stat.reasons_not_ready,
+    )
+
+
+def quota_message(quota: TenantQuota) -> pb.Quota:
+    """A quota for the wire."""
+    return pb.Quota(
+        flash_bytes=quota.flash_bytes,
+        dram_bytes=quota.dram_bytes,
+        in_flight_bytes=quota.in_flight_bytes,
+        index_bytes=quota.index_bytes,
+        sessions=quota.sessions,
+        leases=quota.leases,
+        weight=quota.weight,
+    )
+
+
+def quota_record(message: pb.Quota) -> TenantQuota:
+    """A quota from the wire."""
+    return TenantQuota(
+        flash_bytes=message.flash_bytes,
+        dram_bytes=message.dram_bytes,
+        in_flight_bytes=message.in_flight_bytes,
+        index_bytes=message.index_bytes,
+        sessions=message.sessions,
+        leases=message.leases,
+        weight=message.weight,
+    )
+
+
+def tenant_message(tenant: TenantRecord) -> pb.TenantInfo:
+    """A tenant for the wire."""
+    return pb.TenantInfo(
+        name=tenant.name,
+        quota=quota_message(tenant.quota),
+        dek_version=tenant.dek_version,
+        blocks=tenant.blocks,
+        flash_bytes=tenant.flash_bytes,
+        dram_bytes=tenant.dram_bytes,
+        sessions=tenant.sessions,
+        leases=tenant.leases,
+    )
+
+
+def receipt_message(receipt: EraseReceipt) -> pb.EraseReceipt:
+    """An erase receipt for the wire, with its digest."""
+    return pb.EraseReceipt(
+        tenant=receipt.tenant,
+        erased_unix_ns=receipt.erased_unix_ns,
+        dek_versions_destroyed=receipt.dek_versions_destroyed,
+        blocks_dropped=receipt.blocks_dropped,
+        leases_revoked=receipt.leases_revoked,
+        sessions_closed=receipt.sessions_closed,
+        shard=receipt.shard,
+        incarnation=receipt.incarnation,
+        digest=receipt.digest(),
+    )
+
+
+def segment_message(segment: SegmentRecord) -> pb.SegmentInfo:
+    """A segment for the wire."""
+    return pb.SegmentInfo(
+        segment=segment.segment,
+        state=segment.state,
+        tenant=segment.tenant,
+        records=segment.records,
+        live_records=segment.live_records,
+        size_bytes=segment.size_bytes,
+        used_bytes=segment.used_bytes,
+        live_bytes=segment.live_bytes,
+        sequence=segment.sequence,
+    )

@@ -1,0 +1,352 @@
+"""The three services: who the caller is, what it may ask, and the shard's answer on the wire.
+
+Invariant: over TCP the tenant is the one in the verified certificate and nothing in a request can
+change that; the operator exists on the unix socket only. Every error an EntresolError explains
+reaches the caller with its status and hint; any other is logged and answered without details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from entresol_daemon.control import grpc_convert as convert
+from entresol_daemon.control.admin import SEGMENTS_PER_PAGE_MAX, ShardBackend
+from entresol_daemon.control.identity import tenant_from_cert
+from entresol_daemon.events.stream import EventStream, snapshot_batches
+from entresol_daemon.events.types import Gap, Kind, Position
+from entresol_proto import limits
+from entresol_proto.ids import TenantName, check_tenant_name
+from entresol_proto.status import EntresolError, Status
+from entresol_proto.v1 import entresol_pb2 as pb
+
+log = logging.getLogger("entresol.grpc")
+
+SNAPSHOTS_AT_ONCE_MAX = 4  # of all tenants; each walks the index
+
+Identify = Callable[[Any], TenantName | None]
+"""From a call's context: the tenant, or None for the operator. Raises: EntresolError."""
+
+T = TypeVar("T")
+
+_C = grpc.StatusCode
+GRPC_CODES = {
+    Status.OK: _C.OK,
+    Status.MISS: _C.NOT_FOUND,
+    Status.GAP: _C.OUT_OF_RANGE,
+    Status.EXISTS: _C.ALREADY_EXISTS,
+    Status.CORRUPT: _C.DATA_LOSS,
+    Status.DEADLINE: _C.DEADLINE_EXCEEDED,
+    Status.BUSY: _C.UNAVAILABLE,
+    Status.QUOTA: _C.RESOURCE_EXHAUSTED,
+    Status.TOO_LARGE: _C.INVALID_ARGUMENT,
+    Status.BAD_REQUEST: _C.INVALID_ARGUMENT,
+    Status.FORBIDDEN: _C.PERMISSION_DENIED,
+    Status.UNSUPPORTED: _C.UNIMPLEMENTED,
+    Status.LEASE_EXPIRED: _C.FAILED_PRECONDITION,
+    Status.LOCKED: _C.FAILED_PRECONDITION,
+    Status.DRAINING: _C.UNAVAILABLE,
+    Status.NO_SPACE: _C.RESOURCE_EXHAUSTED,
+    Status.IO_ERROR: _C.INTERNAL,
+    Status.FABRIC_ERROR: _C.UNAVAILABLE,
+    Status.DISCONNECTED: _C.UNAVAILABLE,
+    Status.BREAKER_OPEN: _C.UNAVAILABLE,
+    Status.CONFLICT: _C.ABORTED,
+    Status.ERASED: _C.FAILED_PRECONDITION,
+    Status.INTERNAL: _C.INTERNAL,
+}
+STATUS_METADATA_KEY = "entresol-status"  # trailing metadata: the status label
+
+
+def operator(_: Any) -> None:
+    """`Identify` of the unix socket: whoever can open it (mode 0600) is the operator."""
+    return
+
+
+def tenant_of_certificate(trust_domain: str) -> Identify:
+    """`Identify` of the TCP server: the tenant in the client certificate, over TLS 1.3 only."""
+
+    def identify(context: Any) -> TenantName:
+        facts = context.auth_context()
+        certificate = next(iter(facts.get("x509_pem_cert", ())), None)
+        return tenant_from_cert(certificate, trust_domain)
+
+    return identify
+
+
+async def _abort(context: Any, error: Exception, method: str) -> None:
+    """End the call as `error` says. Always raises (grpc's AbortError)."""
+    if isinstance(error, EntresolError):
+        status, details = error.status, str(error)
+    else:
+        log.error("event=grpc_failed method=%s", method, exc_info=error)
+        status, details = Status.INTERNAL, "internal error; the daemon's log has it"
+    code = GRPC_CODES[status] if status is not Status.OK else _C.INTERNAL
+    await context.abort(code, details, ((STATUS_METADATA_KEY, status.label),))
+
+
+async def _answer(context: Any, method: str, answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        await _abort(context, error, method)
+        raise AssertionError("abort returned") from error
+
+
+class DescribeService:
+    """`entresol.v1.Describe`."""
+
+    def __init__(self, backend: ShardBackend, identify: Identify) -> None:
+        self._backend = backend
+        self._identify = identify
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+        """Who and where this shard is, and who it takes the caller for."""
+        return await _answer(context, "Describe", self._describe(context))
+
+    async def _describe(self, context: Any) -> pb.DescribeReply:
+        tenant = self._identify(context)
+        if tenant is not None:
+            self._backend.admit(tenant)
+        found = await self._backend.describe()
+        incarnation = self._backend.event_log.incarnation
+        return convert.description_message(found, incarnation, tenant or "")
+
+
+class EventsService:
+    """`entresol.v1.Events`."""
+
+    def __init__(self, backend: ShardBackend, identify: Identify) -> None:
+        self._backend = backend
+        self._identify = identify
+        self._streams: set[EventStream] = set()
+        self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE_MAX)
+        self._closed = False
+
+    def close(self) -> None:
+        """End every watch (with OK), refuse new ones."""
+        self._closed = True
+        for stream in tuple(self._streams):
+            stream.close()
+
+    def _tenant(self, context: Any, named: str) -> TenantName | None:
+        """Whose events the call is about; None is the operator's view of all."""
+        caller = self._identify(context)
+        if caller is None:
+            return check_tenant_name(named) if named else None
+        if named not in ("", caller):
+            raise EntresolError(
+                "a certificate gives access to its own tenant only",
+                hint="leave the tenant field empty",
+                status=Status.FORBIDDEN,
+            )
+        self._backend.admit(caller)
+        return caller
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: Any
+    ) -> AsyncGenerator[pb.WatchReply, None]:
+        """Replay, then follow; ends with a gap, with the tenant's erasure, or with the server."""
+        try:
+            if self._closed:
+                raise EntresolError("the shard is stopping", status=Status.DRAINING)
+            after = None
+            if request.HasField("after"):
+                after = Position(request.after.incarnation, request.after.seq)
+            tenant = self._tenant(context, request.tenant)
+            stream = EventStream(self._backend.event_log, tenant, after=after)
+        except Exception as error:
+            await _abort(context, error, "Watch")
+            return
+        self._streams.add(stream)
+        try:
+            async with contextlib.aclosing(self._follow(stream, tenant)) as replies:
+                async for reply in replies:
+                    yield reply
+        finally:
+            self._streams.discard(stream)
+            stream.close()
+
+    async def _follow(
+        self, stream: EventStream, tenant: TenantName | None
+    ) -> AsyncGenerator[pb.WatchReply, None]:
+        incarnation = self._backend.event_log.incarnation
+        start = stream.position
+        yield pb.WatchReply(
+            incarnation=incarnation,
+            position=convert.position_message(start) if start is not None else None,
+        )
+        async for batch in stream:
+            if isinstance(batch, Gap):
+                yield pb.WatchReply(incarnation=incarnation, gap=convert.gap_message(batch))
+                return
+            for group in convert.event_groups(batch):
+                yield pb.WatchReply(incarnation=incarnation, events=group)
+            if tenant is not None and any(e.kind is Kind.TENANT_ERASED for e in batch):
+                return
+
+    async def Snapshot(
+        self, request: pb.SnapshotRequest, context: Any
+    ) -> AsyncGenerator[pb.SnapshotReply, None]:
+        """What the tenant has stored; the reader follows from the position in the first reply."""
+        try:
+            tenant = self._tenant(context, request.tenant)
+            if tenant is None:
+                raise EntresolError(
+                    "a snapshot is of one tenant", hint="name it", status=Status.BAD_REQUEST
+                )
+            if self._snapshots.locked():
+                raise EntresolError(
+                    f"{SNAPSHOTS_AT_ONCE_MAX} snapshots are being taken",
+                    hint="try again",
+                    status=Status.BUSY,
+                )
+        except Exception as error:
+            await _abort(context, error, "Snapshot")
+            return
+        async with self._snapshots:
+            try:
+                async with contextlib.aclosing(self._walk(tenant)) as replies:
+                    async for reply in replies:
+                        yield reply
+            except Exception as error:
+                await _abort(context, error, "Snapshot")
+
+    async def _walk(self, tenant: TenantName) -> AsyncGenerator[pb.SnapshotReply, None]:
+        event_log = self._backend.event_log
+        batches = snapshot_batches(
+            event_log,
+            self._backend.snapshot,
+            tenant,
+            batch_events=event_log.limits.batch_events_max,
+        )
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                if isinstance(batch, Position):
+                    yield pb.SnapshotReply(position=convert.position_message(batch))
+                    continue
+                for group in convert.event_groups(batch):
+                    yield pb.SnapshotReply(events=group)
+        yield pb.SnapshotReply(complete=True)
+
+
+class AdminService:
+    """`entresol.v1.Admin`; registered on the unix socket only."""
+
+    def __init__(self, backend: ShardBackend) -> None:
+        self._backend = backend
+
+    async def Stat(self, request: pb.StatRequest, context: Any) -> pb.StatReply:
+        """The operator's overview."""
+        return convert.stat_message(await _answer(context, "Stat", self._backend.stat()))
+
+    async def TenantAdd(self, request: pb.TenantAddRequest, context: Any) -> pb.TenantInfo:
+        """Make a tenant known and give it keys."""
+
+        async def add() -> pb.TenantInfo:
+            name, quota = check_tenant_name(request.name), convert.quota_record(request.quota)
+            added = await self._backend.tenant_add(name, quota)
+            log.info("event=tenant_added tenant=%s", name)
+            return convert.tenant_message(added)
+
+        return await _answer(context, "TenantAdd", add())
+
+    async def TenantList(self, request: pb.TenantListRequest, context: Any) -> pb.TenantListReply:
+        """All tenants, sorted by name."""
+        found = await _answer(context, "TenantList", self._backend.tenant_list())
+        ordered = sorted(found, key=lambda tenant: tenant.name)
+        return pb.TenantListReply(tenants=[convert.tenant_message(tenant) for tenant in ordered])
+
+    async def TenantSetQuota(
+        self, request: pb.TenantSetQuotaRequest, context: Any
+    ) -> pb.TenantInfo:
+        """Replace a tenant's quota."""
+
+        async def change() -> pb.TenantInfo:
+            name, quota = check_tenant_name(request.name), convert.quota_record(request.quota)
+            return convert.tenant_message(await self._backend.tenant_set_quota(name, quota))
+
+        return await _answer(context, "TenantSetQuota", change())
+
+    async def TenantRotate(self, request: pb.TenantRotateRequest, context: Any) -> pb.TenantInfo:
+        """New data-encryption key version."""
+
+        async def rotate() -> pb.TenantInfo:
+            changed = await self._backend.tenant_rotate(check_tenant_name(request.name))
+            log.info("event=tenant_rotated tenant=%s dek=%d", changed.name, changed.dek_version)
+            return convert.tenant_message(changed)
+
+        return await _answer(context, "TenantRotate", rotate())
+
+    async def TenantErase(self, request: pb.TenantEraseRequest, context: Any) -> pb.EraseReceipt:
+        """Destroy a tenant's keys. Runs to its end even when the caller goes away."""
+
+        async def erase() -> pb.EraseReceipt:
+            name = check_tenant_name(request.name)
+            if request.confirm != name:
+                raise EntresolError(
+                    "erasing is not confirmed",
+                    hint="repeat the tenant's name in `confirm`; this cannot be undone",
+                    status=Status.BAD_REQUEST,
+                )
+            receipt = await self._backend.tenant_erase(name)
+            log.warning(
+                "event=tenant_erased tenant=%s blocks=%d digest=%s",
+                name,
+                receipt.blocks_dropped,
+                receipt.digest().hex()[:16],
+            )
+            return convert.receipt_message(receipt)
+
+        # A half-done erasure must not depend on a client staying connected.
+        task = asyncio.get_running_loop().create_task(erase())
+        _unattended.add(task)
+        task.add_done_callback(_finish_unattended)
+        return await _answer(context, "TenantErase", asyncio.shield(task))
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
+        """Refuse new work, finish what runs."""
+
+        async def drain() -> pb.DrainReply:
+            if request.deadline_ns > limits.DEADLINE_NS_MAX:
+                raise EntresolError(
+                    f"a deadline of {request.deadline_ns} ns is too long",
+                    hint=f"at most {limits.DEADLINE_NS_MAX} ns",
+                    status=Status.BAD_REQUEST,
+                )
+            done = await self._backend.drain(request.deadline_ns)
+            return pb.DrainReply(
+                complete=done.complete,
+                sessions_left=done.sessions_left,
+                leases_left=done.leases_left,
+            )
+
+        return await _answer(context, "Drain", drain())
+
+    async def Segments(self, request: pb.SegmentsRequest, context: Any) -> pb.SegmentsReply:
+        """One page of the flash segments."""
+        count_max = min(request.count_max or SEGMENTS_PER_PAGE_MAX, SEGMENTS_PER_PAGE_MAX)
+        page = await _answer(
+            context, "Segments", self._backend.segments(request.first_segment, count_max)
+        )
+        full = len(page) >= count_max
+        return pb.SegmentsReply(
+            segments=[convert.segment_message(segment) for segment in page],
+            next_segment=page[-1].segment + 1 if full else 0,
+        )
+
+
+_unattended: set[asyncio.Task[pb.EraseReceipt]] = set()  # the loop holds tasks weakly
+
+
+def _finish_unattended(task: asyncio.Task[pb.EraseReceipt]) -> None:
+    _unattended.discard(task)
+    if not task.cancelled():
+        task.exception()  # whoever still waits gets it; nobody else needs to hear of it twice
