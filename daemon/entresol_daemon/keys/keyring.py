@@ -1,0 +1,500 @@
+"""The tenants and their keys, on disk and in memory.
+
+Invariant: a key that has been erased exists nowhere; a key that has not been erased is never lost
+to a crash. Both come from one rule: every change writes a complete new generation to keyring.json
+and then to keyring.json.bak, each in one step, and opening takes the newer whole one and brings the
+other into line. On disk there are only keys wrapped under the KEK.
+
+Methods that write (`open`, `add_tenant`, `set_quota`, `rotate`, `retire`, `erase`, `rewrap`,
+`remember_namespace`, `forget_namespaces`) block on fsync: call them on a worker thread. The others
+touch memory only and may be called from the event loop at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from entresol_daemon.keys import files
+from entresol_daemon.keys.namespaces import NamespaceRegistry, open_descriptor
+from entresol_daemon.keys.providers import KekProvider, locked_error
+from entresol_daemon.keys.receipts import (
+    RECEIPT_FORMAT,
+    Receipt,
+    public_key_of,
+    sign_receipt,
+    verify_receipt,
+)
+from entresol_daemon.keys.state import SECRET_BYTES, State, StoredTenant, TenantQuota
+from entresol_daemon.keys.store import KeyringStore
+from entresol_daemon.keys.tenant import (
+    Tenant,
+    TenantInfo,
+    create_tenant,
+    info_of,
+    rewrap_tenant,
+    unwrap_receipt_seed,
+    unwrap_tenant,
+    wrap_dek,
+    wrap_receipt_seed,
+)
+from entresol_proto import ids
+from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName
+from entresol_proto.status import KeyringError, QuotaError, Status
+
+__all__ = ["Keyring", "Receipt", "Tenant", "TenantInfo", "TenantQuota", "verify_receipt"]
+
+log = logging.getLogger("entresol.keys")
+
+TENANTS_MAX_DEFAULT = 1024
+NAMESPACES_PER_TENANT_MAX_DEFAULT = 1024
+DEK_VERSIONS_PER_TENANT_MAX = 64
+RECEIPTS_KEPT_MAX = 4096  # the oldest go first; their numbers are never given again
+
+
+class Keyring:
+    """See the module. One process at a time may have a keyring open."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        kek: KekProvider | None,
+        *,
+        tenants_max: int,
+        namespaces_per_tenant_max: int,
+        calls: files.OsCalls,
+        random: Callable[[int], bytes],
+    ) -> None:
+        """Use `open`."""
+        self._store = KeyringStore(state_dir, calls)
+        self._kek = kek
+        self._tenants_max = tenants_max
+        self._random = random
+        self._state = State()
+        self._unwrapped: dict[str, Tenant] = {}
+        self._receipt_seed = b""
+        self._lock = threading.Lock()
+        self._namespaces = NamespaceRegistry(
+            calls, state_dir / "namespaces", namespaces_per_tenant_max, random
+        )
+
+    @classmethod
+    def open(
+        cls,
+        state_dir: str | Path,
+        kek: KekProvider | None,
+        *,
+        tenants_max: int = TENANTS_MAX_DEFAULT,
+        namespaces_per_tenant_max: int = NAMESPACES_PER_TENANT_MAX_DEFAULT,
+        calls: files.OsCalls | None = None,
+        random: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> Keyring:
+        """Read (or begin) the keyring in `state_dir`; without a KEK it is locked.
+
+        Raises: KeyringError: another process has it open, another KEK wrapped it, both copies are
+            damaged, another version wrote it, or the folder is unusable. Nothing is overwritten in
+            any of these cases.
+        """
+        ring = cls(
+            Path(state_dir),
+            kek,
+            tenants_max=tenants_max,
+            namespaces_per_tenant_max=namespaces_per_tenant_max,
+            calls=calls or files.OsCalls(),
+            random=random,
+        )
+        try:
+            ring._store.lock()
+            ring._load()
+        except OSError as error:
+            ring.close()
+            raise _io_error(ring._store.path, error) from None
+        except BaseException:
+            ring.close()
+            raise
+        return ring
+
+    def close(self) -> None:
+        """Let go of the folder and drop the unwrapped keys. Idempotent."""
+        self._unwrapped = {}
+        self._receipt_seed = b""
+        self._kek = None
+        self._store.unlock()
+
+    # Reading: memory only.
+
+    def __repr__(self) -> str:
+        return f"Keyring(tenants={len(self._state.tenants)}, locked={self.locked})"
+
+    @property
+    def locked(self) -> bool:
+        """True when there is no KEK: tenants can be listed and erased, nothing else."""
+        return self._kek is None
+
+    @property
+    def kek_id(self) -> bytes:
+        """The KEK the keyring is wrapped under; empty before the first one."""
+        return self._state.kek_id
+
+    @property
+    def receipt_public_key(self) -> bytes:
+        """32 bytes for `verify_receipt`; empty before the first KEK."""
+        return self._state.receipt_public
+
+    @property
+    def generation(self) -> int:
+        """Counts the changes."""
+        return self._state.generation
+
+    @property
+    def copies_recovered(self) -> int:
+        """Copies of keyring.json that `open` found missing, stale or damaged and rewrote."""
+        return self._store.copies_recovered
+
+    @property
+    def namespace_files_damaged(self) -> int:
+        """Namespace files that were unreadable at `open` and taken as empty."""
+        return self._namespaces.damaged_files
+
+    def tenants(self) -> list[TenantInfo]:
+        """All tenants by name; works while locked."""
+        return [info_of(tenant) for _, tenant in sorted(self._state.tenants.items())]
+
+    def info(self, name: str) -> TenantInfo | None:
+        """One tenant without its keys; works while locked."""
+        stored = self._state.tenants.get(name)
+        return info_of(stored) if stored else None
+
+    def by_stream(self, stream: bytes) -> TenantInfo | None:
+        """The tenant that owns a segment."""
+        for tenant in self._state.tenants.values():
+            if tenant.stream == stream:
+                return info_of(tenant)
+        return None
+
+    def receipts(self) -> list[Receipt]:
+        """The erasures, oldest first."""
+        return [receipt.copy() for receipt in self._state.erased]
+
+    def was_erased(self, name: str) -> bool:
+        """True when a tenant of this name was erased and has not been added again."""
+        return name not in self._state.tenants and any(
+            receipt["tenant"] == name for receipt in self._state.erased
+        )
+
+    def get(self, name: str) -> Tenant:
+        """A tenant with its keys.
+
+        Raises: KeyringError: LOCKED without a KEK, ERASED, or FORBIDDEN when there is none.
+        """
+        self._stored(name)
+        held = self._unwrapped.get(name)
+        if held is None:
+            # Locked, or for an instant while another thread adds or erases the tenant.
+            raise locked_error(f"keys of tenant {name}")
+        return held
+
+    # Changing: blocking.
+
+    def add_tenant(
+        self,
+        name: str,
+        quota: TenantQuota | None = None,
+        *,
+        now_unix_s: int,
+        after_erase: bool = False,
+    ) -> Tenant:
+        """Add a tenant with fresh keys and return it.
+
+        Raises: KeyringError: CONFLICT when it exists; ERASED when it was erased, unless
+            `after_erase` says that somebody decided to begin anew; LOCKED. QuotaError at the
+            limit. BadKeyError for the name.
+        """
+        checked = ids.check_tenant_name(name)
+        with self._lock:
+            state = self._state
+            if name in state.tenants:
+                raise KeyringError(f"tenant {name} exists already", status=Status.CONFLICT)
+            if not after_erase and self.was_erased(name):
+                raise _erased(name)
+            if len(state.tenants) >= self._tenants_max:
+                raise QuotaError(
+                    f"there are {self._tenants_max} tenants already",
+                    hint="erase one, or raise [limits] tenants_max",
+                )
+            kek = self._need_kek(f"adding tenant {name}")
+            quota = quota or TenantQuota()
+            stored, held = create_tenant(kek, checked, quota, now_unix_s, self._random)
+            self._save(replace(state, tenants={**state.tenants, name: stored}))
+            self._unwrapped[name] = held
+            log.info("event=tenant_added tenant=%s", name)
+            return held
+
+    def set_quota(self, name: str, quota: TenantQuota) -> TenantInfo:
+        """Replace a tenant's quota; works while locked. Raises: KeyringError."""
+        with self._lock:
+            stored = replace(self._stored(name), quota=quota)
+            self._save(self._with(stored))
+            if name in self._unwrapped:
+                self._unwrapped[name] = replace(self._unwrapped[name], info=info_of(stored))
+            return info_of(stored)
+
+    def rotate(self, name: str, *, now_unix_s: int) -> int:
+        """Begin a new DEK version for new blocks and return it; older ones still open theirs.
+
+        Raises: KeyringError; QuotaError when too many versions are in use.
+        """
+        with self._lock:
+            stored = self._stored(name)
+            kek = self._need_kek(f"rotating the key of tenant {name}")
+            if len(stored.deks) >= DEK_VERSIONS_PER_TENANT_MAX:
+                raise QuotaError(
+                    f"tenant {name} has {DEK_VERSIONS_PER_TENANT_MAX} key versions",
+                    hint="retire the oldest, whose blocks then count as missing",
+                )
+            version = stored.deks[-1].version + 1
+            dek = self._random(SECRET_BYTES)
+            added = wrap_dek(kek, name, stored.stream, version, dek, now_unix_s)
+            stored = replace(stored, deks=(*stored.deks, added), active=version)
+            self._save(self._with(stored))
+            old = self._unwrapped[name]
+            self._unwrapped[name] = replace(
+                old, info=info_of(stored), deks={**old.deks, version: dek}
+            )
+            log.info("event=key_rotated tenant=%s version=%d", name, version)
+            return version
+
+    def retire(self, name: str, version: int) -> None:
+        """Destroy one older DEK version in every copy: blocks sealed under it are gone.
+
+        Raises: KeyringError: BAD_REQUEST for the active version or one that is not there.
+        """
+        with self._lock:
+            stored = self._stored(name)
+            kept = tuple(dek for dek in stored.deks if dek.version != version)
+            if version == stored.active or len(kept) == len(stored.deks):
+                raise KeyringError(
+                    f"tenant {name} has no older key version {version}",
+                    hint="rotate first; the active version cannot be retired",
+                    status=Status.BAD_REQUEST,
+                )
+            stored = replace(stored, deks=kept)
+            self._save(self._with(stored), destroy_old=True)
+            if name in self._unwrapped:
+                old = self._unwrapped[name]
+                deks = {number: dek for number, dek in old.deks.items() if number != version}
+                self._unwrapped[name] = replace(old, info=info_of(stored), deks=deks)
+            log.info("event=key_retired tenant=%s version=%d", name, version)
+
+    def erase(self, name: str, *, now_unix_s: int) -> Receipt:
+        """Destroy a tenant's keys in both copies and in memory; nothing of it opens afterwards.
+
+        Works while locked (destruction needs no KEK), but then the receipt is unsigned. A second
+        call returns the same receipt. The caller has to end its sessions, leases and index entries.
+
+        Raises: KeyringError: FORBIDDEN when there was never such a tenant; IO_ERROR when a copy
+            could not be written. Try again then: until this returns, a copy may remain.
+        """
+        with self._lock:
+            state = self._state
+            if self.was_erased(name):
+                # The first attempt may have failed halfway: make both copies right, once more.
+                self._save(state, destroy_old=True)
+                return next(
+                    receipt.copy()
+                    for receipt in reversed(state.erased)
+                    if receipt["tenant"] == name
+                )
+            stored = self._stored(name)
+            receipt = Receipt(
+                format=RECEIPT_FORMAT,
+                number=state.receipts_issued + 1,
+                tenant=name,
+                stream=stored.stream.hex(),
+                erased=[
+                    {"version": dek.version, "fingerprint": dek.fingerprint.hex()}
+                    for dek in stored.deks
+                ],
+                time_unix_s=now_unix_s,
+                kek_id=state.kek_id.hex(),
+                public_key=state.receipt_public.hex(),
+                signature="",
+            )
+            if not self.locked:
+                receipt = sign_receipt(receipt, self._receipt_seed)
+            left = {key: value for key, value in state.tenants.items() if key != name}
+            erased = (*state.erased, receipt)[-RECEIPTS_KEPT_MAX:]
+            self._save(
+                replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"]),
+                destroy_old=True,
+            )
+            self._unwrapped.pop(name, None)
+            try:
+                self._namespaces.drop(stored.stream)
+            except OSError as error:
+                # Sealed under a secret that no longer exists; `open` removes the file.
+                log.warning("event=namespaces_file_left tenant=%s reason=%s", name, error.strerror)
+            log.info("event=tenant_erased tenant=%s receipt=%d", name, receipt["number"])
+            return receipt.copy()
+
+    def rewrap(self, new_kek: KekProvider) -> None:
+        """Change the KEK: every key is wrapped anew, the keys themselves stay.
+
+        Raises: KeyringError; the keyring is then still (also) readable under the old KEK, so keep
+            that until this returned.
+        """
+        with self._lock:
+            self._need_kek("changing the key-encryption key")
+            state = self._state
+            tenants = {
+                name: rewrap_tenant(new_kek, stored, self._unwrapped[name])
+                for name, stored in state.tenants.items()
+            }
+            self._save(
+                replace(
+                    state,
+                    tenants=tenants,
+                    kek_id=new_kek.kek_id(),
+                    receipt_wrapped=wrap_receipt_seed(new_kek, self._receipt_seed),
+                ),
+                destroy_old=True,
+            )
+            self._kek = new_kek
+            log.info("event=kek_changed kek=%s", new_kek.kek_id().hex())
+
+    # Namespaces.
+
+    def derive_namespace(self, name: str, canonical: bytes) -> tuple[NamespaceId, bytes]:
+        """The id and the 32-byte secret of a namespace; memory only, remembers nothing.
+
+        Raises: KeyringError as `get`.
+        """
+        secret = self.get(name).naming_secret
+        return ids.namespace_id(secret, canonical), ids.namespace_secret(secret, canonical)
+
+    def remember_namespace(self, name: str, canonical: bytes) -> tuple[NamespaceId, bytes]:
+        """`derive_namespace`, and write down whose it is, so that it is known after a restart.
+
+        Writes only the first time. Raises: KeyringError as `get`; BadKeyError for a descriptor that
+            is not canonical; QuotaError at the tenant's limit.
+        """
+        NamespaceDescriptor.parse(canonical)
+        with self._lock:
+            tenant = self.get(name)
+            namespace, secret = self.derive_namespace(name, canonical)
+            try:
+                self._namespaces.remember(
+                    tenant.stream, tenant.name, tenant.naming_secret, namespace, canonical
+                )
+            except OSError as error:
+                raise _io_error(self._namespaces.folder, error) from None
+            return namespace, secret
+
+    def forget_namespaces(self, name: str, namespaces: Iterable[bytes]) -> int:
+        """Drop namespaces without blocks from the registry; how many. Raises: KeyringError."""
+        with self._lock:
+            try:
+                return self._namespaces.forget(self._stored(name).stream, namespaces)
+            except OSError as error:
+                raise _io_error(self._namespaces.folder, error) from None
+
+    def tenant_of(self, namespace: bytes) -> TenantName | None:
+        """The tenant a namespace belongs to, None when it is not known; works while locked."""
+        return self._namespaces.owner(namespace)
+
+    def namespaces_of(self, name: str) -> list[NamespaceId]:
+        """The remembered namespaces of a tenant; works while locked. Raises: KeyringError."""
+        return self._namespaces.of(self._stored(name).stream)
+
+    def descriptor_of(self, namespace: bytes) -> NamespaceDescriptor | None:
+        """What a namespace is (model, layout, salt: the tenant's data, never to be logged).
+
+        None when it is not known, or its record does not open. Raises: KeyringError while locked.
+        """
+        record = self._namespaces.record(namespace)
+        if record is None:
+            return None
+        secret = self.get(record.tenant).naming_secret
+        try:
+            return NamespaceDescriptor.parse(open_descriptor(secret, namespace, record.sealed))
+        except (KeyringError, ids.BadKeyError):
+            return None
+
+    # Inside.
+
+    def _stored(self, name: str) -> StoredTenant:
+        stored = self._state.tenants.get(name)
+        if stored is not None:
+            return stored
+        if self.was_erased(name):
+            raise _erased(name)
+        raise KeyringError(
+            f"there is no tenant {name!r}",
+            hint="add it with `entresol tenant add`",
+            status=Status.FORBIDDEN,
+        )
+
+    def _with(self, stored: StoredTenant) -> State:
+        return replace(self._state, tenants={**self._state.tenants, stored.name: stored})
+
+    def _need_kek(self, what: str) -> KekProvider:
+        if self._kek is None:
+            raise locked_error(what)
+        return self._kek
+
+    def _load(self) -> None:
+        state = self._store.read()
+        self._check_kek(state)
+        if self._kek is not None and state.kek_id:
+            self._receipt_seed = unwrap_receipt_seed(self._kek, state)
+            for name, stored in state.tenants.items():
+                self._unwrapped[name] = unwrap_tenant(self._kek, stored)
+        self._store.heal(state)
+        self._state = state
+        if self._kek is not None and not state.kek_id:
+            self._receipt_seed = self._random(SECRET_BYTES)
+            self._save(
+                replace(
+                    state,
+                    kek_id=self._kek.kek_id(),
+                    receipt_wrapped=wrap_receipt_seed(self._kek, self._receipt_seed),
+                    receipt_public=public_key_of(self._receipt_seed),
+                )
+            )
+        self._namespaces.load({tenant.stream: tenant.name for tenant in state.tenants.values()})
+
+    def _check_kek(self, state: State) -> None:
+        if self._kek is None or not state.kek_id or self._kek.kek_id() == state.kek_id:
+            return
+        source = getattr(self._kek, "source", "the one given")
+        raise KeyringError(
+            f"{self._store.path} is wrapped under KEK {state.kek_id.hex()}, "
+            f"but {source} is KEK {self._kek.kek_id().hex()}",
+            hint="give the right file in [keys] kek_file; nothing was changed",
+        )
+
+    def _save(self, state: State, *, destroy_old: bool = False) -> None:
+        try:
+            self._state = self._store.save(state, destroy_old=destroy_old)
+        except OSError as error:
+            raise _io_error(self._store.path, error) from None
+
+
+def _erased(name: str) -> KeyringError:
+    return KeyringError(
+        f"tenant {name} was erased",
+        hint="`entresol tenant add --after-erase` begins anew with fresh keys",
+        status=Status.ERASED,
+    )
+
+
+def _io_error(path: Path, error: OSError) -> KeyringError:
+    return KeyringError(
+        f"cannot read or write {path}: {error.strerror or error}",
+        hint="check the disk's free space and the folder's owner",
+        status=Status.IO_ERROR,
+    )

@@ -1,0 +1,205 @@
+"""The key-encryption key (KEK): where it comes from and how it wraps other keys.
+
+Invariant: the KEK's bytes leave this module only as wrapped keys and as an 8-byte fingerprint; no
+repr, error text or log line shows them. A provider is asked for little (name yourself, wrap,
+unwrap), so that a PKCS#11 token, Vault or a cloud KMS can take the file's place.
+
+Wrapping is AES-256-GCM with a random 96-bit nonce rather than AES key wrap (RFC 3394): GCM takes
+associated data, which binds a wrapped key to its tenant, stream, kind and version, so that blobs
+swapped between tenants do not open. The classic worry, nonces repeating, is far away: a KEK wraps a
+few keys per tenant, against a bound of 2^32 messages (NIST SP 800-38D, 8.3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from entresol_proto.status import KeyringError, Status
+
+KEK_BYTES = 32
+KEK_ID_BYTES = 8
+KEK_FILE_BYTES_MAX = 256
+WRAPPED_BYTES_MAX = 256
+
+_WRAP_FORMAT = 1  # u8 format ‖ 12-byte nonce ‖ ciphertext ‖ 16-byte tag
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+_CREDENTIALS = "$CREDENTIALS_DIRECTORY/"
+_HOW_TO_MAKE = "make one with `entresold keygen PATH`"
+
+
+class KekProvider(Protocol):
+    """Holds one KEK. Methods may block (a KMS call); the keyring calls them on a worker thread."""
+
+    def kek_id(self) -> bytes:
+        """8 bytes that name this KEK and say nothing about it."""
+        ...
+
+    def wrap(self, key: bytes, aad: bytes) -> bytes:
+        """`key` encrypted and bound to `aad`. Raises: KeyringError."""
+        ...
+
+    def unwrap(self, blob: bytes, aad: bytes) -> bytes:
+        """The key in `blob`. Raises: KeyringError when blob, `aad` or KEK do not fit together."""
+        ...
+
+
+class FileKek:
+    """A KEK in a file: 32 raw bytes, or 64 hexadecimal digits.
+
+    `$CREDENTIALS_DIRECTORY/kek` is where a unit's `LoadCredential=kek:...` puts it.
+    """
+
+    __slots__ = ("_aead", "_id", "source")
+
+    def __init__(self, key: bytes, source: str = "memory") -> None:
+        """`key` is the 32-byte KEK itself; `open` reads one from a file."""
+        if len(key) != KEK_BYTES:
+            raise KeyringError(f"a key-encryption key is {KEK_BYTES} bytes, this is {len(key)}")
+        self._aead = AESGCM(key)
+        self._id = hashlib.blake2b(
+            b"", digest_size=KEK_ID_BYTES, key=key, person=b"entresol-kekid"
+        ).digest()
+        self.source = source
+
+    def __repr__(self) -> str:
+        return f"FileKek(id={self._id.hex()}, source={self.source!r})"
+
+    @classmethod
+    def open(cls, path: str | Path) -> FileKek:
+        """Read the KEK from `path`.
+
+        Raises: KeyringError for a missing or unreadable file, one that other users may read, or
+            content of another form, each with what to do.
+        """
+        file = expand_credentials(path)
+        try:
+            with open(file, "rb") as opened:
+                mode = os.fstat(opened.fileno()).st_mode
+                _check_mode(file, mode)
+                raw = opened.read(KEK_FILE_BYTES_MAX + 1)
+        except IsADirectoryError:
+            raise KeyringError(f"KEK file {file} is a folder") from None
+        except FileNotFoundError:
+            raise KeyringError(f"there is no KEK file {file}", hint=_HOW_TO_MAKE) from None
+        except OSError as error:
+            raise KeyringError(f"cannot read KEK file {file}: {error.strerror}") from None
+        return cls(_parse_key(raw, file), str(file))
+
+    @staticmethod
+    def generate(path: str | Path) -> FileKek:
+        """Write a fresh random KEK to a new file, mode 0600, and return it.
+
+        Raises: KeyringError when the file exists: overwriting a KEK loses every block.
+        """
+        file = expand_credentials(path)
+        try:
+            with open(file, "xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as opened:
+                opened.write(secrets.token_hex(KEK_BYTES).encode() + b"\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+        except FileExistsError:
+            raise KeyringError(
+                f"KEK file {file} exists and is not overwritten",
+                hint="everything sealed under it would be lost; choose another path",
+            ) from None
+        except OSError as error:
+            raise KeyringError(f"cannot write KEK file {file}: {error.strerror}") from None
+        return FileKek.open(file)
+
+    def kek_id(self) -> bytes:
+        """See `KekProvider.kek_id`."""
+        return self._id
+
+    def wrap(self, key: bytes, aad: bytes) -> bytes:
+        """See `KekProvider.wrap`."""
+        nonce = os.urandom(_NONCE_BYTES)
+        return bytes([_WRAP_FORMAT]) + nonce + self._aead.encrypt(nonce, key, aad)
+
+    def unwrap(self, blob: bytes, aad: bytes) -> bytes:
+        """See `KekProvider.unwrap`."""
+        least = 1 + _NONCE_BYTES + _TAG_BYTES
+        if not least < len(blob) <= WRAPPED_BYTES_MAX or blob[0] != _WRAP_FORMAT:
+            raise KeyringError("a wrapped key has an unknown form")
+        try:
+            return self._aead.decrypt(blob[1 : 1 + _NONCE_BYTES], blob[1 + _NONCE_BYTES :], aad)
+        except InvalidTag:
+            raise KeyringError(f"a wrapped key does not open under KEK {self._id.hex()}") from None
+
+
+def expand_credentials(path: str | Path) -> Path:
+    """Replace a leading `$CREDENTIALS_DIRECTORY`, and nothing else.
+
+    Raises: KeyringError when systemd set no such folder.
+    """
+    text = str(path)
+    if not text.startswith(_CREDENTIALS):
+        return Path(text)
+    folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    if not folder:
+        raise KeyringError(
+            "CREDENTIALS_DIRECTORY is not set, so the KEK cannot come from there",
+            hint="the unit needs LoadCredential=kek:/path, or give a plain path in [keys] kek_file",
+        )
+    return Path(folder) / text[len(_CREDENTIALS) :]
+
+
+def _check_mode(file: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise KeyringError(f"KEK file {file} is not a regular file")
+    forbidden = 0o077
+    # systemd may grant the service's user access by an ACL, whose mask shows as group-read; the
+    # credentials folder itself is closed to everybody else.
+    folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    if folder and file.parent == Path(folder):
+        forbidden = 0o037
+    if stat.S_IMODE(mode) & forbidden:
+        raise KeyringError(
+            f"KEK file {file} may be read or written by other users "
+            f"(mode {stat.S_IMODE(mode):04o})",
+            hint=f"chmod 600 {file}",
+        )
+
+
+def _parse_key(raw: bytes, file: Path) -> bytes:
+    stripped = raw.strip()
+    key = raw
+    if len(stripped) == 2 * KEK_BYTES:
+        try:
+            key = bytes.fromhex(stripped.decode("ascii"))
+        except ValueError:
+            raise KeyringError(
+                f"KEK file {file} has 64 characters that are not all hexadecimal",
+                hint=_HOW_TO_MAKE,
+            ) from None
+    if len(key) != KEK_BYTES:
+        size = f"over {KEK_FILE_BYTES_MAX}" if len(raw) > KEK_FILE_BYTES_MAX else f"{len(raw)}"
+        raise KeyringError(
+            f"KEK file {file} has {size} bytes; it must hold 32 raw bytes or 64 hexadecimal digits",
+            hint=_HOW_TO_MAKE,
+        )
+    if key is raw and all(byte in b"0123456789abcdefABCDEF" for byte in raw):
+        raise KeyringError(
+            f"KEK file {file} holds 32 hexadecimal digits, which is only half a key",
+            hint=_HOW_TO_MAKE,
+        )
+    if len(set(key)) < 8:
+        raise KeyringError(f"KEK file {file} does not hold a random key", hint=_HOW_TO_MAKE)
+    return key
+
+
+def locked_error(what: str) -> KeyringError:
+    """The error for everything that needs the KEK while there is none."""
+    return KeyringError(
+        f"{what}: the keyring is locked, there is no key-encryption key",
+        hint="set [keys] kek_file and restart",
+        status=Status.LOCKED,
+    )

@@ -1,0 +1,138 @@
+"""keyring.json and its second copy: reading, healing, replacing.
+
+Invariant: both copies hold the same generation whenever `save` has returned, and after a crash at
+any system call the newer whole copy is the truth. Stale copies are overwritten, never just
+unlinked, when what they held was to be destroyed. One process at a time (a lock on the folder).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from entresol_daemon.keys import files
+from entresol_daemon.keys.state import DamagedError, State, UnknownVersionError, decode, encode
+from entresol_proto.status import KeyringError, Status
+
+log = logging.getLogger("entresol.keys")
+
+
+class KeyringStore:
+    """The two files. Every method blocks.
+
+    Attributes:
+        copies_recovered: copies that `heal` found missing, stale or damaged and rewrote.
+    """
+
+    def __init__(self, folder: Path, calls: files.OsCalls) -> None:
+        self.path = folder / "keyring.json"
+        self.backup_path = folder / "keyring.json.bak"
+        self.copies_recovered = 0
+        self._folder = folder
+        self._calls = calls
+        self._generation = 0  # the highest that may be on disk, also from a failed write
+        self._found: dict[Path, bytes | None] = {}
+        self._lock_fd = -1
+
+    def lock(self) -> None:
+        """Take the folder, making it if need be.
+
+        Raises: KeyringError when another process has it or others may write to it; OSError.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._folder.stat().st_mode & 0o022:
+            raise KeyringError(
+                f"other users may write to the state folder {self._folder}",
+                hint=f"chmod 700 {self._folder}",
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._lock_fd = os.open(self._folder / "keyring.lock", flags, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise KeyringError(
+                f"another process has the keyring in {self._folder} open",
+                hint="one daemon per state folder; ask the running one instead",
+                status=Status.BUSY,
+            ) from None
+
+    def unlock(self) -> None:
+        """Let go of the folder. Idempotent."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def read(self) -> State:
+        """The present state; an empty one when there is no file yet. Changes nothing.
+
+        Raises: DamagedError when copies exist and none is whole; UnknownVersionError when any was
+            written by another version; OSError.
+        """
+        states: list[State] = []
+        for path in (self.path, self.backup_path):
+            raw = self._found[path] = files.read(self._calls, path)
+            if raw is None:
+                continue
+            try:
+                states.append(decode(raw))
+            except UnknownVersionError as error:
+                raise UnknownVersionError(f"{path}: {error}") from None
+            except DamagedError as error:
+                log.warning("event=keyring_copy_damaged file=%s reason=%r", path.name, str(error))
+        if not states and any(raw is not None for raw in self._found.values()):
+            raise DamagedError(
+                f"{self.path} and {self.backup_path} are both unusable; neither was changed",
+                hint="restore one from a backup, or move both away to begin with no tenants",
+            )
+        state = max(states, key=lambda copy: copy.generation, default=State())
+        self._generation = state.generation
+        return state
+
+    def heal(self, state: State) -> None:
+        """After `read`: destroy left-over temporaries and make both copies hold `state`.
+
+        Raises: OSError.
+        """
+        for path in (self.path, self.backup_path):
+            files.destroy(self._calls, files.temporary_of(path))
+        if not any(raw is not None for raw in self._found.values()):
+            return
+        good = encode(state)
+        for path, raw in self._found.items():
+            if raw != good:
+                self._write(path, good, destroy_old=True)
+                self.copies_recovered += 1
+                log.warning("event=keyring_copy_recovered file=%s", path.name)
+
+    def save(self, state: State, *, destroy_old: bool = False) -> State:
+        """Write the next generation to both copies and return it as written.
+
+        `destroy_old` overwrites what both files held before. Raises: OSError; then each copy holds
+            either generation, and the next save wins over both.
+        """
+        # Counted up before writing: a failed attempt may have reached the disk, and the next one
+        # must be newer than that.
+        self._generation += 1
+        state = replace(state, generation=self._generation)
+        raw = encode(state)
+        for path in (self.path, self.backup_path):
+            self._write(path, raw, destroy_old=destroy_old)
+        return state
+
+    def _write(self, path: Path, raw: bytes, *, destroy_old: bool) -> None:
+        doomed = files.Doomed(self._calls, path) if destroy_old else None
+        try:
+            try:
+                files.replace(self._calls, path, raw)
+            except OSError:
+                # What was prepared may hold a wrapped key that is to be erased later.
+                files.destroy(self._calls, files.temporary_of(path))
+                raise
+            if doomed is not None:
+                doomed.overwrite()
+        finally:
+            if doomed is not None:
+                doomed.close()
