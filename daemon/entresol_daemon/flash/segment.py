@@ -1,0 +1,547 @@
+"""The data file's bytes: superblock, segment header, records, tombstones, footer. Pure functions.
+
+DATA_FILE.md is the specification; this file is its only implementation. Invariants: nothing decodes
+unless its check matches; checks are keyed with a random secret of the file, so bytes that a tenant
+chose can never pass for a structure of ours; a decoder never raises on any input except
+`FormatError` for a superblock of another version.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from entresol_daemon.flash.device import BLOCK, round_up
+from entresol_proto.status import FormatError
+
+FORMAT_VERSION = 1
+DATA_OFFSET = 64 * 1024  # where segment 0 begins; the superblock copies are the first two blocks
+RECORD_HEADER_BYTES = 96
+ROW_BYTES = 64
+TOMBSTONE_BYTES = 56
+TOMBSTONES_PER_RECORD_MAX = 1024
+SEGMENT_BYTES_MIN = 32 * 1024
+SEGMENT_BYTES_MAX = 1024 * 1024 * 1024
+SEGMENTS_MIN = 4
+
+_CHECK_AT = 496
+_CHECK_BYTES = 16
+_SUPER_MAGIC = b"ENTRESOL"
+_SEGMENT_MAGIC = b"ENTRSEGM"
+_TRAILER_MAGIC = b"ENTRTRLR"
+_RECORD_MAGIC = 0x52544E45  # "ENTR"
+_SUPER = struct.Struct("<8sII16s32sQQIIQQ32sII")
+_SEGMENT = struct.Struct("<8sII16sIIQ16s")
+_TRAILER = struct.Struct("<8sII16sIIQ16sQQQ16s")
+_RECORD = struct.Struct("<IBBHQQII16s16sIIQQ")
+_RECORD_CHECK = struct.Struct("<8s")
+_TOMBSTONE = struct.Struct("<16s16sQQII")
+_CLEAN = 1
+
+# One row of a footer table, also the shape in which recovery handles records.
+ROW = np.dtype(
+    [
+        ("ns0", "<u8"),
+        ("ns1", "<u8"),
+        ("key0", "<u8"),
+        ("key1", "<u8"),
+        ("lsn", "<u8"),
+        ("offset", "<u4"),  # in blocks from the segment's start
+        ("sealed", "<u4"),
+        ("plain", "<u4"),
+        ("position", "<u4"),
+        ("kind", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+_ROW = struct.Struct("<16s16sQIIIIII")
+Rows = npt.NDArray[np.void]
+
+assert ROW.itemsize == _ROW.size == ROW_BYTES
+assert _RECORD.size + _RECORD_CHECK.size == RECORD_HEADER_BYTES
+assert _TOMBSTONE.size == TOMBSTONE_BYTES
+
+
+class HeaderState(enum.IntEnum):
+    """State field of a segment's first block."""
+
+    FREE = 1
+    OPEN = 2  # open or sealed: the trailer tells
+
+
+class RecordKind(enum.IntEnum):
+    """What a record's payload is."""
+
+    BLOCK = 1
+    TOMBSTONES = 2
+
+
+class TombstoneKind(enum.IntEnum):
+    """What a tombstone removes."""
+
+    BLOCK = 1
+    NAMESPACE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What the file is. `check_key` keys every other check; `generation` counts openings."""
+
+    uuid: bytes
+    check_key: bytes
+    segment_bytes: int
+    segment_count: int
+    data_offset: int = DATA_OFFSET
+    generation: int = 0
+    clean: bool = False
+    checkpoint_bytes: int = 0
+    checkpoint_digest: bytes = bytes(32)
+
+    def segment_at(self, segment: int) -> int:
+        """Device offset of a segment."""
+        return self.data_offset + segment * self.segment_bytes
+
+
+def _block_check(block: bytes, key: bytes, person: bytes) -> bytes:
+    mac = hashlib.blake2b(block[:_CHECK_AT], digest_size=_CHECK_BYTES, key=key, person=person)
+    mac.update(block[_CHECK_AT + _CHECK_BYTES :])
+    return mac.digest()
+
+
+def _close_block(fields: bytes, key: bytes, person: bytes) -> bytes:
+    block = bytearray(BLOCK)
+    block[: len(fields)] = fields
+    block[_CHECK_AT : _CHECK_AT + _CHECK_BYTES] = _block_check(bytes(block), key, person)
+    return bytes(block)
+
+
+def _block_is_valid(block: bytes, key: bytes, person: bytes) -> bool:
+    return len(block) == BLOCK and hmac.compare_digest(
+        block[_CHECK_AT : _CHECK_AT + _CHECK_BYTES], _block_check(block, key, person)
+    )
+
+
+# -- superblock
+
+
+def encode_superblock(superblock: Superblock, copy: int) -> bytes:
+    """One of the two copies (0 and 1), a whole block."""
+    s = superblock
+    fields = _SUPER.pack(
+        _SUPER_MAGIC,
+        FORMAT_VERSION,
+        _CLEAN if s.clean else 0,
+        s.uuid,
+        s.check_key,
+        s.segment_bytes,
+        s.data_offset,
+        s.segment_count,
+        RECORD_HEADER_BYTES,
+        s.generation,
+        s.checkpoint_bytes,
+        s.checkpoint_digest,
+        copy,
+        0,
+    )
+    return _close_block(fields, b"", b"entresol-super")
+
+
+def decode_superblock(block: bytes, copy: int) -> Superblock | None:
+    """The copy, or None when it is blank, damaged or of an unknown version (see `version_of`)."""
+    if version_of(block) != FORMAT_VERSION or not _block_is_valid(block, b"", b"entresol-super"):
+        return None
+    (_, _, flags, uuid, check_key, segment_bytes, data_offset, segment_count, header_bytes) = (
+        _SUPER.unpack_from(block)[:9]
+    )
+    generation, checkpoint_bytes, checkpoint_digest, found_copy, _ = _SUPER.unpack_from(block)[9:]
+    sane = (
+        header_bytes == RECORD_HEADER_BYTES
+        and found_copy == copy
+        and SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX
+        and segment_bytes % BLOCK == 0
+        and data_offset % BLOCK == 0
+        and data_offset >= 2 * BLOCK
+        and segment_count >= SEGMENTS_MIN
+    )
+    if not sane:
+        return None
+    return Superblock(
+        uuid=uuid,
+        check_key=check_key,
+        segment_bytes=segment_bytes,
+        segment_count=segment_count,
+        data_offset=data_offset,
+        generation=generation,
+        clean=bool(flags & _CLEAN),
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_digest=checkpoint_digest,
+    )
+
+
+def version_of(block: bytes) -> int | None:
+    """The format version a superblock copy claims, None when it is not one."""
+    if block[:8] != _SUPER_MAGIC:
+        return None
+    return int.from_bytes(block[8:12], "little")
+
+
+def choose_superblock(first: bytes, second: bytes) -> tuple[Superblock | None, bool]:
+    """The newest valid copy, and whether both are valid and equal (else `clean` is not trusted).
+
+    (None, True) for a blank pair. Raises: FormatError when neither is usable and not blank.
+    """
+    found = [decode_superblock(first, 0), decode_superblock(second, 1)]
+    valid = [s for s in found if s is not None]
+    if valid:
+        best = max(valid, key=lambda s: s.generation)
+        agree = len(valid) == 2 and valid[0] == valid[1]
+        return (best if agree else replace(best, clean=False)), agree
+    if not any(first) and not any(second):
+        return None, True
+    versions = {version_of(first), version_of(second)} - {None, FORMAT_VERSION}
+    if versions:
+        raise FormatError(
+            f"data file has format version {max(v for v in versions if v is not None)}, "
+            f"this build reads version {FORMAT_VERSION}",
+            hint="start the version that wrote it, or give an empty file",
+        )
+    raise FormatError(
+        "not an Entresol data file, or both superblock copies are damaged",
+        hint="check the path; to start empty, remove the file or zero the device's first 64 KiB",
+    )
+
+
+# -- segment header and trailer
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """First block of a segment (and, in a free one, also its last)."""
+
+    state: HeaderState
+    segment: int
+    sequence: int
+    stream: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """Last block of a sealed segment: where its footer table is and what it hashes to."""
+
+    segment: int
+    sequence: int
+    stream: bytes
+    rows: int
+    table_offset: int  # bytes from the segment's start
+    used_bytes: int  # end of the last record
+    table_check: bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Length of the table, without padding."""
+        return self.rows * ROW_BYTES
+
+
+def encode_header(superblock: Superblock, header: SegmentHeader) -> bytes:
+    """A whole block."""
+    fields = _SEGMENT.pack(
+        _SEGMENT_MAGIC,
+        FORMAT_VERSION,
+        header.state,
+        superblock.uuid,
+        header.segment,
+        0,
+        header.sequence,
+        header.stream,
+    )
+    return _close_block(fields, superblock.check_key, b"entresol-segm")
+
+
+def decode_header(superblock: Superblock, segment: int, block: bytes) -> SegmentHeader | None:
+    """The header, or None unless it is intact and belongs to this segment of this file."""
+    if block[:8] != _SEGMENT_MAGIC or not _block_is_valid(
+        block, superblock.check_key, b"entresol-segm"
+    ):
+        return None
+    _, version, state, uuid, found, _, sequence, stream = _SEGMENT.unpack_from(block)
+    if version != FORMAT_VERSION or uuid != superblock.uuid or found != segment:
+        return None
+    if state not in (HeaderState.FREE, HeaderState.OPEN):
+        return None
+    return SegmentHeader(HeaderState(state), segment, sequence, stream)
+
+
+def footer_bytes(rows: int) -> int:
+    """Bytes at a segment's end that a footer of `rows` rows needs: table and trailer."""
+    return round_up(rows * ROW_BYTES) + BLOCK
+
+
+def record_bytes_max(segment_bytes: int) -> int:
+    """Longest record extent that fits a segment."""
+    return segment_bytes - BLOCK - footer_bytes(1)
+
+
+def encode_footer(
+    superblock: Superblock,
+    segment: int,
+    sequence: int,
+    stream: bytes,
+    used_bytes: int,
+    table: bytes,
+) -> tuple[int, bytes]:
+    """The table, padded, and the trailer; returns (offset in the segment, bytes)."""
+    rows = len(table) // ROW_BYTES
+    total = footer_bytes(rows)
+    table_offset = superblock.segment_bytes - total
+    fields = _TRAILER.pack(
+        _TRAILER_MAGIC,
+        FORMAT_VERSION,
+        0,
+        superblock.uuid,
+        segment,
+        rows,
+        sequence,
+        stream,
+        table_offset,
+        rows * ROW_BYTES,
+        used_bytes,
+        _table_check(superblock, sequence, table),
+    )
+    trailer = _close_block(fields, superblock.check_key, b"entresol-trlr")
+    return table_offset, table.ljust(total - BLOCK, b"\0") + trailer
+
+
+def decode_trailer(superblock: Superblock, segment: int, block: bytes) -> Trailer | None:
+    """The trailer, or None unless it is intact and belongs to this segment of this file."""
+    if block[:8] != _TRAILER_MAGIC or not _block_is_valid(
+        block, superblock.check_key, b"entresol-trlr"
+    ):
+        return None
+    fields = _TRAILER.unpack_from(block)
+    _, version, _, uuid, found, rows, sequence, stream, table_offset, table_bytes, used, check = (
+        fields
+    )
+    if version != FORMAT_VERSION or uuid != superblock.uuid or found != segment:
+        return None
+    if table_bytes != rows * ROW_BYTES or used > table_offset:
+        return None
+    if table_offset + footer_bytes(rows) != superblock.segment_bytes:
+        return None
+    return Trailer(segment, sequence, stream, rows, table_offset, used, check)
+
+
+def decode_table(superblock: Superblock, trailer: Trailer, raw: bytes | memoryview) -> Rows | None:
+    """The rows (a copy), or None when they are not what the trailer hashed."""
+    table = bytes(raw[: trailer.table_bytes])
+    check = _table_check(superblock, trailer.sequence, table)
+    if len(table) != trailer.table_bytes or not hmac.compare_digest(check, trailer.table_check):
+        return None
+    return np.frombuffer(table, dtype=ROW)
+
+
+def _table_check(superblock: Superblock, sequence: int, table: bytes) -> bytes:
+    mac = hashlib.blake2b(digest_size=16, key=superblock.check_key, person=b"entresol-table")
+    mac.update(sequence.to_bytes(8, "little"))
+    mac.update(table)
+    return mac.digest()
+
+
+# -- records
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """First RECORD_HEADER_BYTES of a record. `offset` counts blocks from the segment's start."""
+
+    kind: RecordKind
+    sequence: int
+    lsn: int
+    offset: int
+    sealed_bytes: int
+    namespace_id: bytes
+    wire_key: bytes
+    plain_bytes: int
+    position: int
+    payload_hash: int
+
+    @property
+    def extent_bytes(self) -> int:
+        """Length on flash, padding included."""
+        return extent_bytes(self.sealed_bytes)
+
+    def row(self) -> bytes:
+        """This record's row of the footer table."""
+        return pack_row(
+            self.namespace_id,
+            self.wire_key,
+            self.lsn,
+            self.offset,
+            self.sealed_bytes,
+            self.plain_bytes,
+            self.position,
+            self.kind,
+        )
+
+
+def extent_bytes(sealed_bytes: int) -> int:
+    """Length of the record of `sealed_bytes`: header, bytes, padding to whole blocks."""
+    return round_up(RECORD_HEADER_BYTES + sealed_bytes)
+
+
+def pack_row(
+    namespace_id: bytes,
+    wire_key: bytes,
+    lsn: int,
+    offset: int,
+    sealed_bytes: int,
+    plain_bytes: int,
+    position: int,
+    kind: int,
+) -> bytes:
+    """One footer row."""
+    return _ROW.pack(
+        namespace_id, wire_key, lsn, offset, sealed_bytes, plain_bytes, position, kind, 0
+    )
+
+
+def payload_hash(extent: bytes | memoryview, sealed_bytes: int) -> int:
+    """xxh3-64 over the sealed bytes of an extent. Runs without the interpreter lock."""
+    end = RECORD_HEADER_BYTES + sealed_bytes
+    return xxhash.xxh3_64_intdigest(memoryview(extent)[RECORD_HEADER_BYTES:end])
+
+
+def encode_record_header(header: RecordHeader, check_key: bytes) -> bytes:
+    """The header's bytes with their keyed check."""
+    fields = _RECORD.pack(
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        header.kind,
+        0,
+        header.sequence,
+        header.lsn,
+        header.offset,
+        header.sealed_bytes,
+        header.namespace_id,
+        header.wire_key,
+        header.plain_bytes,
+        header.position,
+        header.payload_hash,
+        0,
+    )
+    return fields + _record_check(fields, check_key)
+
+
+def decode_record_header(raw: bytes | memoryview, check_key: bytes) -> RecordHeader | None:
+    """The header at the start of `raw`, or None unless it is intact and of this file."""
+    if len(raw) < RECORD_HEADER_BYTES:
+        return None
+    fields = bytes(raw[: _RECORD.size])
+    check = bytes(raw[_RECORD.size : RECORD_HEADER_BYTES])
+    magic, version, kind, _, sequence, lsn, offset, sealed, ns, key, plain, position, digest, _ = (
+        _RECORD.unpack(fields)
+    )
+    if magic != _RECORD_MAGIC or version != FORMAT_VERSION:
+        return None
+    if not hmac.compare_digest(check, _record_check(fields, check_key)):
+        return None
+    if kind not in (RecordKind.BLOCK, RecordKind.TOMBSTONES):
+        return None
+    return RecordHeader(
+        RecordKind(kind), sequence, lsn, offset, sealed, ns, key, plain, position, digest
+    )
+
+
+def _record_check(fields: bytes, check_key: bytes) -> bytes:
+    return hashlib.blake2b(fields, digest_size=8, key=check_key, person=b"entresol-recd").digest()
+
+
+# -- tombstones
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """Removes every copy of a block (or of a namespace) whose lsn is lower.
+
+    It must stay on flash while the segment with sequence `cover` may hold such a copy (for a
+    namespace: any segment with a sequence up to `cover`).
+    """
+
+    kind: TombstoneKind
+    namespace_id: bytes
+    wire_key: bytes
+    lsn: int
+    cover: int
+
+
+def encode_tombstones(tombstones: Iterable[Tombstone]) -> bytes:
+    """The payload of a tombstone record."""
+    return b"".join(
+        _TOMBSTONE.pack(t.namespace_id, t.wire_key, t.lsn, t.cover, t.kind, 0) for t in tombstones
+    )
+
+
+def decode_tombstones(payload: bytes | memoryview) -> list[Tombstone]:
+    """Entries of a verified payload; unknown kinds and a cut tail are left out."""
+    raw = bytes(payload)
+    raw = raw[: len(raw) - len(raw) % TOMBSTONE_BYTES]
+    return [
+        Tombstone(TombstoneKind(kind), ns, key, lsn, cover)
+        for ns, key, lsn, cover, kind, _ in _TOMBSTONE.iter_unpack(raw)
+        if kind in (TombstoneKind.BLOCK, TombstoneKind.NAMESPACE)
+    ]
+
+
+# -- scan of a segment without footer
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a scan found: `table` as a footer would list it, `tombstones` decoded."""
+
+    table: bytearray = field(default_factory=bytearray)
+    tombstones: list[Tombstone] = field(default_factory=list)
+    tombstone_offsets: list[int] = field(default_factory=list)  # in blocks
+    used_bytes: int = BLOCK
+    damaged: int = 0  # intact headers whose payload is not what was written
+
+
+def scan_segment(superblock: Superblock, sequence: int, raw: memoryview) -> Scan:
+    """Find every intact record of `sequence` in a whole segment's bytes.
+
+    A record with an intact header and a bad payload is skipped by its length (records of one
+    sequence never overlap); anything else is searched block by block for the next header.
+    """
+    found = Scan()
+    heads = np.frombuffer(raw, dtype="<u4").reshape(-1, BLOCK // 4)
+    starts = np.flatnonzero((heads[:, 0] == _RECORD_MAGIC) & (heads[:, 2] == sequence & 0xFFFFFFFF))
+    limit = superblock.segment_bytes - footer_bytes(1)
+    end = BLOCK
+    for block in starts.tolist():
+        at = block * BLOCK
+        if at < end:
+            continue
+        header = decode_record_header(raw[at : at + RECORD_HEADER_BYTES], superblock.check_key)
+        if header is None or header.sequence != sequence or header.offset != block:
+            continue
+        if at + header.extent_bytes > limit:
+            continue
+        end = at + header.extent_bytes
+        extent = raw[at:end]
+        if payload_hash(extent, header.sealed_bytes) != header.payload_hash:
+            found.damaged += 1
+            continue
+        found.table += header.row()
+        found.used_bytes = end
+        if header.kind is RecordKind.TOMBSTONES:
+            tail = RECORD_HEADER_BYTES + header.sealed_bytes
+            found.tombstones += decode_tombstones(extent[RECORD_HEADER_BYTES:tail])
+            found.tombstone_offsets.append(block)
+    return found
