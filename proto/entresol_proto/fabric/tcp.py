@@ -36,7 +36,7 @@ from entresol_proto.fabric.base import (
     check_ops,
 )
 from entresol_proto.fabric.datastream import Batch, DataStream, Part
-from entresol_proto.fabric.tickets import OfferTable
+from entresol_proto.fabric.listening import ListeningServer
 from entresol_proto.status import FabricError, ProtocolError, Status
 
 _log = logging.getLogger("entresol.fabric")
@@ -276,7 +276,7 @@ def _is_valid(span: RemoteSpan) -> bool:
     return 0 < span.length_bytes < 2**32 and 0 <= span.address < 2**63 and 0 <= span.rkey < 2**32
 
 
-class TcpFabricServer:
+class TcpFabricServer(ListeningServer[TcpEndpoint]):
     """Listens for data streams and gives those with a ticket to their session.
 
     `host` is what to bind; it has no default. `advertise_host` is what offers name, by default the
@@ -298,6 +298,7 @@ class TcpFabricServer:
         advertise_host: str | None = None,
         offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
     ) -> None:
+        super().__init__(offer_lifetime_ns=offer_lifetime_ns)
         if not 0 < streams <= limits.DATA_STREAMS_PER_SESSION_MAX:
             raise FabricError(
                 f"{streams} data streams per session",
@@ -311,15 +312,6 @@ class TcpFabricServer:
         self._ssl = ssl
         self._pin = certificate_sha256 if ssl is not None else None
         self._advertise = advertise_host
-        self._lifetime_ns = offer_lifetime_ns
-        self._offers: OfferTable[TcpEndpoint] = OfferTable(
-            TcpEndpoint.discard, lifetime_ns=offer_lifetime_ns
-        )
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._greeting: set[asyncio.Task[None]] = set()
-        self._endpoints: set[TcpEndpoint] = set()
-        self.refused = 0  # connections turned away: no valid ticket, too slow, too many
 
     @property
     def port(self) -> int:
@@ -328,7 +320,6 @@ class TcpFabricServer:
 
     async def start(self) -> None:
         """Bind and listen. Raises: FabricError."""
-        assert self._listener is None, "started twice"
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(
@@ -340,60 +331,30 @@ class TcpFabricServer:
             raise FabricError(f"cannot listen on {self._host!r}: {error}") from None
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setblocking(False)
             listener.bind(address)
-            listener.listen(limits.DATA_STREAMS_PENDING_MAX)
+            self._listen(listener)
         except OSError as error:
             listener.close()
             raise FabricError(
                 f"cannot listen on {self._host}:{self._port}: {error}",
                 hint="is the port taken, or the address not on this machine?",
             ) from None
-        self._listener = listener
         bound_host, self._port = listener.getsockname()[:2]
         if self._advertise is None:
             self._advertise = "" if bound_host in _WILDCARDS else bound_host
-        self._accepting = loop.create_task(self._accept_streams(listener))
 
     def offer(self, *, peer: object | None = None) -> Offer:
         """See `base.FabricServer.offer`."""
-        if self._listener is None or self._advertise is None:
-            raise FabricError("the tcp fabric is not listening", status=Status.DRAINING)
+        ticket = self._issue()
         params = _Params(
-            self._advertise,
+            self._advertise or "",
             self._port,
             self._streams,
             self._ssl is not None,
-            self._offers.issue(),
+            ticket,
             self._pin,
         )
         return Offer(FabricKind.TCP, params.encode())
-
-    async def accept(self, offer: Offer, reply: bytes, deadline_ns: int) -> TcpEndpoint:
-        """See `base.FabricServer.accept`. `reply` must be empty."""
-        ticket = _Params.parse(offer.params).ticket
-        if reply:
-            self._offers.withdraw(ticket)
-            raise FabricError("a tcp reply has no content", status=Status.BAD_REQUEST)
-        return await self._offers.wait(ticket, deadline_ns)
-
-    def withdraw(self, offer: Offer) -> None:
-        """See `base.FabricServer.withdraw`."""
-        self._offers.withdraw(_Params.parse(offer.params).ticket)
-
-    async def close(self) -> None:
-        """See `base.FabricServer.close`."""
-        listener, self._listener = self._listener, None
-        tasks = [task for task in (self._accepting, *self._greeting) if task is not None]
-        self._accepting = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if listener is not None:
-            listener.close()
-        self._offers.close()
-        for endpoint in list(self._endpoints):
-            await endpoint.close()
 
     def greet(self, stream: DataStream, number: int, streams: int, ticket: bytes) -> TcpEndpoint:
         """For the streams: the session a ticket belongs to. Raises: ProtocolError."""
@@ -411,40 +372,22 @@ class TcpFabricServer:
             self._offers.complete(offer)
         return endpoint
 
-    async def _accept_streams(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, or the peer gave up already
-                _log.warning("event=accept_failed fabric=tcp error=%s", error)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._greeting) >= limits.DATA_STREAMS_PENDING_MAX:
-                self.refused += 1
-                sock.close()
-                continue
-            task = loop.create_task(self._greet_one(sock))
-            self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+    def _ticket_of(self, offer: Offer) -> bytes:
+        return _Params.parse(offer.params).ticket
 
-    async def _greet_one(self, sock: socket.socket) -> None:
-        """TLS handshake and ticket of one connection, within the handshake deadline."""
+    async def _greet(self, sock: socket.socket) -> bool:
         stream = DataStream(greeter=self)
-        loop = asyncio.get_running_loop()
         opened = False
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._lifetime_ns / 1e9):
-                await loop.connect_accepted_socket(lambda: stream, sock, ssl=self._ssl)
-                opened = await stream.opened
-        except (OSError, TimeoutError) as error:
-            _log.info("event=data_stream_refused error=%s", error or "too slow")
+            await loop.connect_accepted_socket(lambda: stream, sock, ssl=self._ssl)
+            opened = await stream.opened
         finally:
             if not opened:
-                self.refused += 1
                 stream.abort()
                 if stream.transport is None:
                     sock.close()
+        return opened
 
 
 async def connect(

@@ -1,0 +1,193 @@
+"""Peer memory mapped into this process, and copying out of it without holding up the loop.
+
+Invariant: nothing a peer passes can crash or block the reader. Only descriptors that are sealed
+against shrinking are mapped (so there is no SIGBUS), only for reading, and only after the size was
+checked against what was announced. A region stays mapped while somebody copies from it.
+
+Copies run with the GIL released; long ones run in two worker threads in steps short enough that a
+deadline or a cancelled caller is noticed within about a millisecond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from entresol_proto import limits
+from entresol_proto.fabric.memory import F_SEAL_SHRINK, seals_of
+from entresol_proto.status import FabricError, Status
+
+Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+COPY_THREADS = 2
+STEP_BYTES = 4 * limits.MIB  # copied between two looks at the stop flag
+_MADV_POPULATE_READ = 22  # linux/mman.h, Linux 5.14: fault pages in now, errors instead of SIGBUS
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class PeerRegion:
+    """Memory of the peer, readable. `users` counts the copies that are running on it."""
+
+    __slots__ = ("_map", "array", "length_bytes", "revoked", "rkey", "users")
+
+    def __init__(self, rkey: int, mapping: mmap.mmap, length_bytes: int) -> None:
+        self.rkey = rkey
+        self.length_bytes = length_bytes
+        self.users = 0
+        self.revoked = False
+        self._map: mmap.mmap | None = mapping
+        self.array: Bytes = np.frombuffer(mapping, np.uint8, length_bytes)
+
+    def view(self, address: int, length_bytes: int) -> memoryview:
+        """A read-only view that keeps the pages mapped as long as it lives."""
+        assert self._map is not None
+        return memoryview(self._map)[address : address + length_bytes]
+
+    def unmap(self) -> None:
+        """Release the mapping; views given out keep it until they are gone. Idempotent."""
+        mapping, self._map = self._map, None
+        self.array = np.empty(0, np.uint8)
+        if mapping is not None:
+            try:
+                mapping.close()
+            except BufferError:
+                return
+
+
+def unmap_all(regions: Sequence[PeerRegion]) -> None:
+    """Unmap many; worth a worker thread, since it takes 50 ns and more per page."""
+    for region in regions:
+        region.unmap()
+
+
+def map_region(rkey: int, fd: int, length_bytes: int) -> PeerRegion:
+    """Check and map a descriptor that a peer sent, and close it. Runs in a worker thread.
+
+    Raises: FabricError (BAD_REQUEST) for one that is too short, not sealed or not memory.
+    """
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < length_bytes or length_bytes <= 0:
+            raise FabricError("shared memory is shorter than announced", status=Status.BAD_REQUEST)
+        if not seals_of(fd) & F_SEAL_SHRINK:
+            raise FabricError("shared memory could be shrunk", status=Status.BAD_REQUEST)
+        mapping = _map_for_reading(fd, length_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise FabricError(f"cannot map shared memory: {error}", status=Status.BAD_REQUEST) from None
+    finally:
+        os.close(fd)
+    region = PeerRegion(rkey, mapping, length_bytes)
+    # Page tables now rather than one fault per page in the first read. Older kernels refuse; then
+    # the first read faults them in.
+    _libc.madvise(region.array.ctypes.data, length_bytes, _MADV_POPULATE_READ)
+    return region
+
+
+def _map_for_reading(fd: int, length_bytes: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):  # does not keep a duplicate of the descriptor
+        return mmap.mmap(fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ, trackfd=False)
+    return mmap.mmap(fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One copy of a batch: `into` and `source` have the same length."""
+
+    item: int  # whose it is; an item may be split over jobs
+    into: Bytes
+    source: Bytes
+
+
+class CopyJob:
+    """Pieces one thread copies, in order."""
+
+    __slots__ = ("_stop", "copied", "pieces")
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces
+        self.copied = 0  # pieces done
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Make `run` return before its next step; what it is copying right now still lands."""
+        self._stop.set()
+
+    def run(self, deadline_ns: int) -> None:
+        """Copy until done, stopped or past the deadline."""
+        for piece in self.pieces:
+            into, source = piece.into, piece.source
+            for at in range(0, len(into), STEP_BYTES):
+                if self._stop.is_set() or time.monotonic_ns() > deadline_ns:
+                    return
+                np.copyto(into[at : at + STEP_BYTES], source[at : at + STEP_BYTES])
+            self.copied += 1
+
+    def unfinished(self) -> set[int]:
+        """Items of which something was not copied."""
+        return {piece.item for piece in self.pieces[self.copied :]}
+
+
+def split_in_two(pieces: Sequence[Piece]) -> list[CopyJob]:
+    """Two jobs of equally many bytes; the piece at the border is cut."""
+    half = sum(len(piece.into) for piece in pieces) // 2
+    first: list[Piece] = []
+    second: list[Piece] = []
+    for piece in pieces:
+        size = len(piece.into)
+        if half >= size:
+            first.append(piece)
+        elif half <= 0:
+            second.append(piece)
+        else:
+            first.append(Piece(piece.item, piece.into[:half], piece.source[:half]))
+            second.append(Piece(piece.item, piece.into[half:], piece.source[half:]))
+        half -= size
+    return [CopyJob(first), CopyJob(second)]
+
+
+class SharedPool:
+    """The worker threads of every shm endpoint of this process; they end with the last of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._pool: ThreadPoolExecutor | None = None
+
+    def acquire(self) -> None:
+        """An endpoint begins to use the pool."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """It no longer does. What was submitted still runs."""
+        with self._lock:
+            self._users -= 1
+            assert self._users >= 0
+            if not self._users and self._pool is not None:
+                self._pool.shutdown(wait=False)
+                self._pool = None
+
+    def submit(self, function: Callable[..., T], *args: object) -> Future[T]:
+        """Run in a worker thread; only between `acquire` and `release`."""
+        with self._lock:
+            assert self._users > 0
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(COPY_THREADS, "entresol-shm")
+            return self._pool.submit(function, *args)
+
+
+POOL = SharedPool()

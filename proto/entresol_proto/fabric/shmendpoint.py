@@ -1,0 +1,344 @@
+"""One side of a session over shared memory: regions both ways, and reads that are copies.
+
+Invariant: `ShmEndpoint` keeps the contract of `base.Endpoint` with `revokes` false: memory once
+mapped by a peer cannot be taken back, so revocation depends on an honest peer, and an owner does
+not reuse plaintext memory for somebody else. A peer can only ever read what it is given, and cannot
+crash the other side with what it gives (regions.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from entresol_proto import limits
+from entresol_proto.fabric.base import (
+    Capabilities,
+    Exposure,
+    FabricKind,
+    ReadOp,
+    RemoteSpan,
+    SharedBuffer,
+    check_ops,
+    span_error,
+)
+from entresol_proto.fabric.memory import is_readers_only
+from entresol_proto.fabric.regions import (
+    POOL,
+    CopyJob,
+    PeerRegion,
+    Piece,
+    map_region,
+    split_in_two,
+    unmap_all,
+)
+from entresol_proto.fabric.shmlink import Kind, Message, ShmLink
+from entresol_proto.status import FabricError, ProtocolError, Status
+
+_log = logging.getLogger("entresol.fabric")
+
+_INLINE_BYTES_MAX = 512 * limits.KIB  # copied on the loop: a hand-over to a thread costs more
+_SPLIT_BYTES_MIN = 4 * limits.MIB  # from here on two threads copy
+
+
+class ShmEndpoint:
+    """One side of one session over shared memory. Made by `ShmFabricServer.accept` or `connect`."""
+
+    kind = FabricKind.SHM
+    capabilities = Capabilities(revokes=False, private=True, same_host=True, maps=True)
+
+    def __init__(
+        self,
+        *,
+        mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX,
+        on_closed: Callable[[ShmEndpoint], None] | None = None,
+    ) -> None:
+        self._mapped_bytes_max = mapped_bytes_max
+        self._on_closed = on_closed
+        self._link: ShmLink | None = None
+        self._exposed: set[int] = set()
+        self._acks: dict[tuple[Kind, int], asyncio.Future[int]] = {}
+        self._regions: dict[int, PeerRegion] = {}
+        self._mapping: dict[int, bool] = {}  # in a worker now; true: revoked meanwhile
+        self._mapped_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: set[CopyJob] = set()
+        self._closed = False
+        POOL.acquire()
+
+    def start(self, sock: socket.socket, *, greeting: bytes = b"") -> None:
+        """Begin to serve on a socket, which the endpoint owns from here on."""
+        self._link = ShmLink(sock, self._on_message, self._on_lost)
+        if greeting:
+            self._link.send(greeting)
+
+    @property
+    def closed(self) -> bool:
+        """See `base.Endpoint.closed`."""
+        return self._closed
+
+    # -- exposing -----------------------------------------------------------------------------
+
+    async def expose(self, buffer: memoryview | SharedBuffer) -> Exposure:
+        """See `base.Endpoint.expose`. Returns once the peer has mapped the buffer."""
+        if isinstance(buffer, memoryview):
+            raise FabricError("shm exposes only shared buffers", status=Status.UNSUPPORTED)
+        if self._closed or self._link is None:
+            raise FabricError("the session is gone", status=Status.DISCONNECTED)
+        if len(self._exposed) >= limits.REGIONS_PER_SESSION_MAX:
+            raise FabricError("too many exposed regions", status=Status.BUSY)
+        if not is_readers_only(buffer.fd):
+            raise FabricError(
+                "the peer could write or shrink this buffer",
+                hint="call seal_for_readers() on it first; it needs Linux 5.1",
+                status=Status.UNSUPPORTED,
+            )
+        length = buffer.view.nbytes
+        if not length:
+            raise FabricError("an empty buffer cannot be exposed", status=Status.BAD_REQUEST)
+        rkey = secrets.randbits(32)
+        while rkey in self._exposed:
+            rkey = secrets.randbits(32)
+        self._exposed.add(rkey)
+        try:
+            message = Message(Kind.EXPOSE, rkey, length_bytes=length)
+            status = await self._ask(message, Kind.EXPOSED, limits.EXPOSE_DEADLINE_NS, fd=buffer.fd)
+        except BaseException:
+            self._exposed.discard(rkey)
+            if self._link is not None:
+                self._link.send(Message(Kind.REVOKE, rkey).encode())
+            raise
+        if status != Status.OK:
+            self._exposed.discard(rkey)
+            known = Status.BUSY if status == Status.BUSY else Status.FABRIC_ERROR
+            raise FabricError("the peer did not map the buffer", status=known)
+        return Exposure(rkey, 0, length)
+
+    async def revoke(self, exposure: Exposure) -> None:
+        """See `base.Endpoint.revoke`. Waits for the peer's answer, at most REVOKE_DEADLINE_NS."""
+        if exposure.rkey not in self._exposed:
+            return
+        self._exposed.discard(exposure.rkey)
+        try:
+            message = Message(Kind.REVOKE, exposure.rkey)
+            await self._ask(message, Kind.REVOKED, limits.REVOKE_DEADLINE_NS)
+        except FabricError as error:
+            if not self._closed:
+                _log.warning("event=revoke_unanswered fabric=shm status=%s", error.status.label)
+
+    async def _ask(self, message: Message, answer: Kind, wait_ns: int, *, fd: int = -1) -> int:
+        """Send a message and wait for the peer's answer to it. Raises: FabricError."""
+        if self._link is None:
+            raise FabricError("the session is gone", status=Status.DISCONNECTED)
+        ack: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._acks[answer, message.rkey] = ack
+        self._link.send(message.encode(), fd)
+        try:
+            async with asyncio.timeout(wait_ns / 1e9):
+                return await ack
+        except TimeoutError:
+            raise FabricError("the peer does not answer", status=Status.DEADLINE) from None
+        finally:
+            self._acks.pop((answer, message.rkey), None)
+
+    # -- the peer's regions -------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        if message.kind in (Kind.EXPOSED, Kind.REVOKED):
+            ack = self._acks.get((message.kind, message.rkey))
+            if ack is not None and not ack.done():
+                ack.set_result(message.status)
+        elif message.kind is Kind.REVOKE:
+            self._peer_revoked(message.rkey)
+        else:
+            self._peer_exposed(message)
+
+    def _peer_exposed(self, message: Message) -> None:
+        rkey, length, fd = message.rkey, message.length_bytes, message.fd
+        if rkey in self._regions or rkey in self._mapping:
+            os.close(fd)
+            raise ProtocolError("a region was exposed twice")
+        regions = len(self._regions) + len(self._mapping)
+        if (
+            regions >= limits.REGIONS_PER_SESSION_MAX
+            or self._mapped_bytes + length > self._mapped_bytes_max
+        ):
+            os.close(fd)
+            self._send(Message(Kind.EXPOSED, rkey, status=Status.BUSY))
+            return
+        self._mapping[rkey] = False
+        self._mapped_bytes += length
+        mapping = POOL.submit(map_region, rkey, fd, length)
+        task = asyncio.get_running_loop().create_task(self._map(rkey, fd, length, mapping))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _map(
+        self, rkey: int, fd: int, length: int, mapping: concurrent.futures.Future[PeerRegion]
+    ) -> None:
+        """Wait for a region that a worker maps, and answer. A revocation may come meanwhile."""
+        region: PeerRegion | None = None
+        status = Status.OK
+        try:
+            region = await asyncio.wrap_future(mapping)
+        except FabricError as error:
+            status = error.status
+            _log.warning("event=region_refused fabric=shm error=%s", error)
+        except asyncio.CancelledError:
+            if mapping.cancel():
+                os.close(fd)  # the worker never saw it
+            raise
+        revoked = self._mapping.pop(rkey)
+        if region is not None and not revoked and not self._closed:
+            self._regions[rkey] = region
+        else:
+            self._mapped_bytes -= length
+            if region is not None:
+                region.unmap()
+                status = Status.LEASE_EXPIRED
+        self._send(Message(Kind.EXPOSED, rkey, status=status))
+        if revoked:
+            self._send(Message(Kind.REVOKED, rkey))
+
+    def _peer_revoked(self, rkey: int) -> None:
+        if rkey in self._mapping:
+            self._mapping[rkey] = True
+            return
+        region = self._regions.pop(rkey, None)
+        if region is None:
+            self._send(Message(Kind.REVOKED, rkey))
+            return
+        region.revoked = True
+        if not region.users:
+            self._drop(region)
+
+    def _drop(self, region: PeerRegion) -> None:
+        """Unmap a revoked region nobody copies from and tell the owner."""
+        region.unmap()
+        self._mapped_bytes -= region.length_bytes
+        self._send(Message(Kind.REVOKED, region.rkey))
+
+    def _send(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message.encode())
+
+    def map_span(self, span: RemoteSpan) -> memoryview | Status:
+        """See `base.MappedEndpoint.map_span`."""
+        if self._closed:
+            return Status.DISCONNECTED
+        region = self._regions.get(span.rkey)
+        status = span_error(span, None if region is None else region.length_bytes)
+        if region is None or status is not Status.OK:
+            return status
+        return region.view(span.address, span.length_bytes)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
+        """See `base.Endpoint.read`. Short reads are copied on the loop, long ones in threads."""
+        check_ops(ops)
+        if self._closed:
+            return [Status.DISCONNECTED] * len(ops)
+        if time.monotonic_ns() >= deadline_ns:
+            return [Status.DEADLINE] * len(ops)
+        statuses = []
+        pieces: list[Piece] = []
+        users: list[PeerRegion | None] = []
+        total = 0
+        for number, op in enumerate(ops):
+            span = op.span
+            region = self._regions.get(span.rkey)
+            status = span_error(span, None if region is None else region.length_bytes)
+            statuses.append(status)
+            users.append(None)
+            if region is not None and status is Status.OK:
+                source = region.array[span.address : span.address + span.length_bytes]
+                pieces.append(Piece(number, np.frombuffer(op.into, np.uint8), source))
+                users[number] = region
+                region.users += 1
+                total += span.length_bytes
+        jobs = split_in_two(pieces) if total >= _SPLIT_BYTES_MIN else [CopyJob(pieces)]
+        try:
+            await self._copy(jobs, total, deadline_ns)
+        finally:
+            self._release(users)
+        unfinished = set().union(*(job.unfinished() for job in jobs))
+        late = Status.DISCONNECTED if self._closed else Status.DEADLINE
+        for number, region in enumerate(users):
+            if region is None:
+                continue
+            if number in unfinished or self._closed:
+                statuses[number] = late
+            elif region.revoked:
+                statuses[number] = Status.LEASE_EXPIRED
+        return statuses
+
+    async def _copy(self, jobs: list[CopyJob], total: int, deadline_ns: int) -> None:
+        """Run copy jobs to their end; when cancelled, to the end of the step they are in."""
+        if total <= _INLINE_BYTES_MAX:
+            for job in jobs:
+                job.run(deadline_ns)
+            return
+        self._jobs.update(jobs)
+        pending = {asyncio.wrap_future(POOL.submit(job.run, deadline_ns)) for job in jobs}
+        cancelled: asyncio.CancelledError | None = None
+        while pending:
+            try:
+                _, pending = await asyncio.wait(pending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                for job in jobs:
+                    job.stop()
+        self._jobs.difference_update(jobs)
+        if cancelled is not None:
+            raise cancelled
+
+    def _release(self, users: Sequence[PeerRegion | None]) -> None:
+        for region in users:
+            if region is None:
+                continue
+            region.users -= 1
+            if not region.users and region.revoked and not self._closed:
+                self._drop(region)
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def _on_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            _log.warning("event=shm_link_lost error=%s", error)
+        self.discard()
+
+    def discard(self) -> None:
+        """`close` without waiting."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+        for job in self._jobs:
+            job.stop()
+        for ack in self._acks.values():
+            if not ack.done():
+                ack.set_exception(FabricError("the session is gone", status=Status.DISCONNECTED))
+        self._exposed.clear()
+        regions, self._regions = list(self._regions.values()), {}
+        idle = [region for region in regions if not region.users]
+        if idle:  # those in use are unmapped with their last reference
+            POOL.submit(unmap_all, idle)
+        POOL.release()
+        if self._on_closed is not None:
+            self._on_closed(self)
+
+    async def close(self) -> None:
+        """See `base.Endpoint.close`."""
+        self.discard()
+        while self._tasks:
+            await asyncio.wait(self._tasks)

@@ -1,0 +1,202 @@
+"""The control channel of the shm fabric: small messages and file descriptors over a Unix socket.
+
+Invariant: one message is one packet (SOCK_SEQPACKET), of fixed size, with at most one descriptor;
+anything else ends the link. Every descriptor that arrives is either handed on or closed, and what
+the kernel cannot take at once waits in a bounded queue with a duplicate of its descriptor.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import enum
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from entresol_proto import limits
+from entresol_proto.status import ProtocolError
+
+VERSION = 1
+MAGIC = 0x4D544E45  # "ENTM", little-endian
+_MESSAGE = struct.Struct("<BBHIQ")  # type, status, zero, rkey, length
+_PACKETS_PER_TURN_MAX = 16  # handled before other work of the loop gets its turn
+RECEIVE_BYTES = 64  # more than any packet: a longer one shows as cut
+_ONE_FD_BYTES = socket.CMSG_LEN(array.array("i").itemsize)
+
+
+class Kind(enum.IntEnum):
+    """Wire numbers of the messages."""
+
+    HELLO = 1
+    WELCOME = 2
+    EXPOSE = 3
+    EXPOSED = 4
+    REVOKE = 5
+    REVOKED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`rkey` names a region; `length_bytes` and `fd` (owned by the receiver) come with EXPOSE."""
+
+    kind: Kind
+    rkey: int = 0
+    status: int = 0
+    length_bytes: int = 0
+    fd: int = -1
+
+    def encode(self) -> bytes:
+        return _MESSAGE.pack(self.kind, self.status, 0, self.rkey, self.length_bytes)
+
+
+def hello(ticket: bytes) -> bytes:
+    """The first packet of a connecting side."""
+    return _MESSAGE.pack(Kind.HELLO, VERSION, 0, MAGIC, len(ticket)) + ticket
+
+
+def parse_hello(packet: bytes) -> bytes:
+    """The ticket in a first packet. Raises: ProtocolError."""
+    ticket = packet[_MESSAGE.size :]
+    if len(ticket) != limits.TICKET_BYTES or packet != hello(ticket):
+        raise ProtocolError("this is not an entresol shm peer")
+    return ticket
+
+
+def welcome() -> bytes:
+    """The first packet of the accepting side."""
+    return _MESSAGE.pack(Kind.WELCOME, VERSION, 0, MAGIC, 0)
+
+
+def parse(packet: bytes, fds: list[int]) -> Message:
+    """Decode a packet. The descriptors stay the caller's if it raises. Raises: ProtocolError."""
+    if len(packet) != _MESSAGE.size:
+        raise ProtocolError(f"shm message of {len(packet)} bytes")
+    number, status, zero, rkey, length = _MESSAGE.unpack(packet)
+    if zero or not Kind.EXPOSE <= number <= Kind.REVOKED:
+        raise ProtocolError(f"shm message {number} is not allowed here")
+    kind = Kind(number)
+    if len(fds) != (1 if kind is Kind.EXPOSE else 0):
+        raise ProtocolError(f"shm message {kind.name} with {len(fds)} descriptors")
+    return Message(kind, rkey, status, length, fds[0] if fds else -1)
+
+
+class ShmLink:
+    """A connected, greeted socket on the loop. Owns the socket.
+
+    `on_message` gets every message and owns its descriptor; it may raise ProtocolError. `on_lost`
+    is called once, unless `close` came first, with None when the peer went away in order.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[Exception | None], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._queue: deque[tuple[bytes, int]] = deque()
+        self._open = True
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._readable)
+
+    def send(self, packet: bytes, fd: int = -1) -> None:
+        """Send or queue one packet; `fd` is borrowed for the call. The link ends if it cannot."""
+        if not self._open:
+            return
+        if not self._queue and self._try_send(packet, fd):
+            return
+        if len(self._queue) >= limits.SHM_MESSAGES_QUEUED_MAX:
+            self._lose(ProtocolError("the peer does not receive its messages"))
+        elif self._open:
+            if not self._queue:
+                self._loop.add_writer(self._sock, self._writable)
+            self._queue.append((packet, os.dup(fd) if fd >= 0 else -1))
+
+    def close(self) -> None:
+        """Close the socket and drop what is queued. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        for _, fd in self._queue:
+            if fd >= 0:
+                os.close(fd)
+        self._queue.clear()
+
+    def _lose(self, error: Exception | None) -> None:
+        if self._open:
+            self.close()
+            self._on_lost(error)
+
+    def _try_send(self, packet: bytes, fd: int) -> bool:
+        """False when the kernel has no room now. Ends the link on any other failure."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+        try:
+            self._sock.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self._lose(error)
+        return True
+
+    def _writable(self) -> None:
+        while self._queue and self._open:
+            packet, fd = self._queue[0]
+            if not self._try_send(packet, fd):
+                return
+            if self._open:
+                self._queue.popleft()
+                if fd >= 0:
+                    os.close(fd)
+        if self._open:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        for _ in range(_PACKETS_PER_TURN_MAX):
+            if not self._open:
+                return
+            try:
+                packet, fds, whole = _receive(self._sock)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._lose(error)
+                return
+            if not packet and not fds:
+                self._lose(None)
+                return
+            try:
+                if not whole:
+                    raise ProtocolError("an oversized shm message")
+                message = parse(packet, fds)
+            except ProtocolError as error:
+                for fd in fds:
+                    os.close(fd)
+                self._lose(error)
+                return
+            try:
+                self._on_message(message)
+            except ProtocolError as error:
+                self._lose(error)
+                return
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """One packet, its descriptors (close-on-exec), and whether neither was cut short."""
+    packet, ancillary, flags, _ = sock.recvmsg(
+        RECEIVE_BYTES, _ONE_FD_BYTES, socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return packet, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
