@@ -73,12 +73,17 @@ async def snapshot_batches(
     which is what makes snapshot + replay exact (see EVENTS.md).
     """
     yield log.position(tenant)
+    found = provider(tenant)
     batch: list[Event] = []
-    async for event in provider(tenant):
-        assert event.tenant == tenant, "a snapshot never leaves its tenant"
-        batch.append(event)
-        if len(batch) >= batch_events:
-            yield batch
-            batch = []
+    try:
+        async for event in found:
+            assert event.tenant == tenant, "a snapshot never leaves its tenant"
+            batch.append(event)
+            if len(batch) >= batch_events:
+                yield batch
+                batch = []
+    finally:
+        if isinstance(found, AsyncGenerator):  # also when the reader leaves half-way
+            await found.aclose()
     if batch:
         yield batch
