@@ -529,6 +529,13 @@ class Follower(RuleBasedStateMachine):
         else:
             assert all(event.tenant == A for event in got)
             self.mirror.follow(self.incarnation, got)
+            if self.mirror.position == self.log.position(A):
+                self.check_equal()
+
+    def check_equal(self) -> None:
+        assert self.mirror.blocks == {
+            name: frozenset(media) for name, media in self.index[A].items()
+        }
 
     def begin_snapshot(self) -> None:
         self.mirror.restart(self.log.position(A))
@@ -562,9 +569,7 @@ class Follower(RuleBasedStateMachine):
                 self.follow()
                 if self.subscription is not None and self.mirror.position == before:
                     break
-        assert self.mirror.blocks == {
-            name: frozenset(media) for name, media in self.index[A].items()
-        }
+        self.check_equal()
         assert self.mirror.position == self.log.position(A)
         self.subscription.close()
         assert self.log.subscriptions_count == 0
