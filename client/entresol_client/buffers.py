@@ -1,0 +1,110 @@
+"""Callers' memory as plain byte views: numpy, bytearray, memoryview, CPU tensors, raw addresses.
+
+Invariant: a view covers exactly the caller's bytes, without a copy, and keeps their owner alive
+(raw addresses excepted: their owner is the caller). What cannot be viewed that way is refused at
+once with a `UsageError`, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from entresol_proto import limits
+from entresol_proto.status import EntresolError, Status
+
+
+class UsageError(EntresolError):
+    """The caller broke the API: wrong key, buffer or argument. Never raised for an outage."""
+
+    status = Status.BAD_REQUEST
+
+
+def as_view(buffer: Any, *, writable: bool) -> memoryview:
+    """A one-dimensional `memoryview` of unsigned bytes over the caller's memory. No copy.
+
+    Takes anything with the buffer protocol, numpy arrays of any dtype, CPU tensors (by their
+    `data_ptr()`, without importing torch) and `(address, length_bytes)` pairs. The memory must stay
+    alive and unmoved until the call that uses it has returned.
+
+    Raises: UsageError for non-contiguous, read-only (when `writable`), empty, oversized or
+        unsupported buffers, and for tensors that are not on the CPU.
+    """
+    view = _view(buffer)
+    if writable and view.readonly:
+        raise UsageError("the buffer is read-only", hint="pass memory that can be written")
+    if not limits.BLOCK_BYTES_MIN <= view.nbytes <= limits.BLOCK_BYTES_MAX:
+        raise UsageError(
+            f"the buffer has {view.nbytes} bytes",
+            hint=f"blocks are {limits.BLOCK_BYTES_MIN} to {limits.BLOCK_BYTES_MAX} bytes",
+        )
+    return view
+
+
+def _view(buffer: Any) -> memoryview:
+    if isinstance(buffer, tuple):
+        return _from_address(buffer)
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise UsageError("the array is not contiguous", hint="pass a C-contiguous array")
+        # Through bytes, because dtypes such as bfloat16 do not export the buffer protocol.
+        return _bytes_of(buffer.reshape(-1).view(np.uint8))
+    if hasattr(buffer, "data_ptr"):
+        return _from_tensor(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise UsageError(
+            f"{type(buffer).__name__} is not a buffer",
+            hint="pass a numpy array, bytearray, memoryview, CPU tensor or (address, length)",
+        ) from None
+    if not view.c_contiguous:
+        raise UsageError("the buffer is not contiguous", hint="pass contiguous memory")
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _from_tensor(tensor: Any) -> memoryview:
+    device = getattr(getattr(tensor, "device", None), "type", "cpu")
+    if device != "cpu":
+        raise UsageError(
+            f"the tensor is on {device!r}", hint="pass a CPU tensor; copy to the device afterwards"
+        )
+    if not tensor.is_contiguous():
+        raise UsageError("the tensor is not contiguous", hint="pass tensor.contiguous()")
+    length_bytes = tensor.numel() * tensor.element_size()
+    return _at(int(tensor.data_ptr()), length_bytes, owner=tensor)
+
+
+def _from_address(pair: tuple[Any, ...]) -> memoryview:
+    if len(pair) != 2 or not all(type(part) is int for part in pair):
+        raise UsageError("a raw buffer is (address, length_bytes), both int")
+    address, length_bytes = pair
+    if address <= 0 or length_bytes < 0:
+        raise UsageError(f"a raw buffer cannot be at {address} with {length_bytes} bytes")
+    return _at(address, length_bytes, owner=None)
+
+
+def _at(address: int, length_bytes: int, owner: object) -> memoryview:
+    if length_bytes == 0:
+        return memoryview(b"")
+    memory: Any = (ctypes.c_ubyte * length_bytes).from_address(address)
+    memory._owner = owner  # the view keeps `memory` alive, and `memory` its owner
+    return _bytes_of(np.frombuffer(memory, dtype=np.uint8))
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return memoryview(array)
+
+
+def zero(view: memoryview) -> None:
+    """Overwrite with zeros."""
+    np.frombuffer(view, dtype=np.uint8).fill(0)
+
+
+def copy(source: memoryview, into: memoryview) -> None:
+    """Copy between views of equal length; releases the GIL, which slice assignment does not."""
+    np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

@@ -1,0 +1,263 @@
+"""The client's settings: one TOML file, one frozen tree.
+
+Invariant: a client runs only with settings declared here, checked for type and range before
+anything is opened; an unknown key is refused with the nearest known one. The format is documented
+in client/README.md, because `entresold --dev` writes such a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from entresol_proto import limits
+from entresol_proto.identity import check_trust_domain
+from entresol_proto.ids import check_tenant_name
+from entresol_proto.status import ConfigError, EntresolError
+
+CONFIG_ENV = "ENTRESOL_CONFIG"
+CONFIG_FILE_BYTES_MAX = 1024 * 1024
+SHARDS_MAX = 1024
+FABRICS = ("auto", "shm", "tcp", "verbs")
+MS_NS = 1_000_000
+SECOND_NS = 1_000_000_000
+
+_SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_TIMES = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS, "min": 60 * SECOND_NS}
+_QUANTITY = re.compile(r"(\d+)\s*([A-Za-z]+)")
+
+
+def _ranged(default: Any, low: float, high: float) -> Any:
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAddress:
+    """One shard: the name its certificate carries, where its control stream is, its weight.
+
+    The last three are for people's tools, the data path does not use them.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = _ranged(7440, 1, 65535)
+    weight: float = _ranged(1.0, 0.001, 1000.0)  # share of the keys, relative to the others
+    grpc_port: int = _ranged(0, 0, 65535)  # on the same host; 0: not known
+    admin_socket: Path | None = None  # of a daemon on this machine
+    metrics: str = ""  # base URL of metrics and health
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of the tenant's certificate, and the trust domain both sides belong to."""
+
+    cert: Path
+    key: Path
+    ca: Path
+    trust_domain: str = "entresol.local"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """When a shard is taken out of use and when it is tried again."""
+
+    failures_to_open: int = _ranged(3, 1, 1000)  # consecutive outage failures
+    cooldown_ns_min: int = _ranged(250 * MS_NS, MS_NS, 600 * SECOND_NS)
+    cooldown_ns_max: int = _ranged(10 * SECOND_NS, MS_NS, 3600 * SECOND_NS)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Everything a client needs to know. Build it by hand, `load` it, or `find` it."""
+
+    shards: tuple[ShardAddress, ...]
+    tls: TlsFiles
+    fabric: str = "auto"  # auto | shm | tcp | verbs; the others stay as what to fall back to
+    fallback: bool = True  # False: only the fabric named above
+    deadline_ns: int = _ranged(limits.DEADLINE_NS_DEFAULT, MS_NS // 1000, limits.DEADLINE_NS_MAX)
+    connect_deadline_ns: int = _ranged(3 * SECOND_NS, MS_NS, limits.HANDSHAKE_DEADLINE_NS)
+    ping_interval_ns: int = _ranged(SECOND_NS, 10 * MS_NS, 600 * SECOND_NS)
+    ping_deadline_ns: int = _ranged(SECOND_NS, MS_NS, 60 * SECOND_NS)
+    open_threads: int = _ranged(2, 1, 64)  # threads that open and seal blocks
+    staging_bytes_max: int = _ranged(256 * limits.MIB, 4 * limits.MIB, 64 * limits.GIB)  # per shard
+    breaker: BreakerSettings = BreakerSettings()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ClientConfig:
+        """Read a TOML file; paths in it are relative to its folder. Raises: ConfigError."""
+        source = Path(path)
+        try:
+            raw = source.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read client config {str(source)!r}: {error}") from None
+        if len(raw) > CONFIG_FILE_BYTES_MAX:
+            raise ConfigError(f"{source}: larger than {CONFIG_FILE_BYTES_MAX} bytes")
+        try:
+            return cls.from_mapping(tomllib.loads(raw.decode()), source)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source}: not TOML: {error}") from None
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any], source: Path) -> ClientConfig:
+        """Build from parsed TOML: settings and TLS files at the top, [breaker], [[shards]].
+
+        Raises: ConfigError.
+        """
+        rows = raw.get("shards", [])
+        if not isinstance(rows, list):
+            raise ConfigError(f"{source}: shards are written as [[shards]], one table for each")
+        known = {item.name for c in (cls, TlsFiles) for item in dataclasses.fields(c)} - {"tls"}
+        for key in raw:
+            if key not in known:
+                raise ConfigError(f"{source}: unknown setting {key!r}", hint=_nearest(key, known))
+        of_tls = {item.name for item in dataclasses.fields(TlsFiles)}
+        tls = {key: value for key, value in raw.items() if key in of_tls}
+        own = {k: v for k, v in raw.items() if k not in of_tls | {"shards", "breaker"}}
+        return cls(
+            shards=tuple(_build(ShardAddress, "[[shards]]", row, source) for row in rows),
+            tls=_build(TlsFiles, "", tls, source),
+            breaker=_build(BreakerSettings, "[breaker]", raw.get("breaker", {}), source),
+            **_table(cls, "", own, source),
+        )
+
+    @classmethod
+    def find(cls, path: str | Path | None = None) -> ClientConfig:
+        """The config at `path`, else of $ENTRESOL_CONFIG, else of the first of `default_paths()`.
+
+        Raises: ConfigError, naming every place that was looked at, when there is none.
+        """
+        named = path or os.environ.get(CONFIG_ENV)
+        if named:
+            return cls.load(named)
+        looked = default_paths()
+        for candidate in looked:
+            if candidate.is_file():
+                return cls.load(candidate)
+        raise ConfigError(
+            "no client config found; looked at " + ", ".join(map(str, looked)),
+            hint=f"start `entresold --dev`, which writes one, or set {CONFIG_ENV} to its path",
+        )
+
+
+def default_paths() -> list[Path]:
+    """Where a client config is looked for, in order: runtime folder, user's config, /etc."""
+    places = []
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        places.append(Path(runtime))
+    home = os.environ.get("XDG_CONFIG_HOME")
+    places.append(Path(home) if home else Path.home() / ".config")
+    places.append(Path("/etc"))
+    return [place / "entresol" / "client.toml" for place in places]
+
+
+def _check(config: ClientConfig) -> None:
+    """Ranges and consistency. Raises: ConfigError."""
+    if not 1 <= len(config.shards) <= SHARDS_MAX:
+        raise ConfigError(
+            f"{len(config.shards)} shards are configured, 1 to {SHARDS_MAX} are allowed",
+            hint="name each shard in a [[shards]] table",
+        )
+    parts: list[Any] = [config, config.breaker, *config.shards]
+    for part in parts:
+        for item in dataclasses.fields(part):
+            low, high = item.metadata.get("low"), item.metadata.get("high")
+            value = getattr(part, item.name)
+            if low is not None and not low <= value <= high:
+                raise ConfigError(f"{item.name} is {value}, allowed are {low} to {high}")
+    names = [shard.name for shard in config.shards]
+    try:
+        check_trust_domain(config.tls.trust_domain)
+        for name in names:
+            check_tenant_name(name)
+    except ConfigError:
+        raise
+    except EntresolError as error:
+        raise ConfigError(str(error)) from None
+    if len(set(names)) != len(names):
+        raise ConfigError("two shards have the same name", hint="names place the keys: keep unique")
+    if config.fabric not in FABRICS:
+        raise ConfigError(
+            f"fabric {config.fabric!r} is not known", hint=_nearest(config.fabric, FABRICS)
+        )
+    if config.breaker.cooldown_ns_min > config.breaker.cooldown_ns_max:
+        raise ConfigError("cooldown_ns_min is above cooldown_ns_max")
+
+
+def _build(cls: Any, name: str, table: object, source: Path) -> Any:
+    values = _table(cls, name, table, source)
+    missing = [
+        item.name
+        for item in dataclasses.fields(cls)
+        if item.default is dataclasses.MISSING and item.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"{source}: {', '.join(missing)} must be given{_inside(name)}")
+    return cls(**values)
+
+
+def _inside(name: str) -> str:
+    return f" in {name}" if name else ""
+
+
+def _table(cls: Any, name: str, table: object, source: Path) -> dict[str, Any]:
+    """One TOML table as keyword arguments of `cls`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: {name} is not a table")
+    known = {item.name: item for item in dataclasses.fields(cls)}
+    base = source.resolve().parent  # `source` may be a pointer to the file that was written
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(
+                f"{source}: unknown setting {key!r}{_inside(name)}", hint=_nearest(key, known)
+            )
+        try:
+            values[key] = _convert(key, str(known[key].type), value, base)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {key}{_inside(name)}: {error}") from None
+    return values
+
+
+def _convert(name: str, kind: str, value: object, base: Path) -> object:
+    """One TOML value in its declared type. Raises: ValueError."""
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{value!r} is not true or false")
+    if kind in ("int", "float"):
+        if isinstance(value, str) and kind == "int":
+            value = _quantity(name, value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{value!r} is not a number")
+        if kind == "int" and not isinstance(value, int):
+            raise ValueError(f"{value!r} is not a whole number")
+        return float(value) if kind == "float" else value
+    if not isinstance(value, str) or (kind != "str" and not value):
+        raise ValueError(f"{value!r} is not text in quotes")
+    return base / value if kind.startswith("Path") else value
+
+
+def _quantity(name: str, text: str) -> int:
+    """`"256MiB"` or `"250ms"`, as the unit in the setting's name asks. Raises: ValueError."""
+    units = _SIZES if "_bytes" in name else _TIMES if "_ns" in name else {}
+    match = _QUANTITY.fullmatch(text.strip())
+    if not match or match[2] not in units:
+        wanted = f"a number with one of {', '.join(units)}" if units else "a number"
+        raise ValueError(f"{text!r} is not {wanted}")
+    return int(match[1]) * units[match[2]]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    words = sorted(known)
+    close = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(words)}"

@@ -1,0 +1,427 @@
+"""One control session with one shard: asyncio I/O around the sans-IO `ClientSession`.
+
+Invariants:
+- every request ends: answered, failed, or given up at its deadline; a lost session fails all of
+  them at once with DISCONNECTED;
+- a request given up stays known until its answer comes: late grants are released, late
+  reservations returned, and staging memory behind a late commit is not reused before it;
+- at most WRITE_QUEUE_BYTES_MAX of requests wait for a peer that does not read, then no more are
+  accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from entresol_client.results import RequestFailedError
+from entresol_proto import limits
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.status import ProtocolError, Status
+from entresol_proto.wire.data import Commit, Grant, Release, Reserved
+from entresol_proto.wire.opening import ErrorReply, Goodbye, NamespaceOpened, OpenNamespace, Ping
+from entresol_proto.wire.session import ClientSession, Message, Received, State
+
+log = logging.getLogger("entresol.client")
+
+WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
+_NOTHING = RemoteSpan(0, 0, 0)
+
+Report = tuple[int, int, Status]  # lease id, index in the FETCH, what was wrong
+
+
+class Call:
+    """A request with one answer. `settled` runs when that answer comes, however late; never when
+    the session is lost, because then nobody knows what the daemon still does."""
+
+    __slots__ = ("future", "sent_ns", "settled")
+
+    def __init__(self, settled: Callable[[], None] | None) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.settled = settled
+        self.sent_ns = time.monotonic_ns()
+
+    def deliver(self, message: Any) -> bool:
+        """Take an answer; True when it was the last. Abandoned calls only note that it came."""
+        if not self.future.done():
+            if isinstance(message, ErrorReply):
+                self.future.set_exception(RequestFailedError(message.status, message.message))
+            else:
+                self.future.set_result(message)
+        self.settle()
+        return True
+
+    def fail(self, error: RequestFailedError) -> None:
+        """No answer will come."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def settle(self) -> None:
+        """The daemon is done with the request."""
+        settled, self.settled = self.settled, None
+        if settled is not None:
+            settled()
+
+
+class GrantSink:
+    """Answers of one FETCH, in the order they came; read by one task."""
+
+    __slots__ = ("_error", "_grants", "_waiter", "final", "sent_ns")
+
+    def __init__(self) -> None:
+        self.sent_ns = time.monotonic_ns()
+        self.final = False
+        self._grants: deque[tuple[Grant, int]] = deque()  # with the time of receipt
+        self._error: RequestFailedError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def deliver(self, message: Any) -> bool:
+        """Take a GRANT or ERROR; True when it was the last."""
+        if isinstance(message, ErrorReply):
+            self.fail(RequestFailedError(message.status, message.message))
+            return True
+        self._grants.append((message, time.monotonic_ns()))
+        self.final = message.final
+        self._wake()
+        return self.final
+
+    def fail(self, error: RequestFailedError) -> None:
+        """No further grants will come."""
+        self._error = error
+        self._wake()
+
+    async def next(self, deadline_ns: int) -> list[tuple[Grant, int]]:
+        """All grants that came since the last call, at least one; [] after the final one.
+
+        Raises: RequestFailedError, status DEADLINE included. Grants that came before are given out
+        first.
+        """
+        while not self._grants:
+            if self._error is not None:
+                raise self._error
+            if self.final:
+                return []
+            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+            if left_s <= 0:
+                raise RequestFailedError(Status.DEADLINE)
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(left_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        grants = list(self._grants)
+        self._grants.clear()
+        return grants
+
+    def leftovers(self) -> list[Grant]:
+        """Grants nobody took; for whoever gives the request up."""
+        grants = [grant for grant, _ in self._grants]
+        self._grants.clear()
+        return grants
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """The control stream. Made by `handshake.connect`; ends by itself when the stream does.
+
+    Attributes:
+        session: the protocol machine.
+        lost: done when the stream is gone; its result says why, in words.
+        ending: set when it takes no new work any more: a goodbye was said, or it is lost.
+        last_received_ns: when the peer last said anything.
+        late_grants: leases released because nobody waited for them any more.
+    """
+
+    def __init__(self) -> None:
+        self.session = ClientSession(now_ns=time.monotonic_ns())
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ending = asyncio.Event()
+        self.last_received_ns = time.monotonic_ns()
+        self.late_grants = 0
+        self._transport: asyncio.Transport | None = None
+        self._pending: dict[int, Call | GrantSink] = {}
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._namespaces: dict[bytes, asyncio.Task[NamespaceOpened]] = {}
+        self._release_ids: list[int] = []
+        self._reports: list[Report] = []
+        self._flush_due = False
+
+    # asyncio.Protocol ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_QUEUE_BYTES_MAX)
+
+    def data_received(self, data: bytes) -> None:
+        now_ns = self.last_received_ns = time.monotonic_ns()
+        try:
+            for received in self.session.receive(data, now_ns):
+                self._dispatch(received)
+        except ProtocolError as error:
+            self.drop(f"protocol error: {error}")
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(str(exc) if exc else "closed by the daemon")
+
+    # Requests --------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """True when new work may be sent."""
+        return self.session.state is State.OPEN
+
+    @property
+    def draining(self) -> bool:
+        """True when the daemon said goodbye: what is under way is finished, nothing new."""
+        return self.session.state is State.DRAINING
+
+    @property
+    def ssl_object(self) -> ssl.SSLObject | None:
+        """TLS details of the stream."""
+        found = self._transport.get_extra_info("ssl_object") if self._transport else None
+        return found if found is not None else None
+
+    async def request(
+        self,
+        message: Message,
+        deadline_ns: int,
+        *,
+        settled: Callable[[], None] | None = None,
+    ) -> Any:
+        """Send a request, wait for its one answer.
+
+        `settled` runs once the daemon is known to be done with the request: at its answer, even
+        after the deadline, or at once if it could not be sent. Not when the session is lost.
+
+        Raises: RequestFailedError: what the daemon answered, DEADLINE, DISCONNECTED, or BUSY when
+        too many requests are in flight.
+        """
+        try:
+            await self._drained(deadline_ns)
+            call = Call(settled)
+            request_id = self._send(message, call)
+        except BaseException:
+            if settled is not None:
+                settled()
+            raise
+        loop = asyncio.get_running_loop()
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        timer = loop.call_later(left_s, _expire, call.future)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            if call.future.done() and not call.future.cancelled() and not call.future.exception():
+                self._late(call.future.result())  # answered and cancelled in one turn of the loop
+            raise
+        finally:
+            timer.cancel()
+            if request_id in self._pending:
+                call.future.cancel()
+                self.session.abandon(request_id)
+
+    async def fetch(self, message: Message, deadline_ns: int) -> tuple[int, GrantSink]:
+        """Send a FETCH; end it with `end_fetch`. Raises: RequestFailedError."""
+        await self._drained(deadline_ns)
+        sink = GrantSink()
+        return self._send(message, sink), sink
+
+    def end_fetch(self, request_id: int, sink: GrantSink) -> None:
+        """The caller reads no more grants of this request; what comes is released."""
+        for grant in sink.leftovers():
+            self._refuse(grant)
+        if request_id in self._pending:
+            self.session.abandon(request_id)
+
+    def post(self, message: Message) -> None:
+        """Send a request whose answer nobody needs. Dropped when the session is gone or full."""
+        call = Call(None)
+        try:
+            request_id = self._send(message, call)
+        except RequestFailedError:
+            return
+        call.future.cancel()
+        self.session.abandon(request_id)
+
+    def release(self, lease_id: int, reports: Iterable[Report] = ()) -> None:
+        """Give a lease back; sent together with others at the next turn of the loop."""
+        self._release_ids.append(lease_id)
+        self._reports.extend(reports)
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush_releases)
+
+    async def ping(self, deadline_ns: int) -> int:
+        """Round trip time, ns. Raises: RequestFailedError."""
+        token = os.urandom(8)
+        begun_ns = time.monotonic_ns()
+        pong = await self.request(Ping(token), deadline_ns)
+        if pong.token != token:
+            self.drop("pong with another token")
+            raise RequestFailedError(Status.DISCONNECTED)
+        return time.monotonic_ns() - begun_ns
+
+    async def namespace(self, canonical: bytes, deadline_ns: int) -> NamespaceOpened:
+        """The handle of a namespace on this session, opened once. Raises: RequestFailedError."""
+        task = self._namespaces.get(canonical)
+        if task is not None and task.done() and not task.cancelled() and not task.exception():
+            return task.result()
+        if task is None or task.done():
+            # A task of the session: the first caller's cancellation must not fail the others.
+            until_ns = max(deadline_ns, time.monotonic_ns() + limits.DEADLINE_NS_DEFAULT)
+            opening = self.request(OpenNamespace(canonical), until_ns)
+            task = asyncio.get_running_loop().create_task(opening)
+            self._namespaces[canonical] = task
+            task.add_done_callback(_seen)
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        done, _ = await asyncio.wait((task,), timeout=left_s)
+        if not done:
+            raise RequestFailedError(Status.DEADLINE)
+        if task.cancelled():
+            raise RequestFailedError(Status.DISCONNECTED)
+        return task.result()
+
+    # Ending ----------------------------------------------------------------------------------
+
+    def drop(self, reason: str) -> None:
+        """End the session now. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._end(reason)
+
+    async def close(self) -> None:
+        """Say goodbye, send what is queued for a moment, end. Idempotent."""
+        self._flush_releases()
+        if not self.lost.done() and self._transport is not None:
+            with contextlib.suppress(ProtocolError):  # not far enough for a goodbye
+                self._write(self.session.send(Goodbye())[1])
+            self._transport.close()
+            await asyncio.wait((self.lost,), timeout=0.2)
+        self.drop("closed by this client")
+        tasks = [task for task in self._namespaces.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _end(self, reason: str) -> None:
+        self.session.close()
+        if not self.lost.done():
+            self.lost.set_result(reason)
+        self.ending.set()
+        self._writable.set()
+        pending, self._pending = self._pending, {}
+        for entry in pending.values():
+            entry.fail(RequestFailedError(Status.DISCONNECTED, reason))
+
+    # Inside ----------------------------------------------------------------------------------
+
+    async def _drained(self, deadline_ns: int) -> None:
+        """Wait while the peer does not read. Raises: RequestFailedError at the deadline."""
+        if self._writable.is_set():
+            return
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        try:
+            async with asyncio.timeout(left_s):
+                await self._writable.wait()
+        except TimeoutError:
+            raise RequestFailedError(Status.DEADLINE, "the daemon reads nothing") from None
+
+    def _send(self, message: Message, entry: Call | GrantSink) -> int:
+        if self.draining:
+            raise RequestFailedError(Status.DRAINING)
+        try:
+            request_id, raw = self.session.send(message)
+        except ProtocolError as error:
+            raise RequestFailedError(error.status, str(error)) from None
+        self._pending[request_id] = entry
+        self._write(raw)
+        return request_id
+
+    def _write(self, raw: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(raw)
+        if transport.get_write_buffer_size() > 2 * WRITE_QUEUE_BYTES_MAX:
+            self.drop("the daemon reads nothing")
+
+    def _dispatch(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, Goodbye):
+            log.info("event=goodbye status=%s reason=%r", message.status.label, message.message)
+            self.ending.set()
+            return
+        wanted = self.session.settle(received)
+        entry = self._pending.get(received.request_id)
+        if entry is None:  # only an ERROR of the whole session has no request
+            assert isinstance(message, ErrorReply), "an answer without a request got through"
+            self.drop(f"{message.status.label}: {message.message}")
+            return
+        if not wanted or (isinstance(entry, Call) and entry.future.done()):
+            self._late(message)
+            if isinstance(entry, Call):
+                entry.settle()
+            last = getattr(message, "final", True)
+        else:
+            last = entry.deliver(message)
+        if last:
+            self._pending.pop(received.request_id, None)
+
+    def _late(self, message: Any) -> None:
+        """An answer to a request that was given up: hand back what it gives."""
+        if isinstance(message, Grant):
+            self._refuse(message)
+        elif isinstance(message, Reserved):
+            self.give_up([item.put_id for item in message.items if item.status is Status.OK])
+
+    def _refuse(self, grant: Grant) -> None:
+        if grant.items:
+            self.late_grants += 1
+            self.release(grant.lease_id)
+
+    def give_up(self, put_ids: list[int]) -> None:
+        """Return reservations unused."""
+        if put_ids:
+            self.post(Commit(tuple((put_id, _NOTHING) for put_id in put_ids)))
+
+    def _flush_releases(self) -> None:
+        self._flush_due = False
+        ids, self._release_ids = self._release_ids, []
+        reports, self._reports = self._reports, []
+        step = limits.BLOCKS_PER_FETCH_MAX
+        for at in range(0, max(len(ids), len(reports)), step):
+            if self.session.state not in (State.OPEN, State.DRAINING):
+                return
+            part = Release(tuple(ids[at : at + step]), tuple(reports[at : at + step]))
+            self._write(self.session.send(part)[1])
+
+
+def _expire(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(RequestFailedError(Status.DEADLINE))
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

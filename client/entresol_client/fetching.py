@@ -1,0 +1,259 @@
+"""A get on one shard: FETCH, grants as they come, groups in flight, leases given back.
+
+Invariants: every granted lease is released exactly once, also when the caller is cancelled or the
+deadline passed; when `fetch_blocks` returns, no thread and no fabric writes into the buffers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from entresol_client.connection import Report
+from entresol_client.opening import (
+    Granted,
+    OpenContext,
+    Opened,
+    Wanted,
+    open_group,
+    plan_groups,
+    usable_tier,
+)
+from entresol_client.results import RequestFailedError
+from entresol_client.shard_link import Session, ShardLink
+from entresol_proto import limits
+from entresol_proto.seal.block import HEADER_BYTES_MAX, META_BYTES_MAX, TAG_BYTES
+from entresol_proto.status import Status
+from entresol_proto.wire.data import Fetch, Grant, OpenAt, Tier
+from entresol_proto.wire.opening import NamespaceOpened
+
+log = logging.getLogger("entresol.client")
+
+# Wire keys depend on the shard's namespace secret, so the blocks are named once it is known.
+WantedOf = Callable[[Sequence[int], NamespaceOpened], list[Wanted]]
+
+# What the daemon wants to hear of; other causes (deadline, expired lease) it can see itself.
+_REPORTED = frozenset({Status.CORRUPT, Status.CONFLICT, Status.FABRIC_ERROR, Status.BAD_REQUEST})
+# A sealed block is at most this much longer than its plaintext, whatever its chunks; with padding.
+SEALED_OVERHEAD_BYTES_MAX = (
+    HEADER_BYTES_MAX
+    + META_BYTES_MAX
+    + TAG_BYTES * (limits.CHUNKS_PER_BLOCK_MAX + 1)
+    + limits.ALIGN_BYTES
+)
+
+
+@dataclass(slots=True)
+class GetTally:
+    """Filled by the shards of one get; positions are the caller's."""
+
+    statuses: list[Status | None]
+    tiers: list[Tier]
+    plain_bytes: int = 0
+    wire_bytes: int = 0
+
+    def settle(self, positions: Sequence[int], status: Status) -> None:
+        """Everything at `positions` that has no outcome yet gets this one."""
+        for position in positions:
+            if self.statuses[position] is None:
+                self.statuses[position] = status
+
+
+class _Lease:
+    """A GRANT frame's lease: released when its last block is done with."""
+
+    __slots__ = ("lease_id", "left", "reports")
+
+    def __init__(self, lease_id: int, left: int) -> None:
+        self.lease_id = lease_id
+        self.left = left
+        self.reports: list[Report] = []
+
+
+class _Get:
+    """One FETCH under way."""
+
+    def __init__(
+        self,
+        link: ShardLink,
+        session: Session,
+        namespace: NamespaceOpened,
+        wanted: Sequence[Wanted],
+        open_at: OpenAt,
+        deadline_ns: int,
+        tally: GetTally,
+    ) -> None:
+        assert session.endpoint is not None, "a get without a data path"
+        self._link = link
+        self._session = session
+        self._handle = namespace.handle
+        self._wanted = wanted
+        self._open_at = open_at
+        self._deadline_ns = deadline_ns
+        self._tally = tally
+        self._answered: set[int] = set()
+        self._groups: set[asyncio.Task[list[Opened]]] = set()
+        self._context = OpenContext(
+            endpoint=session.endpoint,
+            workers=link.workers,
+            staging=link.read_staging,
+            namespace_id=namespace.namespace_id,
+            at_daemon=open_at is OpenAt.DAEMON,
+            deadline_ns=deadline_ns,
+        )
+
+    async def run(self, prefix: bool) -> None:
+        """Raises: RequestFailedError after whatever came has been finished."""
+        connection = self._session.connection
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._deadline_ns:
+            raise RequestFailedError(Status.DEADLINE)
+        fetch = Fetch(
+            self._handle,
+            self._open_at,
+            prefix,
+            min(self._deadline_ns - now_ns, limits.DEADLINE_NS_MAX),
+            b"".join(one.wire_key for one in self._wanted),
+        )
+        request_id, sink = await connection.fetch(fetch, self._deadline_ns)
+        try:
+            while grants := await sink.next(self._deadline_ns):
+                for grant, received_ns in grants:
+                    self._accept(grant, received_ns)
+        finally:
+            connection.end_fetch(request_id, sink)
+            await self._finish_groups()
+
+    def _accept(self, grant: Grant, received_ns: int) -> None:
+        """Note misses, start groups for what is leased."""
+        tally, session = self._tally, self._session
+        for index, status in grant.misses:
+            wanted = self._answer(index)
+            tally.statuses[wanted.position] = Status.MISS if status is Status.OK else status
+        if not grant.items:
+            return
+        until_ns = received_ns + grant.lease_ns
+        assert session.endpoint is not None
+        if session.endpoint.capabilities.same_host:
+            until_ns = min(until_ns, grant.expires_ns)  # one kernel, one monotonic clock
+        lease = _Lease(grant.lease_id, len(grant.items))
+        usable: list[Granted] = []
+        for item in grant.items:
+            one = Granted(self._answer(item.index), item, until_ns)
+            status = self._refusal(one)
+            if status is Status.OK:
+                usable.append(one)
+            else:
+                self._done(lease, [Opened(one, status)])
+        for group in plan_groups(usable, self._link.workers.threads):
+            task = asyncio.get_running_loop().create_task(open_group(self._context, group))
+            self._groups.add(task)
+            task.add_done_callback(functools.partial(self._group_done, lease, group))
+
+    def _answer(self, index: int) -> Wanted:
+        """The block an answer is about; an answer nobody asked for ends the session."""
+        if index >= len(self._wanted) or index in self._answered:
+            self._session.connection.drop(f"grant for block {index}, not asked or answered twice")
+            raise RequestFailedError(Status.DISCONNECTED)
+        self._answered.add(index)
+        return self._wanted[index]
+
+    def _refusal(self, one: Granted) -> Status:
+        """OK if the lengths are possible; nothing is read or written otherwise."""
+        item, room = one.item, len(one.wanted.into)
+        if item.plain_bytes != room:
+            return Status.BAD_REQUEST
+        if self._context.at_daemon:
+            fits = item.span.length_bytes == room
+        else:
+            fits = 0 < item.span.length_bytes <= room + SEALED_OVERHEAD_BYTES_MAX
+        return Status.OK if fits else Status.BAD_REQUEST
+
+    def _group_done(
+        self, lease: _Lease, group: list[Granted], task: asyncio.Task[list[Opened]]
+    ) -> None:
+        """A group ended, in whatever way: account for each of its blocks."""
+        self._groups.discard(task)
+        if task.cancelled():
+            self._done(lease, [Opened(one, Status.DISCONNECTED) for one in group])
+        elif (error := task.exception()) is not None:
+            log.error("event=bug where=open_group", exc_info=error)
+            self._done(lease, [Opened(one, Status.INTERNAL) for one in group])
+        else:
+            self._done(lease, task.result())
+
+    def _done(self, lease: _Lease, opened: Sequence[Opened]) -> None:
+        tally = self._tally
+        for one in opened:
+            wanted, item = one.granted.wanted, one.granted.item
+            tally.statuses[wanted.position] = one.status
+            tally.tiers[wanted.position] = usable_tier(one)
+            if one.status is Status.OK:
+                tally.plain_bytes += item.plain_bytes
+                tally.wire_bytes += item.span.length_bytes
+            elif one.status in _REPORTED:
+                lease.reports.append((lease.lease_id, item.index, one.status))
+        lease.left -= len(opened)
+        assert lease.left >= 0, "a block was finished twice"
+        if lease.left == 0:
+            self._session.connection.release(lease.lease_id, lease.reports)
+
+    async def _finish_groups(self) -> None:
+        """Wait for the groups; they mind the deadline themselves. Cancellation waits too."""
+        cancelled: asyncio.CancelledError | None = None
+        while self._groups:
+            try:
+                await asyncio.wait(self._groups)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                for task in self._groups:
+                    task.cancel()
+        if cancelled is not None:
+            raise cancelled
+
+
+async def fetch_blocks(
+    link: ShardLink,
+    canonical: bytes,
+    wanted_of: WantedOf,
+    positions: Sequence[int],
+    *,
+    open_at: OpenAt,
+    prefix: bool,
+    deadline_ns: int,
+    tally: GetTally,
+) -> None:
+    """Get the blocks at `positions` from their shard into the caller's buffers.
+
+    Outcomes go into `tally`; nothing is raised for an outage.
+    """
+    begun_ns = time.monotonic_ns()
+    try:
+        session = link.admit()
+    except RequestFailedError as error:
+        tally.settle(positions, error.status)
+        return
+    with session:
+        try:
+            if session.endpoint is None:
+                raise RequestFailedError(Status.FABRIC_ERROR, "no data path")
+            namespace = await session.connection.namespace(canonical, deadline_ns)
+            wanted = wanted_of(positions, namespace)
+            step = min(limits.BLOCKS_PER_FETCH_MAX, max(1, session.welcome.blocks_per_fetch_max))
+            for at in range(0, len(wanted), step):
+                part = wanted[at : at + step]
+                get = _Get(link, session, namespace, part, open_at, deadline_ns, tally)
+                await get.run(prefix)
+                if prefix and any(tally.statuses[one.position] is not Status.OK for one in part):
+                    tally.settle(positions, Status.GAP)
+                    break
+        except RequestFailedError as error:
+            tally.settle(positions, error.status)
+            if error.status is Status.DEADLINE:
+                link.note_deadline(session, begun_ns)
+        tally.settle(positions, Status.MISS)
+        session.check_data_path()

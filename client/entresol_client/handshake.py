@@ -1,0 +1,160 @@
+"""From an address to an open session with a data path: TCP, TLS, identity, HELLO, fabric.
+
+Invariant: nothing is said to a server before its certificate proved to be the very shard of our
+trust domain, and no fabric is used that this host was not offered inside that session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import ssl
+import time
+from dataclasses import dataclass
+
+from entresol_client.config import ClientConfig, ShardAddress
+from entresol_client.connection import Connection
+from entresol_client.results import RequestFailedError
+from entresol_proto.fabric import registry
+from entresol_proto.fabric.base import ConnectOptions, Endpoint, Offer
+from entresol_proto.identity import IdentityError, check_server_identity
+from entresol_proto.status import FabricError, Status
+from entresol_proto.wire.opening import (
+    NO_FABRIC,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Attach,
+    Hello,
+    Welcome,
+)
+
+log = logging.getLogger("entresol.client")
+
+
+@functools.cache
+def host_id() -> bytes:
+    """This process's place, told in HELLO and compared with the daemon's: one value per process."""
+    return registry.same_host_id()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """What a successful handshake gives. The owner closes both connection and endpoint."""
+
+    connection: Connection
+    welcome: Welcome
+    endpoint: Endpoint | None  # None: control only
+    fabric_reason: str
+
+    @property
+    def fabric(self) -> str:
+        """Label of the data path, "none" without one."""
+        return "none" if self.endpoint is None else self.endpoint.kind.label
+
+
+async def connect(
+    address: ShardAddress, config: ClientConfig, context: ssl.SSLContext
+) -> OpenSession:
+    """Open a session within `config.connect_deadline_ns`.
+
+    Raises: RequestFailedError with a message fit for an operator; nothing stays open then.
+    """
+    deadline_ns = time.monotonic_ns() + config.connect_deadline_ns
+    connection: Connection | None = None
+    try:
+        async with asyncio.timeout(config.connect_deadline_ns / 1e9):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection, address.host, address.port, ssl=context
+            )
+            return await _open(connection, address, config, context, deadline_ns)
+    except TimeoutError:
+        error = RequestFailedError(Status.DEADLINE, "no answer in time")
+    except ssl.SSLError as cause:
+        error = RequestFailedError(Status.FORBIDDEN, f"TLS: {cause.reason or cause}")
+    except IdentityError as cause:
+        error = RequestFailedError(Status.FORBIDDEN, str(cause))
+    except OSError as cause:
+        error = RequestFailedError(Status.DISCONNECTED, cause.strerror or str(cause))
+    except RequestFailedError as cause:
+        error = cause
+    except BaseException:
+        if connection is not None:
+            connection.drop("cancelled")
+        raise
+    if connection is not None:
+        connection.drop(str(error))
+    raise error
+
+
+async def _open(
+    connection: Connection,
+    address: ShardAddress,
+    config: ClientConfig,
+    context: ssl.SSLContext,
+    deadline_ns: int,
+) -> OpenSession:
+    tls = connection.ssl_object
+    check_server_identity(
+        tls.getpeercert(binary_form=True) if tls else None,
+        config.tls.trust_domain,
+        shard=address.name,
+    )
+    hello = Hello(
+        PROTOCOL_MIN, PROTOCOL_MAX, host_id(), config.open_threads, f"entresol-py/{os.getpid()}"
+    )
+    welcome: Welcome = await connection.request(hello, deadline_ns)
+    if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
+        raise RequestFailedError(
+            Status.UNSUPPORTED, f"the daemon chose protocol {welcome.protocol}"
+        )
+    endpoint, reason = await _attach(connection, address, config, context, welcome, deadline_ns)
+    return OpenSession(connection, welcome, endpoint, reason)
+
+
+async def _attach(
+    connection: Connection,
+    address: ShardAddress,
+    config: ClientConfig,
+    context: ssl.SSLContext,
+    welcome: Welcome,
+    deadline_ns: int,
+) -> tuple[Endpoint | None, str]:
+    """Take the best offer that works; without any, attach control only. Each step is logged."""
+    same_host = welcome.host_id == host_id()
+    prefer = None if config.fabric == "auto" else config.fabric
+    offers = [Offer(offer.kind, offer.params) for offer in welcome.offers]
+    choices = registry.rank(offers, same_host=same_host, prefer=prefer)
+    options = ConnectOptions(ssl=context, host=address.host)
+    refused: list[str] = []
+    for choice in choices:
+        label = choice.offer.kind.label
+        if not choice.usable:
+            refused.append(f"{label}: {choice.reason}")
+            continue
+        if prefer is not None and label != prefer and not config.fallback:
+            refused.append(f"{label}: not the one that is set")
+            continue
+        endpoint: Endpoint | None = None
+        try:
+            endpoint, reply = await registry.connect(choice.offer, deadline_ns, options=options)
+            await connection.request(Attach(int(choice.offer.kind), reply), deadline_ns)
+        except (FabricError, RequestFailedError, OSError) as error:
+            if endpoint is not None:
+                await endpoint.close()
+            refused.append(f"{label}: {error}")
+            if connection.lost.done():
+                raise RequestFailedError(Status.DISCONNECTED, connection.lost.result()) from None
+            continue
+        except BaseException:
+            if endpoint is not None:
+                await endpoint.close()
+            raise
+        reason = "; ".join([choice.reason, *(f"not {text}" for text in refused)])
+        log.info("event=fabric shard=%s fabric=%s reason=%r", address.name, label, reason)
+        return endpoint, reason
+    await connection.request(Attach(NO_FABRIC), deadline_ns)
+    reason = "; ".join(refused) or "the daemon offers none"
+    log.warning("event=fabric shard=%s fabric=none reason=%r", address.name, reason)
+    return None, reason

@@ -1,0 +1,53 @@
+"""Which shard owns a key: weighted rendezvous hashing, agreed by every host without talking.
+
+Invariant: the owner depends only on (namespace descriptor, engine key, shard names and weights).
+Adding a shard moves to it only the keys it now owns; removing one moves only the keys it had.
+
+Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); weights by
+the logarithm method, Schindelhauer and Schomaker, "Weighted distributed hash tables" (2005).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from entresol_proto.ids import EngineKey, placement_hash
+
+_SPAN = 2.0**64
+
+
+class Placement:
+    """Owners of keys among a fixed list of shards, given as (name, weight)."""
+
+    __slots__ = ("_equal", "_names", "_weights")
+
+    def __init__(self, shards: Sequence[tuple[str, float]]) -> None:
+        assert shards, "placement needs a shard"
+        assert all(weight > 0 for _, weight in shards), "weights are positive"
+        self._names = [name.encode() for name, _ in shards]
+        self._weights = [weight for _, weight in shards]
+        self._equal = len(set(self._weights)) == 1
+
+    def owner(self, descriptor_digest: bytes, key: EngineKey) -> int:
+        """Number of the shard that owns `key`."""
+        if len(self._names) == 1:
+            return 0
+        scores = [placement_hash(descriptor_digest, key, name) for name in self._names]
+        if self._equal:
+            return scores.index(max(scores))
+        # -weight / ln(u), u in (0, 1): among competitors each wins in proportion to its weight.
+        weighted = [
+            -weight / math.log((score + 0.5) / _SPAN) if score < 2**64 - 1 else math.inf
+            for weight, score in zip(self._weights, scores, strict=True)
+        ]
+        return weighted.index(max(weighted))
+
+    def split(self, descriptor_digest: bytes, keys: Sequence[EngineKey]) -> dict[int, list[int]]:
+        """Shard number → positions in `keys` that it owns, in ascending order."""
+        if len(self._names) == 1:
+            return {0: list(range(len(keys)))} if keys else {}
+        parts: dict[int, list[int]] = {}
+        for position, key in enumerate(keys):
+            parts.setdefault(self.owner(descriptor_digest, key), []).append(position)
+        return parts

@@ -1,0 +1,153 @@
+"""What calls take and give: one vocabulary for the async client, the facade and the adapters.
+
+Invariant: an outage never raises; it is a status per block. Every status but OK means for a reader:
+treat the block as absent. Its buffer then holds what it held before, or zeros: never part of a
+block, never unverified bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from entresol_proto.status import Status
+from entresol_proto.wire.data import Reason, Tier
+
+OpenPlace = Literal["host", "daemon"]
+AckLevel = Literal["accepted", "durable"]
+
+
+def prefix_of(statuses: Sequence[Status]) -> int:
+    """Number of leading OKs."""
+    for count, status in enumerate(statuses):
+        if status is not Status.OK:
+            return count
+    return len(statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """Outcome of a get, in the order of its keys.
+
+    Attributes:
+        statuses: OK where the exact bytes are in the caller's buffer.
+        tiers: where the daemon found each block (NONE for misses).
+        prefix_blocks: leading blocks that are OK; what an engine may use. Blocks behind a gap can
+            be OK too when another shard had them: they are in place, only not part of the prefix.
+        plain_bytes: bytes put into the caller's buffers.
+        wire_bytes: bytes that crossed the fabric for them (sealed, when opened on the host).
+    """
+
+    statuses: list[Status]
+    tiers: list[Tier]
+    prefix_blocks: int
+    plain_bytes: int
+    wire_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """True when every block is in place."""
+        return self.prefix_blocks == len(self.statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class PutBlock:
+    """One block to store.
+
+    `buffer` (see `buffers.as_view`; it is only read) must stay unchanged until the put returned.
+    `position` is the block's index in its sequence, `parent_key` the engine key of the block before
+    it (None at the root); routers need both, and the token ids.
+    """
+
+    key: bytes
+    buffer: Any = field(repr=False)
+    position: int = 0
+    parent_key: bytes | None = None
+    token_ids: Sequence[int] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """Outcome of a put, in the order of its items.
+
+    OK: stored by this put. EXISTS: was there already, no bytes moved; as good as OK.
+    """
+
+    statuses: list[Status]
+    stored: int
+    existed: int
+    plain_bytes: int  # of the blocks that were stored
+    wire_bytes: int  # bytes offered to the daemon for them
+
+    @property
+    def ok(self) -> bool:
+        """True when every block is stored now."""
+        return self.stored + self.existed == len(self.statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class ExistsResult:
+    """`present[i]` tells whether block i could be read now; `prefix_blocks` counts leading ones.
+
+    `complete` is False when a shard did not answer: its blocks read as absent.
+    """
+
+    prefix_blocks: int
+    present: list[bool]
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """OK per block that is, or is being brought, in memory and held there."""
+
+    statuses: list[Status]
+    prefix_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CountResult:
+    """How many blocks a touch or forget found; `complete` is False when a shard did not answer."""
+
+    count: int
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a key is or is not here. `when_unix_ns` is 0 when unknown.
+
+    `status` is not OK when its shard could not be asked; `reason` is None then.
+    """
+
+    reason: Reason | None
+    when_unix_ns: int
+    shard: str
+    status: Status = Status.OK
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What `doctor` shows of one shard."""
+
+    name: str
+    address: str
+    connected: bool
+    draining: bool
+    breaker: str
+    fabric: str  # label, "none" for control only, "" when not connected
+    fabric_reason: str
+    incarnation: int  # of the daemon's process; 0 when not connected
+    tenant: str  # who the daemon takes us for
+    rtt_ns: int | None  # of the latest ping
+    last_error: str
+    connects: int
+
+
+class RequestFailedError(Exception):
+    """Inside the client: a request got no answer of its kind. Never reaches the API's caller."""
+
+    def __init__(self, status: Status, message: str = "") -> None:
+        super().__init__(message or status.label)
+        self.status = status

@@ -1,0 +1,333 @@
+"""One shard as the client sees it: a session that comes back by itself, behind a breaker.
+
+Invariants:
+- a caller never waits for a connection: without a usable session `admit` refuses at once;
+- the background task keeps trying, at most once per cool-down, with or without traffic, and pings
+  an idle session, so that a hang is noticed and ends by itself;
+- staging memory that the daemon may read (puts) belongs to one session and dies with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+import time
+
+from entresol_client.breaker import Breaker, BreakerState
+from entresol_client.config import ClientConfig, ShardAddress
+from entresol_client.connection import Connection
+from entresol_client.handshake import OpenSession, connect
+from entresol_client.results import RequestFailedError, ShardReport
+from entresol_client.staging import Arena, PrivateMemory, shared_memory
+from entresol_client.stats import ClientStats
+from entresol_client.workers import Workers
+from entresol_proto.fabric.base import Endpoint, Exposure
+from entresol_proto.status import FabricError, Status
+
+log = logging.getLogger("entresol.client")
+
+PUT_ROUNDS_IN_FLIGHT_MAX = 2  # RESERVEs whose blocks are being sealed, per shard
+PINGS_MISSED_MAX = 3  # then the silent session is dropped and a fresh one is tried
+SILENCE_NS_MIN = 10_000_000  # a shorter wait without an answer says nothing about the shard
+SHORT_LIFE_NS = 1_000_000_000  # a session that ends sooner is not replaced without a pause
+RETRY_NS = 100_000_000  # between connection attempts before the breaker takes over
+
+
+class Session:
+    """One open session and what belongs to it."""
+
+    def __init__(self, opened: OpenSession, staging_bytes: int) -> None:
+        self.connection: Connection = opened.connection
+        self.welcome = opened.welcome
+        self.endpoint: Endpoint | None = opened.endpoint
+        self.fabric = opened.fabric
+        self.fabric_reason = opened.fabric_reason
+        self._staging_bytes = staging_bytes
+        self._put: tuple[Arena, Exposure] | None = None
+        self._exposing = asyncio.Lock()
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    def __enter__(self) -> Session:
+        """Use the session; a drained one is closed only after its last user left."""
+        self._users += 1
+        self._unused.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._unused.set()
+
+    async def retire(self, closing: asyncio.Event) -> None:
+        """Close once nobody uses it, it is lost, or `closing` is set."""
+        unused = asyncio.ensure_future(self._unused.wait())
+        close = asyncio.ensure_future(closing.wait())
+        try:
+            await asyncio.wait(
+                (unused, close, self.connection.lost), return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            unused.cancel()
+            close.cancel()
+            await self.close()
+
+    async def put_staging(self) -> tuple[Arena, Exposure]:
+        """Memory the daemon may read, exposed once per session, made on first use.
+
+        Raises: FabricError when there is no data path or it cannot expose memory.
+        """
+        async with self._exposing:
+            if self._put is None:
+                if self.endpoint is None:
+                    raise FabricError("no data path", status=Status.UNSUPPORTED)
+                memory = shared_memory(self._staging_bytes)
+                try:
+                    exposure = await self.endpoint.expose(memory)
+                except BaseException:
+                    memory.close()
+                    raise
+                self._put = Arena(memory, self._staging_bytes), exposure
+            return self._put
+
+    def check_data_path(self) -> None:
+        """A dead data path ends the session, so that a fresh one comes."""
+        if self.endpoint is not None and self.endpoint.closed:
+            self.connection.drop("the data path is lost")
+
+    async def close(self) -> None:
+        """End connection, data path and staging, in this order. Idempotent."""
+        await self.connection.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
+        if self._put is not None:
+            self._put[0].close()
+
+
+class ShardLink:
+    """Owns the session with one shard. Used from one event loop; `start` it, `close` it."""
+
+    def __init__(
+        self,
+        address: ShardAddress,
+        config: ClientConfig,
+        context: ssl.SSLContext,
+        workers: Workers,
+        stats: ClientStats,
+        rng: random.Random,
+    ) -> None:
+        self.address = address
+        self.config = config
+        self.workers = workers
+        self.stats = stats
+        self.breaker = Breaker(config.breaker, rng.random)
+        # Half for reading, half for what the daemon may read.
+        self.staging_bytes = config.staging_bytes_max // 2
+        self.read_staging = Arena(PrivateMemory(self.staging_bytes), self.staging_bytes)
+        self.put_rounds = asyncio.Semaphore(PUT_ROUNDS_IN_FLIGHT_MAX)
+        self.settled_once = asyncio.Event()  # the first attempt has succeeded or failed
+        self._context = context
+        self._rng = rng
+        self._session: Session | None = None
+        self._namespaces: dict[bytes, None] = {}  # canonical descriptors, to reopen ahead of use
+        self._task: asyncio.Task[None] | None = None
+        self._suspect = asyncio.Event()  # a caller met silence: ping now
+        self._closing = asyncio.Event()
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._rtt_ns: int | None = None
+        self._last_error = ""
+        self._connects = 0
+        self._drained = False  # the latest session ended by a goodbye
+
+    # For callers -----------------------------------------------------------------------------
+
+    def admit(self) -> Session:
+        """The session for new work. Raises: RequestFailedError at once when there is none."""
+        if not self.breaker.admits:
+            raise RequestFailedError(Status.BREAKER_OPEN, self._last_error)
+        session = self._session
+        if session is None:
+            status = Status.DRAINING if self._drained else Status.DISCONNECTED
+            raise RequestFailedError(status, self._last_error)
+        if session.connection.draining:
+            raise RequestFailedError(Status.DRAINING)
+        if not session.connection.usable:
+            raise RequestFailedError(Status.DISCONNECTED)
+        return session
+
+    def remember(self, canonical: bytes) -> None:
+        """Open this namespace on every later session without being asked."""
+        self._namespaces[canonical] = None
+
+    def note_deadline(self, session: Session, begun_ns: int) -> None:
+        """A request met its deadline: an outage if the shard said nothing at all meanwhile."""
+        now_ns = time.monotonic_ns()
+        silent = session.connection.last_received_ns < begun_ns
+        if silent and now_ns - begun_ns >= SILENCE_NS_MIN and session is self._session:
+            self._failure("silent past a deadline", now_ns)
+            self._suspect.set()
+
+    def report(self) -> ShardReport:
+        """The present state, for people."""
+        session = self._session
+        live = session is not None and session.connection.usable
+        return ShardReport(
+            name=self.address.name,
+            address=f"{self.address.host}:{self.address.port}",
+            connected=live,
+            draining=self._drained if session is None else session.connection.draining,
+            breaker=self.breaker.state.value,
+            fabric=session.fabric if session else "",
+            fabric_reason=session.fabric_reason if session else "",
+            incarnation=session.welcome.incarnation if session else 0,
+            tenant=session.welcome.tenant if session else "",
+            rtt_ns=self._rtt_ns if live else None,
+            last_error=self._last_error,
+            connects=self._connects,
+        )
+
+    # Life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin connecting in the background."""
+        self._task = asyncio.get_running_loop().create_task(self._live())
+
+    async def close(self) -> None:
+        """End the session and the background task. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+            self._task = None
+        self._closing.set()
+        if self._retiring:
+            await asyncio.wait(self._retiring)
+        self.read_staging.close()
+
+    async def _live(self) -> None:
+        """Connect, watch, connect again, for ever."""
+        while True:
+            try:
+                opened = await connect(self.address, self.config, self._context)
+            except RequestFailedError as error:
+                self._failure(str(error), time.monotonic_ns())
+                self.settled_once.set()
+                await self._pause()
+                continue
+            session = self._session = Session(opened, self.staging_bytes)
+            begun_ns = time.monotonic_ns()
+            try:
+                self._joined(session)
+                await self._watch(session)
+            finally:
+                self._session = None
+                self._drained = session.connection.draining
+                retiring = asyncio.get_running_loop().create_task(self._retire(session))
+                self._retiring.add(retiring)
+                retiring.add_done_callback(self._retiring.discard)
+            if not self._drained or time.monotonic_ns() - begun_ns < SHORT_LIFE_NS:
+                await self._pause()
+
+    async def _retire(self, session: Session) -> None:
+        connection = session.connection
+        if connection.lost.done():
+            self._last_error = connection.lost.result()
+        await session.retire(self._closing)
+        self.stats.disconnects += 1
+        self.stats.late_grants += connection.late_grants
+        log.info(
+            "event=disconnected shard=%s reason=%r", self.address.name, connection.lost.result()
+        )
+
+    def _joined(self, session: Session) -> None:
+        self.breaker.success()
+        self._connects += 1
+        self._drained = False
+        self.stats.connects += 1
+        self._last_error = ""
+        self.settled_once.set()
+        log.info(
+            "event=connected shard=%s tenant=%s incarnation=%d fabric=%s",
+            self.address.name, session.welcome.tenant, session.welcome.incarnation, session.fabric,
+        )  # fmt: skip
+
+    async def _pause(self) -> None:
+        """Wait before the next attempt: the breaker's cool-down, or a short jittered moment."""
+        now_ns = time.monotonic_ns()
+        wait_ns = self.breaker.wait_ns(now_ns)
+        if self.breaker.state is BreakerState.CLOSED:
+            wait_ns = int(RETRY_NS * (0.5 + self._rng.random()))
+        await asyncio.sleep(wait_ns / 1e9)
+        # Timers may fire a moment early; the attempt that follows is the probe all the same.
+        self.breaker.probe(max(time.monotonic_ns(), self.breaker.retry_at_ns))
+
+    async def _watch(self, session: Session) -> None:
+        """Ping until the session ends; drop it when it stays silent."""
+        connection = session.connection
+        deadline_ns = time.monotonic_ns() + self.config.deadline_ns
+        for canonical in list(self._namespaces):
+            try:
+                await connection.namespace(canonical, deadline_ns)
+            except RequestFailedError:
+                break  # the next user of the namespace hears of it
+        missed = 0
+        while not connection.ending.is_set():
+            await self._until_ping(connection)
+            if connection.ending.is_set():
+                return
+            self.breaker.probe(time.monotonic_ns())
+            begun_ns = time.monotonic_ns()
+            try:
+                self._rtt_ns = await connection.ping(begun_ns + self.config.ping_deadline_ns)
+            except RequestFailedError as error:
+                if connection.last_received_ns >= begun_ns and not connection.lost.done():
+                    self.breaker.success()  # busy, not dead
+                    continue
+                missed += 1
+                self._hang(error, missed)
+                if missed >= PINGS_MISSED_MAX:
+                    connection.drop("the daemon does not answer")
+                continue
+            missed = 0
+            self.breaker.success()
+            session.check_data_path()
+
+    async def _until_ping(self, connection: Connection) -> None:
+        """Sleep until the next ping is due, a caller suspects a hang, or the session ends."""
+        wait_s = self.config.ping_interval_ns / 1e9
+        if self.breaker.state is not BreakerState.CLOSED:
+            wait_s = self.breaker.wait_ns(time.monotonic_ns()) / 1e9
+        self._suspect.clear()
+        suspected = asyncio.ensure_future(self._suspect.wait())
+        ending = asyncio.ensure_future(connection.ending.wait())
+        try:
+            await asyncio.wait(
+                (suspected, ending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            suspected.cancel()
+            ending.cancel()
+
+    def _hang(self, error: RequestFailedError, missed: int) -> None:
+        """A ping met silence: open (or open again) the breaker without counting up to it."""
+        now_ns = time.monotonic_ns()
+        was = self.breaker.state
+        if was is BreakerState.HALF_OPEN:
+            self.breaker.failure(now_ns)
+        else:
+            self.breaker.trip(now_ns)
+        self._opened(was, f"ping {missed} not answered: {error}")
+
+    def _failure(self, reason: str, now_ns: int) -> None:
+        was = self.breaker.state
+        self.breaker.failure(now_ns)
+        self._last_error = reason
+        self._opened(was, reason)
+
+    def _opened(self, was: BreakerState, reason: str) -> None:
+        self._last_error = reason
+        if was is BreakerState.CLOSED and self.breaker.state is BreakerState.OPEN:
+            self.stats.breaker_openings += 1
+            log.warning("event=breaker_open shard=%s reason=%r", self.address.name, reason)

@@ -1,0 +1,228 @@
+"""The client without asyncio: the same core on a private thread with uvloop.
+
+Invariant: a call that returns, raises or is interrupted has ended on the loop first, so nobody
+writes into its buffers any more. Safe to use from several threads at once. Not usable after fork:
+the thread does not exist in the child, which gets an error instead of a hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import uvloop
+
+from entresol_client.buffers import UsageError
+from entresol_client.client import AsyncClient, Namespace
+from entresol_client.config import ClientConfig
+from entresol_client.results import (
+    AckLevel,
+    CountResult,
+    ExistsResult,
+    Explanation,
+    GetResult,
+    OpenPlace,
+    PutBlock,
+    PutResult,
+    ShardReport,
+    StageResult,
+)
+from entresol_proto.ids import NamespaceDescriptor
+
+R = TypeVar("R")
+
+THREAD_NAME = "entresol-client"
+
+
+class _LoopThread:
+    """An event loop on its own thread, and calls into it from others."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Run a coroutine to its end and give its result; an interrupt cancels it and waits."""
+        if self.forked:
+            raise UsageError(
+                "the client was opened before fork", hint="open one in the child process"
+            )
+        if self._loop.is_closed() or threading.current_thread() is self._thread:
+            raise UsageError("the client is closed, or called from its own thread")
+        done = threading.Event()
+        tasks: list[asyncio.Task[R]] = []
+
+        def start() -> None:
+            task = self._loop.create_task(make())
+            task.add_done_callback(lambda _: done.set())
+            tasks.append(task)
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            done.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            done.wait()
+            raise
+        return tasks[0].result()
+
+    def stop(self) -> None:
+        """End the loop and the thread. Idempotent; in a forked child only the memory is dropped."""
+        if self.forked or self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+
+class Client:
+    """`AsyncClient` for callers without an event loop.
+
+        with Client(ClientConfig.find()) as client:
+            result = client.namespace(descriptor).get_into(keys, buffers)
+
+    Raises: ConfigError, IdentityError. Never for an outage.
+    """
+
+    def __init__(self, config: ClientConfig | None = None) -> None:
+        self._open = False
+        found = config or ClientConfig.find()
+        self._thread = _LoopThread()
+        try:
+            self._client: AsyncClient = self._thread.call(lambda: AsyncClient.open(found))
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._open = True
+        self._closing = threading.Lock()
+
+    def namespace(self, descriptor: NamespaceDescriptor) -> SyncNamespace:
+        """See `AsyncClient.namespace`."""
+        return SyncNamespace(
+            self._thread, self._thread.call(lambda: self._client.namespace(descriptor))
+        )
+
+    def shards(self) -> list[ShardReport]:
+        """See `AsyncClient.shards`."""
+
+        async def ask() -> list[ShardReport]:
+            return self._client.shards()
+
+        return self._thread.call(ask)
+
+    def stats(self) -> dict[str, Any]:
+        """See `AsyncClient.stats`."""
+
+        async def ask() -> dict[str, Any]:
+            return self._client.stats()
+
+        return self._thread.call(ask)
+
+    def close(self) -> None:
+        """End all sessions and threads. Idempotent, also after fork (the child's copy is inert)."""
+        with self._closing:
+            if not self._open:
+                return
+            self._open = False
+            if not self._thread.forked:
+                self._thread.call(self._client.close)
+                self._thread.stop()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False) and not self._thread.forked:
+            warnings.warn("entresol Client was not closed", ResourceWarning, stacklevel=1)
+
+
+class SyncNamespace:
+    """`Namespace` for callers without an event loop: same arguments, results and errors."""
+
+    def __init__(self, thread: _LoopThread, namespace: Namespace) -> None:
+        self.descriptor = namespace.descriptor
+        self._thread = thread
+        self._ns = namespace
+
+    def get_into(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Any],
+        *,
+        deadline_ns: int | None = None,
+        prefix: bool = True,
+        open_at: OpenPlace = "host",
+    ) -> GetResult:
+        """See `Namespace.get_into`."""
+        return self._thread.call(
+            lambda: self._ns.get_into(
+                keys, buffers, deadline_ns=deadline_ns, prefix=prefix, open_at=open_at
+            )
+        )
+
+    def put(
+        self,
+        items: Sequence[PutBlock],
+        *,
+        ack: AckLevel = "accepted",
+        deadline_ns: int | None = None,
+    ) -> PutResult:
+        """See `Namespace.put`."""
+        return self._thread.call(lambda: self._ns.put(items, ack=ack, deadline_ns=deadline_ns))
+
+    def exists(self, keys: Sequence[bytes], *, deadline_ns: int | None = None) -> ExistsResult:
+        """See `Namespace.exists`."""
+        return self._thread.call(lambda: self._ns.exists(keys, deadline_ns=deadline_ns))
+
+    def stage(
+        self,
+        keys: Sequence[bytes],
+        *,
+        hold_ns: int = 10_000_000_000,
+        open_at: OpenPlace = "host",
+        deadline_ns: int | None = None,
+    ) -> StageResult:
+        """See `Namespace.stage`."""
+        return self._thread.call(
+            lambda: self._ns.stage(keys, hold_ns=hold_ns, open_at=open_at, deadline_ns=deadline_ns)
+        )
+
+    def touch(self, keys: Sequence[bytes], *, deadline_ns: int | None = None) -> CountResult:
+        """See `Namespace.touch`."""
+        return self._thread.call(lambda: self._ns.touch(keys, deadline_ns=deadline_ns))
+
+    def forget(self, keys: Sequence[bytes], *, deadline_ns: int | None = None) -> CountResult:
+        """See `Namespace.forget`."""
+        return self._thread.call(lambda: self._ns.forget(keys, deadline_ns=deadline_ns))
+
+    def explain(
+        self, keys: Sequence[bytes], *, deadline_ns: int | None = None
+    ) -> list[Explanation]:
+        """See `Namespace.explain`."""
+        return self._thread.call(lambda: self._ns.explain(keys, deadline_ns=deadline_ns))

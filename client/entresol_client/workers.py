@@ -1,0 +1,54 @@
+"""Threads that open, seal and copy blocks, so that the event loop only orchestrates.
+
+Invariant: when `run` returns or raises, no thread touches the memory its function was given, also
+when the caller was cancelled meanwhile: late bytes never land in a caller's buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+THREAD_NAME = "entresol-open"
+
+
+class Workers:
+    """A bounded pool, shared by all shards of a client. Work is bounded by the staging memory and
+    the groups in flight of each shard, so the queue needs no limit of its own."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._later = asyncio.Semaphore(threads)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=THREAD_NAME)
+
+    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """Like `run`, for puts: at most one per thread is queued, so that gets soon have a turn."""
+        async with self._later:
+            return await self.run(fn, *args)
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """`fn(*args)` on a thread. `fn` minds its own deadline; hand over milliseconds of work,
+        not microseconds: one hand-over costs tens of microseconds."""
+        job: Future[R] = self._pool.submit(fn, *args)
+        waiter = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            job.cancel()  # succeeds only while it is queued
+            while not waiter.done():
+                try:
+                    await asyncio.wait((waiter,))
+                except asyncio.CancelledError:
+                    continue  # cancelled once more; the thread is still at work
+            if not waiter.cancelled():
+                waiter.exception()  # the cancellation is what the caller hears of
+            raise
+
+    def close(self) -> None:
+        """Wait for what runs and end the threads. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
