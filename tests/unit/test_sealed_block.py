@@ -427,6 +427,14 @@ def test_lengths_at_the_limit_and_one_past() -> None:
         assert caught.value.status is status
 
 
+def test_room_does_not_depend_on_the_engine_key() -> None:
+    rooms = {block.sealed_bytes_max(CHUNK, engine_key_bytes=size) for size in (8, 16, 64)}
+    assert rooms == {block.sealed_bytes_max(CHUNK)}
+    for size in (7, 65):
+        with pytest.raises(SealError):
+            block.sealed_bytes_max(CHUNK, engine_key_bytes=size)
+
+
 def test_seal_refuses_what_it_cannot_seal() -> None:
     plain = kv_bytes(CHUNK)
     need = Sealed(plain).header.sealed_bytes

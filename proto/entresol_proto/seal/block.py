@@ -82,18 +82,24 @@ _META_NONCE = _NONCE.pack(0, _KIND_META, 1)
 
 
 def sealed_bytes_max(
-    plain_bytes: int, *, chunk_bytes: int = CHUNK_BYTES_DEFAULT, meta_tokens: int = 0
+    plain_bytes: int,
+    *,
+    chunk_bytes: int = CHUNK_BYTES_DEFAULT,
+    meta_tokens: int = 0,
+    engine_key_bytes: int = limits.ENGINE_KEY_BYTES_MAX,
 ) -> int:
     """The most bytes a block of `plain_bytes` can seal to, whatever its content and codec.
 
     Room for a meta with `meta_tokens` token ids is always included. What is allocated before the
-    data is seen.
+    data is seen. The length of the engine key is only checked: every header has room for the longest.
 
     Raises: SealError (TOO_LARGE, BAD_REQUEST) when no such block may exist.
     """
     count = _chunk_count(plain_bytes, chunk_bytes)
     if not 0 <= meta_tokens <= limits.TOKENS_PER_BLOCK_MAX:
         raise SealError(f"{meta_tokens} token ids in one block", status=Status.TOO_LARGE)
+    if not limits.ENGINE_KEY_BYTES_MIN <= engine_key_bytes <= limits.ENGINE_KEY_BYTES_MAX:
+        raise SealError(f"engine key of {engine_key_bytes} bytes", status=Status.BAD_REQUEST)
     header_bytes = HEADER_BYTES_MIN + 4 * (count - 1)
     meta_bytes = META_BYTES_FIXED + 4 * meta_tokens + TAG_BYTES
     return header_bytes + meta_bytes + plain_bytes + count * TAG_BYTES
