@@ -447,6 +447,10 @@ class Metrics:
 
         self._hooks.append(add_new)
 
+    def on_refresh(self, hook: Callable[[], None]) -> None:
+        """Call `hook` at every refresh, for gauges whose label values come and go."""
+        self._hooks.append(hook)
+
     def refresh(self) -> None:
         """Read everything followed. On the event loop, right before `render`. Never raises."""
         for hook in self._hooks:

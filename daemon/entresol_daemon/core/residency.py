@@ -27,6 +27,8 @@ class Resident:
     """One block in memory. `sealed_bytes` counts from the end of the engine's record header."""
 
     slot: int
+    namespace_id: bytes
+    wire_key: bytes
     owner: bytes
     extent: Extent
     state: ResidentState
@@ -108,6 +110,10 @@ class Residency:
             del self._by_slot[resident.slot]
         if resident.pins == 0:
             self.pool.free(resident.extent)
+
+    def holds(self, resident: Resident) -> bool:
+        """True while this very block is the one in memory for its slot (slots are reused)."""
+        return self._by_slot.get(resident.slot) is resident
 
     def drop_slot(self, slot: int) -> None:
         """The index entry is gone: so is the memory copy."""

@@ -1,0 +1,146 @@
+"""`entresold`: the command that starts the daemon."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from entresol_proto import __version__
+from entresol_proto.status import EntresolError
+
+_EPILOG = """\
+examples:
+  entresold --dev                            try it: temporary folder, own certificates, any tenant
+  entresold --dev --dir ~/entresol           the same, kept: a second start is a warm restart
+  entresold --print-config > entresold.toml  every setting with its default and meaning
+  entresold keygen /etc/entresol/kek         a new key-encryption key
+  entresold --config /etc/entresol/entresold.toml
+  entresold --check --config FILE            read and judge a configuration, start nothing
+
+signals: TERM or INT drains and stops (a second one at once), HUP re-reads the certificates.
+exit status: 0 stopped as asked, 1 could not start or failed, 2 wrong use of this command.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="entresold",
+        description="The Entresol daemon: a pod-shared, sealed KV block store on flash.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"entresold {__version__}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration")
+    parser.add_argument("--check", action="store_true", help="only judge the configuration")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print a complete, commented configuration"
+    )
+    dev = parser.add_argument_group("trying it")
+    dev.add_argument("--dev", action="store_true", help="run with nothing prepared")
+    dev.add_argument("--dir", type=Path, metavar="DIR", help="keep the dev folder here")
+    dev.add_argument(
+        "--tenant",
+        action="append",
+        metavar="NAME",
+        help="tenants that get a certificate (repeatable; default: dev and other)",
+    )
+    dev.add_argument("--flash", metavar="SIZE", help="bytes of flash, such as 4GiB (default 1GiB)")
+    commands = parser.add_subparsers(dest="command", metavar="")
+    keygen = commands.add_parser("keygen", help="write a new key-encryption key to a file")
+    keygen.add_argument("path", type=Path, help="a file that does not exist yet")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "keygen":
+            return _keygen(arguments.path)
+        if arguments.print_config:
+            from entresol_daemon.config import Config
+            from entresol_daemon.config_reference import to_toml
+
+            print(to_toml(Config()), end="")
+            return 0
+        if arguments.dev == (arguments.config is not None):
+            parser.error("give --config FILE, or --dev to try it")
+        if not arguments.dev and (arguments.dir or arguments.tenant or arguments.flash):
+            parser.error("--dir, --tenant and --flash belong to --dev")
+        return _run(arguments)
+    except EntresolError as error:
+        print(f"entresold: {Exception.__str__(error)}", file=sys.stderr)
+        if error.hint:
+            print(f"  fix: {error.hint}", file=sys.stderr)
+        return 1
+
+
+def _keygen(path: Path) -> int:
+    from entresol_daemon.keys.providers import FileKek
+
+    kek = FileKek.generate(path)
+    print(f"wrote key-encryption key {kek.kek_id().hex()} to {path} (mode 0600)")
+    print("keep a copy where the flash is not: without it every block is lost")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from entresol_daemon import logs
+    from entresol_daemon.config import Config
+
+    if arguments.dev:
+        return _run_dev(arguments)
+    config = Config.load(arguments.config)
+    if arguments.check:
+        print(f"{arguments.config}: good")
+        return 0
+    logs.configure(config.log.level, config.log.format)
+    from entresol_daemon.server import serve
+
+    _loop_run(serve(config))
+    return 0
+
+
+def _run_dev(arguments: argparse.Namespace) -> int:
+    from entresol_daemon import dev, logs
+    from entresol_daemon.config_values import parse_size
+    from entresol_daemon.server import Daemon, serve
+
+    config, home = dev.prepare(
+        arguments.dir, tenants=tuple(arguments.tenant or dev.TENANTS_DEFAULT)
+    )
+    try:
+        if arguments.flash:
+            config = dev.with_flash_bytes(config, parse_size(arguments.flash))
+            config.check("--flash")
+        if arguments.check:
+            print("good")
+            return 0
+        logs.configure(config.log.level, config.log.format)
+
+        def ready(daemon: Daemon) -> None:
+            dev.write_client_files(home, daemon)
+            print(f"entresold {__version__} in {home.directory}", flush=True)
+            print(f"  client configuration: {home.client_toml}", flush=True)
+            print(f"  metrics: http://127.0.0.1:{daemon.http.port}/metrics", flush=True)
+            print("  try, in another terminal: entresol put, get, exists, events, explain --help")
+            print("  stop with Ctrl-C", flush=True)
+
+        _loop_run(serve(config, on_ready=ready))
+    finally:
+        home.remove()
+    return 0
+
+
+def _loop_run(coroutine: object) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(coroutine)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The control stream's listener: TLS 1.3 with a client certificate, one `SessionHandler` each.
+
+The tenant is read from the verified certificate before the first byte of the protocol. A connection
+lives at most `session_age_max_ns`, so that a revoked certificate ends.
+
+Invariant: nothing is answered to a peer whose identity did not verify.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+from entresol_daemon.shard.dispatch import SessionHandler
+from entresol_daemon.shard.shard import Shard
+from entresol_proto.identity import IdentityError, tenant_from_cert
+from entresol_proto.status import ConfigError, Status
+
+WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024  # unsent answers; above it nothing more is read
+BACKLOG = 512
+TLS_HANDSHAKE_SECONDS_MAX = 5.0
+CLOSE_SECONDS_MAX = 2.0
+
+log = logging.getLogger("entresol.control")
+
+
+class _Connection(asyncio.Protocol):
+    """One TLS connection of one host."""
+
+    def __init__(self, listener: ControlListener) -> None:
+        self._listener = listener
+        self._transport: asyncio.Transport | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self.handler: SessionHandler | None = None
+        self.finished: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES_MAX)
+        shard = self._listener.shard
+        tls = transport.get_extra_info("ssl_object")
+        try:
+            tenant = tenant_from_cert(tls.getpeercert(True), self._listener.trust_domain)
+        except IdentityError as error:
+            shard.parts.metrics.sessions_refused[error.status].inc()
+            log.warning("event=identity_refused reason=%s", error)
+            transport.abort()
+            return
+        self.handler = SessionHandler(shard, tenant, write=transport.write, close=self.close)
+        self._listener.connections.add(self)
+        loop = asyncio.get_running_loop()
+        due_ns = self.handler.deadline_ns()
+        if due_ns is not None:
+            left = max(0.0, (due_ns - shard.parts.now_ns()) / 1e9)
+            self._timers.append(loop.call_later(left, self.handler.handle_timer))
+        age = shard.parts.config.tls.session_age_max_ns / 1e9
+        self._timers.append(loop.call_later(age, self._too_old))
+
+    def data_received(self, data: bytes) -> None:
+        if self.handler is not None:
+            self.handler.receive(data)
+
+    def pause_writing(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        if self.handler is not None and self.finished is None:
+            self.finished = asyncio.get_running_loop().create_task(self.handler.finish())
+            self._listener.finishing.add(self.finished)
+            self.finished.add_done_callback(self._listener.finishing.discard)
+        self._listener.connections.discard(self)
+
+    def close(self) -> None:
+        """Send what is buffered, then end the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _too_old(self) -> None:
+        if self.handler is not None:
+            self.handler.say_goodbye(Status.DRAINING, "session reached its maximum age")
+        grace = 2 * self._listener.shard.parts.config.limits.lease_ns / 1e9
+        self._timers.append(asyncio.get_running_loop().call_later(grace, self.close))
+
+
+class ControlListener:
+    """Listens for hosts. `start`, then `close`."""
+
+    def __init__(
+        self, shard: Shard, *, host: str, port: int, tls: ssl.SSLContext, trust_domain: str
+    ) -> None:
+        self.shard = shard
+        self.trust_domain = trust_domain
+        self.host = host
+        self.port = port
+        self.connections: set[_Connection] = set()
+        self.finishing: set[asyncio.Task[None]] = set()
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Bind; `port` is the real one afterwards. Raises: ConfigError when it is taken."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: _Connection(self),
+                self.host,
+                self.port,
+                ssl=self._tls,
+                ssl_handshake_timeout=TLS_HANDSHAKE_SECONDS_MAX,
+                ssl_shutdown_timeout=CLOSE_SECONDS_MAX,
+                backlog=BACKLOG,
+                reuse_address=True,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen at {self.host}:{self.port}: {error.strerror or error}",
+                hint="is another daemon running? see [listen] control_host and control_port",
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def say_goodbye(self, status: Status, message: str) -> None:
+        """Tell every host to take new work elsewhere."""
+        for connection in list(self.connections):
+            if connection.handler is not None:
+                connection.handler.say_goodbye(status, message)
+
+    async def close(self) -> None:
+        """Stop listening, end every connection, wait for their sessions. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.close()
+        await self._settle(CLOSE_SECONDS_MAX)
+        for connection in list(self.connections):
+            connection.abort()
+        await self._settle(CLOSE_SECONDS_MAX)
+        if self._server is not None:
+            await self._server.wait_closed()
+            self._server = None
+
+    async def _settle(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                while self.connections or self.finishing:
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            return

@@ -1,0 +1,125 @@
+"""What to do with a batch of keys: serve, load, or miss. Pure.
+
+Invariant: every key of a request ends in exactly one of the lists of a plan, and in prefix mode no
+key after the first gap is served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from entresol_daemon.core.residency import Residency, Resident, ResidentState
+from entresol_proto.status import Status
+
+
+@dataclass(slots=True)
+class Wanted:
+    """The keys of a FETCH that are stored, in order, and the answers for those that are not."""
+
+    pending: deque[int]  # indices into the request
+    misses: list[tuple[int, Status]] = field(default_factory=list)
+
+
+def plan_fetch(slots: Sequence[int], *, prefix: bool) -> Wanted:
+    """Split a request by presence. `slots[i]` is -1 for an absent key.
+
+    In prefix mode the first absent key is a MISS and everything after it a GAP.
+    """
+    wanted = Wanted(deque())
+    gap = False
+    for index, slot in enumerate(slots):
+        if gap:
+            wanted.misses.append((index, Status.GAP))
+        elif slot >= 0:
+            wanted.pending.append(index)
+        else:
+            wanted.misses.append((index, Status.MISS))
+            gap = prefix
+    return wanted
+
+
+@dataclass(slots=True)
+class Window:
+    """The next part of a request that fits into memory and the session's budget.
+
+    All residents in it are pinned once for this window. `loads` were created by it and must be
+    read from flash; `joins` are being read by someone else.
+    """
+
+    ready: list[tuple[int, Resident]] = field(default_factory=list)
+    loads: list[tuple[int, Resident]] = field(default_factory=list)
+    joins: list[tuple[int, Resident]] = field(default_factory=list)
+    misses: list[tuple[int, Status]] = field(default_factory=list)
+    taken_bytes: int = 0
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.loads or self.joins)
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.loads) + len(self.joins) + len(self.misses)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the index knows of a stored block."""
+
+    slot: int  # -1 when it went away meanwhile
+    wire_key: bytes
+    record_bytes: int  # whole extent
+    sealed_bytes: int
+    plain_bytes: int
+
+
+def take_window(
+    pending: deque[int],
+    shapes: Sequence[Shape],
+    residency: Residency,
+    *,
+    namespace_id: bytes,
+    owner: bytes,
+    owner_bytes_max: int,
+    budget_bytes: int,
+    load_bytes_max: int,
+) -> Window:
+    """Pop what can be served or loaded now off `pending`; pins every resident it returns.
+
+    `shapes` belong to `pending`, in order. Stops at the first block that does not fit; an empty
+    window means: wait for memory. The first block is taken even if it exceeds the byte budgets, so
+    that a block larger than a budget can be served alone.
+    """
+    window = Window()
+    loading = 0
+    for shape in shapes:
+        index = pending[0]
+        if shape.slot < 0:
+            window.misses.append((index, Status.MISS))
+            pending.popleft()
+            continue
+        if window.taken_bytes and window.taken_bytes + shape.record_bytes > budget_bytes:
+            break
+        resident = residency.get(shape.slot)
+        if resident is None:
+            if loading and loading + shape.record_bytes > load_bytes_max:
+                break
+            extent = residency.allocate(owner, shape.record_bytes, owner_bytes_max)
+            if extent is None:
+                break
+            resident = Resident(
+                shape.slot, namespace_id, shape.wire_key, owner, extent, ResidentState.LOADING,
+                1, shape.sealed_bytes, shape.plain_bytes, from_flash=True,
+            )  # fmt: skip
+            residency.add(resident)
+            window.loads.append((index, resident))
+            loading += shape.record_bytes
+        else:
+            residency.pin(resident)
+            if resident.state is ResidentState.READY:
+                window.ready.append((index, resident))
+            else:
+                window.joins.append((index, resident))
+        window.taken_bytes += shape.record_bytes
+        pending.popleft()
+    return window

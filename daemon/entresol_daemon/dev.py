@@ -1,0 +1,129 @@
+"""`entresold --dev`: a daemon that needs nothing.
+
+Makes a folder with a dev PKI, a key-encryption key and a client configuration, and leaves a pointer
+where the client looks first, so that `entresol` in another terminal needs no flags.
+
+Invariant: an existing folder is used as it is (a second start is a warm restart); a temporary one
+is removed when the daemon stops.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entresol_daemon.config import Config
+from entresol_daemon.control import devcerts
+from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.server import Daemon
+from entresol_proto.status import ConfigError
+
+TENANTS_DEFAULT = ("dev", "other")
+CLIENT_TOML = "client.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class DevHome:
+    """A prepared folder."""
+
+    directory: Path
+    temporary: bool
+    tenants: tuple[str, ...]
+
+    @property
+    def client_toml(self) -> Path:
+        """Client configuration of the first tenant."""
+        return self.directory / CLIENT_TOML
+
+    def client_toml_of(self, tenant: str) -> Path:
+        """Client configuration of one tenant."""
+        if tenant == self.tenants[0]:
+            return self.client_toml
+        return self.directory / f"client-{tenant}.toml"
+
+    def remove(self) -> None:
+        """Delete a temporary folder, and the pointer if it names this one."""
+        pointer = pointer_path()
+        if pointer.is_symlink() and pointer.readlink() == self.client_toml:
+            pointer.unlink()
+        if self.temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def prepare(
+    directory: Path | None = None, *, tenants: Sequence[str] = TENANTS_DEFAULT
+) -> tuple[Config, DevHome]:
+    """Make or reuse a dev folder. Raises: EntresolError when it cannot be used."""
+    temporary = directory is None
+    root = directory or Path(tempfile.mkdtemp(prefix="entresol-dev-"))
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    root = root.resolve()
+    if len(str(root)) > 80:
+        raise ConfigError(
+            f"the path {root} is too long for the sockets in it",
+            hint="choose a folder with a path of at most 80 characters",
+        )
+    config = Config.dev(root)
+    pki = root / "pki"
+    devcerts.create(pki, shard=config.shard.name)
+    for name in tenants:
+        devcerts.issue_tenant(pki, name)
+    if not (root / "kek").exists():
+        FileKek.generate(root / "kek")
+    config.check(root)
+    return config, DevHome(root, temporary, tuple(tenants))
+
+
+def with_flash_bytes(config: Config, flash_bytes: int) -> Config:
+    """The same with another flash size."""
+    return replace(config, flash=replace(config.flash, size_bytes=flash_bytes))
+
+
+def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -> None:
+    """Client configurations for every dev tenant, naming the ports the daemon got."""
+    pki = home.directory / "pki"
+    for tenant in home.tenants:
+        text = (
+            f'trust_domain = "{daemon.config.tls.trust_domain}"\n'
+            f'cert = "{pki / "tenants" / (tenant + ".pem")}"\n'
+            f'key = "{pki / "tenants" / (tenant + ".key")}"\n'
+            f'ca = "{pki / "ca.pem"}"\n\n'
+            "[[shards]]\n"
+            f'name = "{daemon.config.shard.name}"\n'
+            f'host = "{daemon.control.host}"\n'
+            f"port = {daemon.control.port}\n"
+            f"grpc_port = {daemon.grpc.port}\n"
+            f'admin_socket = "{daemon.config.listen.unix_dir / "admin.sock"}"\n'
+            f'metrics = "http://{daemon.config.listen.metrics_host}:{daemon.http.port}"\n'
+        )
+        target = home.client_toml_of(tenant)
+        scratch = target.with_suffix(".tmp")
+        scratch.write_text(text)
+        scratch.replace(target)
+    if pointer:
+        _point_to(home.client_toml)
+
+
+def pointer_path() -> Path:
+    """Where clients look when nothing names a configuration."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "entresol" if runtime else Path.home() / ".config" / "entresol"
+    return base / CLIENT_TOML
+
+
+def _point_to(target: Path) -> None:
+    pointer = pointer_path()
+    try:
+        pointer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if pointer.exists() and not pointer.is_symlink():
+            return  # somebody's own configuration: not ours to replace
+        scratch = pointer.with_suffix(".new")
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(target)
+        scratch.replace(pointer)
+    except OSError:
+        return  # a convenience only; `entresol --config` names the file itself

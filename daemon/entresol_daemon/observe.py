@@ -1,0 +1,59 @@
+"""Gauges that follow the shard's state, read when the metrics page is asked for.
+
+Invariant: reading metrics changes nothing and never fails the page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from entresol_daemon.control.identity import ReloadingServerContext
+from entresol_daemon.core.residency import ResidentState
+from entresol_daemon.flash.model import SegmentState
+from entresol_daemon.metrics import Metrics
+from entresol_daemon.shard.shard import Shard
+
+
+def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) -> None:
+    """Connect every state gauge and engine counter to its source."""
+    parts = shard.parts
+    engine, stats, pool = parts.engine, parts.engine.stats, parts.residency.pool
+    follow = metrics.follow
+    follow(metrics.leases, lambda: len(parts.leases))
+    follow(metrics.leased_bytes, lambda: sum(s.held_bytes for s in shard.sessions.values()))
+    follow(metrics.tenants, lambda: len(parts.accounts.by_name))
+    follow(metrics.flash_capacity_bytes, lambda: engine.capacity_bytes)
+    follow(
+        metrics.flash_live_bytes,
+        lambda: sum(account.flash_bytes for account in parts.accounts.by_name.values()),
+    )
+    follow(metrics.flash_blocks, lambda: len(engine.index))
+    follow(metrics.flash_written_bytes, lambda: stats.written_bytes)
+    follow(metrics.flash_read_bytes, lambda: stats.read_bytes)
+    follow(metrics.reinserted_blocks, lambda: stats.copied_blocks)
+    follow(metrics.reinserted_bytes, lambda: stats.copied_bytes)
+    follow(metrics.event_subscriptions, lambda: parts.events.subscriptions_count)
+    follow(metrics.event_log_bytes, lambda: parts.events.used_bytes)
+    follow(metrics.tls_reloads, lambda: tls.reloads)
+    follow(metrics.tls_reload_failures, lambda: tls.failures)
+    follow(metrics.queue_depth["put"], lambda: parts.put_budget.used_blocks)
+    dram = metrics.dram_bytes
+    follow(dram["unassigned"], lambda: pool.budget_bytes - pool.mapped_bytes)
+    follow(dram["free"], lambda: pool.mapped_bytes - pool.allocated_bytes)
+    follow(dram[ResidentState.READY.value], lambda: pool.allocated_bytes)
+
+    follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)
+    follow(metrics.staging_in_flight, lambda: shard.gets.loading)
+    metrics.on_refresh(lambda: _per_tenant(metrics, shard))
+
+
+def _per_tenant(metrics: Metrics, shard: Shard) -> None:
+    pool = shard.parts.residency.pool
+    for account in shard.parts.accounts.by_name.values():
+        metrics.tenant_flash_bytes[account.name].set(account.flash_bytes)
+        metrics.tenant_dram_bytes[account.name].set(pool.owned_bytes(account.stream))
+    states = Counter(info.state for info in shard.parts.engine.segments())
+    for state in (SegmentState.OPEN, SegmentState.SEALED, SegmentState.CONDEMNED):
+        metrics.flash_segments[state.value].set(states[state])
+    free = states[SegmentState.FREE] + states[SegmentState.FREEING]
+    metrics.flash_segments["free"].set(free)

@@ -1,0 +1,369 @@
+"""The daemon's life: open everything in order, serve, drain, close in the opposite order.
+
+Invariant: whatever was opened is closed again, also when start-up fails half-way; a stop asked for
+twice becomes a fast one, never an unclean one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from entresol_daemon.compute import ThreadCompute
+from entresol_daemon.config import Config
+from entresol_daemon.control.grpc_server import GrpcServer
+from entresol_daemon.control.http import HttpServer
+from entresol_daemon.control.identity import ReloadingServerContext
+from entresol_daemon.control.listener import ControlListener
+from entresol_daemon.flash.device import FileDevice
+from entresol_daemon.flash.engine import Engine, EngineOptions
+from entresol_daemon.keys.keyring import Keyring
+from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.memory.slabs import SlabBuffer
+from entresol_daemon.metrics import LoopLagProbe, Metrics
+from entresol_daemon.observe import follow_shard
+from entresol_daemon.shard.admin import Addresses, ShardAdmin
+from entresol_daemon.shard.shard import Shard, Surroundings
+from entresol_proto import __version__
+from entresol_proto.fabric.base import FabricKind, FabricServer
+from entresol_proto.fabric.memory import MemfdBuffer
+from entresol_proto.fabric.registry import same_host_id
+from entresol_proto.fabric.shm import ShmFabricServer
+from entresol_proto.fabric.tcp import TcpFabricServer
+from entresol_proto.ids import TenantName
+from entresol_proto.status import DeviceError, EntresolError, FabricError, Status
+
+DRAIN_NS = 20_000_000_000
+TLS_CHECK_SECONDS = 1.0
+ADMIN_SOCKET = "admin.sock"
+
+log = logging.getLogger("entresol.daemon")
+Closer = Callable[[], Awaitable[None]]
+
+
+class Daemon:
+    """One shard with everything around it. `start`, then `stop`; both once."""
+
+    def __init__(self, config: Config) -> None:
+        """`config` must have passed `Config.check`."""
+        self.config = config
+        self.metrics = Metrics(version=__version__, shard=config.shard.name)
+        self._closers: list[tuple[str, Closer]] = []
+        self._stopping = False
+        self.shard: Shard
+        self.control: ControlListener
+        self.grpc: GrpcServer
+        self.http: HttpServer
+        self.admin: ShardAdmin
+        self.tls: ReloadingServerContext
+        self.compute: ThreadCompute
+        self.fabrics: dict[FabricKind, FabricServer] = {}
+
+    async def start(self) -> None:
+        """Open everything; on return the daemon serves.
+
+        Raises: EntresolError with a hint; everything is closed again then.
+        """
+        try:
+            await self._open()
+        except BaseException:
+            await self._close_all()
+            raise
+
+    async def _open(self) -> None:
+        config = self.config
+        started_ns = time.monotonic_ns()
+        _private_folder(config.shard.state_dir)
+        keyring = await self._open_keyring()
+        self.compute = ThreadCompute(config.sealing_threads)
+        self._on_close("compute", self.compute.close)
+        engine = await self._open_engine()
+        self.tls = tls = self._open_tls()
+        await self._open_fabrics()
+        self.shard = await Shard.open(
+            config,
+            engine=engine,
+            keyring=keyring,
+            compute=self.compute,
+            metrics=self.metrics,
+            fabrics=self.fabrics,
+            surroundings=Surroundings(
+                make_buffer=self._make_slab,
+                make_private=_make_private,
+                host_id=same_host_id(),
+                now_ns=time.monotonic_ns,
+                unix_ns=time.time_ns,
+            ),
+        )
+        # The shard closes the engine; from here on the engine's own closer has nothing to do.
+        self._on_close("shard", lambda: self.shard.close(clean=True))
+        await self._open_surfaces(tls)
+        log.info(
+            "event=serving version=%s shard=%s control=%s:%d blocks=%d recovery=%s ready_ms=%d",
+            __version__, config.shard.name, self.control.host, self.control.port,
+            len(engine.index), engine.recovery.kind.value,
+            (time.monotonic_ns() - started_ns) // 1_000_000,
+        )  # fmt: skip
+        _notify("READY=1")
+
+    async def _open_keyring(self) -> Keyring:
+        config = self.config
+        kek = None
+        if config.keys.kek_file is not None:
+            kek = await asyncio.to_thread(FileKek.open, config.keys.kek_file)
+        else:
+            log.warning("event=locked hint='no [keys] kek_file: nothing can be sealed or opened'")
+
+        def open_keyring() -> Keyring:
+            return Keyring.open(
+                config.shard.state_dir,
+                kek,
+                tenants_max=config.limits.tenants_max,
+                namespaces_per_tenant_max=config.limits.namespaces_per_tenant_max,
+            )
+
+        keyring = await asyncio.to_thread(open_keyring)
+        self._on_close("keyring", lambda: asyncio.to_thread(keyring.close))
+        return keyring
+
+    async def _open_engine(self) -> Engine:
+        flash = self.config.flash
+        device = await FileDevice.open(
+            self.config.flash_path,
+            flash.size_bytes or None,
+            io_threads=flash.io_threads,
+            create=True,
+            direct=flash.direct != "off",
+        )
+        self._on_close("device", device.close)
+        if flash.direct == "on" and not device.direct:
+            raise DeviceError(
+                f"{device.name} does not support O_DIRECT",
+                hint='use another file system, or [flash] direct = "auto"',
+            )
+        engine = await Engine.open(
+            device,
+            EngineOptions(
+                segment_bytes=flash.segment_bytes,
+                blocks_max=self.config.blocks_max(device.size_bytes),
+                group_commit_bytes=flash.group_commit_bytes,
+                group_commit_ns=flash.group_commit_ns,
+                checkpoint_path=self.config.checkpoint_path,
+            ),
+            compute=self.compute,
+            now_ns=time.monotonic_ns,
+        )
+        self._on_close("engine", lambda: engine.close(clean=True))
+        report = engine.recovery
+        self.metrics.recovery_seconds.set(report.elapsed_ns / 1e9)
+        self.metrics.recovered_blocks.set(report.blocks)
+        return engine
+
+    def _open_tls(self) -> ReloadingServerContext:
+        files = self.config.tls
+        assert files.cert is not None, "checked by Config.check"
+        assert files.key is not None, "checked by Config.check"
+        assert files.ca is not None, "checked by Config.check"
+        return ReloadingServerContext(
+            files.cert, files.key, files.ca, interval_ns=files.reload_interval_ns
+        )
+
+    async def _open_fabrics(self) -> None:
+        config = self.config
+        wanted: list[FabricServer] = []
+        if "shm" in config.fabric.enabled:
+            wanted.append(ShmFabricServer(config.listen.unix_dir))
+        if "tcp" in config.fabric.enabled:
+            wanted.append(
+                TcpFabricServer(
+                    config.listen.data_host,
+                    config.listen.data_port,
+                    streams=config.fabric.streams,
+                    ssl=self._open_tls().context if config.fabric.tcp_tls else None,
+                    advertise_host=config.listen.data_advertise or None,
+                )
+            )
+        for server in wanted:
+            try:
+                await server.start()
+            except FabricError:
+                await server.close()
+                raise
+            self.fabrics[server.kind] = server
+            self._on_close(f"fabric {server.kind.label}", server.close)
+
+    async def _open_surfaces(self, tls: ReloadingServerContext) -> None:
+        config, listen = self.config, self.config.listen
+        self.control = ControlListener(
+            self.shard, host=listen.control_host, port=listen.control_port, tls=tls.context,
+            trust_domain=config.tls.trust_domain,
+        )  # fmt: skip
+        await self.control.start()
+        tcp = self.fabrics.get(FabricKind.TCP)
+        data = (f"{listen.data_host}:{tcp.port}",) if isinstance(tcp, TcpFabricServer) else ()
+        self.admin = ShardAdmin(
+            self.shard,
+            Addresses(f"{listen.control_host}:{self.control.port}", data),
+            end_sessions=self._end_sessions,
+            begin_drain=self._begin_drain,
+        )
+        self.grpc = GrpcServer(
+            self.admin, tls=tls.bundle, trust_domain=config.tls.trust_domain,
+            host=listen.grpc_host, port=listen.grpc_port, unix_path=listen.unix_dir / ADMIN_SOCKET,
+        )  # fmt: skip
+        await self.grpc.start()
+        self._on_close("grpc", self.grpc.close)
+        self.http = HttpServer(
+            self.metrics,
+            ready=self.admin.reasons_not_ready,
+            host=listen.metrics_host,
+            port=listen.metrics_port,
+        )
+        try:
+            await self.http.start()
+        except OSError as error:
+            raise EntresolError(
+                f"cannot listen at {listen.metrics_host}:{listen.metrics_port}: {error.strerror}",
+                hint="is another daemon running? see [listen] metrics_host and metrics_port",
+            ) from None
+        self._on_close("http", self.http.close)
+        self._on_close("control", self.control.close)
+        follow_shard(self.metrics, self.shard, tls)
+        probe = LoopLagProbe(self.metrics.loop_lag_seconds)
+        probe.start(asyncio.get_running_loop())
+        self._on_close("probe", _as_closer(probe.stop))
+        self.metrics.set_state(self.admin.state())
+        await self.grpc.set_serving(not self.admin.reasons_not_ready())
+
+    async def stop(self, *, drain_ns: int = DRAIN_NS) -> None:
+        """Say goodbye to hosts, finish what is under way within `drain_ns`, close. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        _notify("STOPPING=1")
+        self._begin_drain()
+        self.metrics.set_state(self.admin.state())
+        await self.grpc.set_serving(False)
+        complete = await self.shard.drain(time.monotonic_ns() + drain_ns)
+        log.info("event=drained complete=%s sessions=%d", complete, len(self.shard.sessions))
+        await self._close_all()
+        log.info("event=stopped")
+
+    async def _close_all(self) -> None:
+        for name, closer in reversed(self._closers):
+            try:
+                await closer()
+            except Exception:
+                log.exception("event=close_failed part=%s", name)
+        self._closers.clear()
+
+    def _on_close(self, name: str, closer: Closer) -> None:
+        self._closers.append((name, closer))
+
+    def _begin_drain(self) -> None:
+        self.shard.draining = True
+        self.control.say_goodbye(Status.DRAINING, "the daemon is stopping")
+
+    async def _end_sessions(self, tenant: TenantName) -> int:
+        """Close the connections of a tenant and wait until their sessions are gone."""
+        mine = [
+            c for c in self.control.connections
+            if c.handler is not None and c.handler.session is not None
+            and c.handler.session.account.name == tenant
+        ]  # fmt: skip
+        for connection in mine:
+            connection.abort()
+        while any(s.account.name == tenant for s in self.shard.sessions.values()):
+            await asyncio.sleep(0.01)
+        return len(mine)
+
+    def _make_slab(self, length_bytes: int) -> SlabBuffer:
+        huge = self.config.memory.huge_pages
+        try:
+            buffer = MemfdBuffer(length_bytes, name="entresol-slab", huge_pages=huge != "off")
+        except FabricError as error:
+            raise OSError(str(error)) from None
+        if huge == "on" and not buffer.huge:
+            buffer.close()
+            raise OSError("no huge pages left; lower [memory] dram_bytes or reserve more")
+        buffer.seal_for_readers()
+        return buffer
+
+
+def _make_private(length_bytes: int) -> SlabBuffer:
+    """Memory that is never given to a fabric."""
+    try:
+        return MemfdBuffer(length_bytes, name="entresol-scratch")
+    except FabricError as error:
+        raise OSError(str(error)) from None
+
+
+def _as_closer(stop: Callable[[], None]) -> Closer:
+    async def close() -> None:
+        stop()
+
+    return close
+
+
+def _private_folder(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "read-only for this user")
+    except OSError as error:
+        raise EntresolError(
+            f"cannot use the state folder {path}: {error.strerror}",
+            hint="check [shard] state_dir, its owner and its mount options",
+            status=Status.IO_ERROR,
+        ) from None
+
+
+def _notify(message: str) -> None:
+    """Tell systemd, if it started us (sd_notify(3): one datagram to $NOTIFY_SOCKET)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(message.encode(), address)
+
+
+async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = None) -> None:
+    """Run a daemon until SIGTERM or SIGINT. A second signal shortens the drain.
+
+    Raises: EntresolError when it cannot start.
+    """
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    daemon = Daemon(config)
+    await daemon.start()
+    loop.add_signal_handler(signal.SIGHUP, lambda: daemon.tls.check(force=True))
+    try:
+        if on_ready is not None:
+            on_ready(daemon)
+        await stop.wait()
+    finally:
+        stopping = asyncio.ensure_future(daemon.stop())
+        rushing = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait({stopping, rushing}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            log.warning("event=hurried hint='second signal: not waiting for hosts'")
+            daemon.shard.hurry()
+        rushing.cancel()
+        await asyncio.gather(rushing, return_exceptions=True)
+        await stopping

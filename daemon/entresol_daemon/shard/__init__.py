@@ -1,0 +1,1 @@
+"""One shard: the hands around the brain. Sessions come in, flash and fabrics go out."""

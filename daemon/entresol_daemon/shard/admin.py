@@ -1,0 +1,335 @@
+"""What the shard answers to its operator and to gRPC: describe, stat, tenants, drain, snapshot.
+
+Invariant: erasing a tenant returns only when its keys are destroyed in every copy, its sessions are
+ended, its blocks left the index, and the event is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from entresol_daemon.control.admin import (
+    DrainResult,
+    EraseReceipt,
+    SegmentRecord,
+    ShardDescription,
+    ShardStat,
+    ShardState,
+    TenantQuota,
+    TenantRecord,
+)
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.events import types as events
+from entresol_daemon.events.log import EventLog
+from entresol_daemon.events.types import Event
+from entresol_daemon.flash.model import SegmentState
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.keys.keyring import TenantQuota as KeyringQuota
+from entresol_daemon.shard.shard import Shard
+from entresol_proto import __version__, limits
+from entresol_proto.ids import TenantName
+from entresol_proto.seal.block import SealedHeader, derive_block_key, open_meta
+from entresol_proto.status import EntresolError, SealError, Status
+
+DRAIN_NS_DEFAULT = 30_000_000_000
+SNAPSHOT_BATCH = 64
+
+log = logging.getLogger("entresol.admin")
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the daemon listens, for `describe`."""
+
+    control: str
+    data: tuple[str, ...]
+
+
+class ShardAdmin:
+    """`control.admin.ShardBackend` over a shard."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        addresses: Addresses,
+        *,
+        end_sessions: Callable[[TenantName], Awaitable[int]],
+        begin_drain: Callable[[], None],
+    ) -> None:
+        """`end_sessions` closes a tenant's connections and waits; `begin_drain` tells hosts."""
+        self._shard = shard
+        self._addresses = addresses
+        self._end_sessions = end_sessions
+        self._begin_drain = begin_drain
+        self._started_ns = shard.parts.now_ns()
+
+    @property
+    def event_log(self) -> EventLog:
+        return self._shard.parts.events
+
+    def state(self) -> ShardState:
+        """What the shard is doing."""
+        if self._shard.draining:
+            return ShardState.DRAINING
+        return ShardState.LOCKED if self._shard.parts.keyring.locked else ShardState.SERVING
+
+    def reasons_not_ready(self) -> list[str]:
+        """Why the shard should get no traffic; empty when it is ready."""
+        reasons = []
+        if self._shard.draining:
+            reasons.append("draining")
+        if self._shard.parts.keyring.locked:
+            reasons.append("locked: no key-encryption key")
+        if self._shard.parts.engine.failed:
+            reasons.append("flash failed: puts are refused")
+        return reasons
+
+    def admit(self, tenant: TenantName) -> None:
+        """Raises: KeyringError (FORBIDDEN, ERASED) for a tenant that is not ours."""
+        if self._shard.parts.keyring.info(tenant) is None:
+            self._shard.parts.keyring.get(tenant)
+
+    async def describe(self) -> ShardDescription:
+        config = self._shard.parts.config
+        return ShardDescription(
+            version=__version__,
+            shard=config.shard.name,
+            control_address=self._addresses.control,
+            data_addresses=self._addresses.data,
+            fabrics=tuple(kind.label for kind in self._shard.fabrics),
+            limits={
+                "block_bytes_max": config.limits.block_bytes_max,
+                "blocks_per_fetch_max": limits.BLOCKS_PER_FETCH_MAX,
+                "keys_per_frame_max": limits.KEYS_PER_FRAME_MAX,
+                "lease_ns": config.limits.lease_ns,
+                "requests_in_flight_max": limits.REQUESTS_IN_FLIGHT_MAX,
+            },
+            state=self.state(),
+        )
+
+    async def stat(self) -> ShardStat:
+        parts = self._shard.parts
+        engine, totals = parts.engine, parts.meters.totals
+        pool = parts.residency.pool
+        return ShardStat(
+            state=self.state(),
+            uptime_ns=parts.now_ns() - self._started_ns,
+            sessions=len(self._shard.sessions),
+            leases=len(parts.leases),
+            blocks=len(engine.index),
+            dram_capacity_bytes=pool.budget_bytes,
+            dram_used_bytes=pool.allocated_bytes,
+            flash_capacity_bytes=engine.capacity_bytes,
+            flash_live_bytes=sum(a.flash_bytes for a in parts.accounts.by_name.values()),
+            flash_written_bytes=engine.stats.written_bytes,
+            blocks_served=totals.blocks_served,
+            blocks_missed=totals.blocks_missed,
+            blocks_stored=totals.blocks_stored,
+            blocks_corrupt=totals.blocks_corrupt,
+            plain_bytes=totals.plain_bytes,
+            stored_bytes=totals.stored_bytes,
+            reasons_not_ready=tuple(self.reasons_not_ready()),
+        )
+
+    async def tenant_list(self) -> Sequence[TenantRecord]:
+        return [self._record(info.name) for info in self._shard.parts.keyring.tenants()]
+
+    async def tenant_add(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
+        parts = self._shard.parts
+
+        def add() -> None:
+            parts.keyring.add_tenant(
+                name, _to_keyring(quota), now_unix_s=parts.unix_ns() // 10**9, after_erase=True
+            )
+
+        await asyncio.to_thread(add)
+        self._adopt(name)
+        return self._record(name)
+
+    async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
+        await asyncio.to_thread(self._shard.parts.keyring.set_quota, name, _to_keyring(quota))
+        account = self._adopt(name)
+        await self._shard.removal.shrink_to_quota(account)
+        return self._record(name)
+
+    async def tenant_rotate(self, name: TenantName) -> TenantRecord:
+        parts = self._shard.parts
+
+        def rotate() -> None:
+            parts.keyring.rotate(name, now_unix_s=parts.unix_ns() // 10**9)
+
+        await asyncio.to_thread(rotate)
+        tenant = parts.keyring.get(name)
+        for session in self._shard.sessions.values():
+            if session.account.name == name:
+                session.tenant = tenant
+        return self._record(name)
+
+    async def tenant_erase(self, name: TenantName) -> EraseReceipt:
+        parts = self._shard.parts
+        info = parts.keyring.info(name)
+        namespaces = parts.keyring.namespaces_of(name) if info is not None else []
+        now_ns = parts.unix_ns()
+
+        def erase() -> list[int]:
+            receipt = parts.keyring.erase(name, now_unix_s=now_ns // 10**9)
+            return [row["version"] for row in receipt["erased"]]
+
+        versions = await asyncio.to_thread(erase)
+        leases = len(parts.leases)
+        sessions = await self._end_sessions(name)
+        account = parts.accounts.by_name.get(name)
+        dropped = 0
+        if account is not None:
+            dropped = self._shard.removal.drop_namespaces(namespaces)
+            await parts.engine.barrier()
+            parts.accounts.remove(name)
+            parts.residency.pool.release_owner(account.stream)
+        parts.events.publish(events.Kind.TENANT_ERASED, name, time_unix_ns=now_ns)
+        parts.metrics.forget_tenant(name)
+        return EraseReceipt(
+            tenant=name,
+            erased_unix_ns=now_ns,
+            dek_versions_destroyed=tuple(versions),
+            blocks_dropped=dropped,
+            leases_revoked=leases - len(parts.leases),
+            sessions_closed=sessions,
+            shard=parts.config.shard.name,
+            incarnation=self._shard.incarnation,
+        )
+
+    async def drain(self, deadline_ns: int) -> DrainResult:
+        self._begin_drain()
+        now = self._shard.parts.now_ns()
+        complete = await self._shard.drain(now + (deadline_ns or DRAIN_NS_DEFAULT))
+        return DrainResult(complete, len(self._shard.sessions), len(self._shard.parts.leases))
+
+    async def segments(self, first_segment: int, count_max: int) -> Sequence[SegmentRecord]:
+        parts = self._shard.parts
+        rows: list[SegmentRecord] = []
+        for info in sorted(parts.engine.segments(), key=lambda row: row.segment):
+            if info.segment < first_segment:
+                continue
+            if len(rows) >= count_max:
+                break
+            account = parts.accounts.by_stream.get(info.stream)
+            state = "free" if info.state is SegmentState.FREEING else info.state.value
+            rows.append(
+                SegmentRecord(
+                    segment=info.segment,
+                    state=state,
+                    tenant=account.name if account is not None else "",
+                    records=info.blocks,
+                    live_records=info.live_blocks,
+                    size_bytes=parts.engine.segment_bytes,
+                    used_bytes=info.live_bytes,
+                    live_bytes=info.live_bytes,
+                    sequence=info.sequence,
+                )
+            )
+        return rows
+
+    async def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
+        """Every stored block of a tenant as a STORED event, read from the record heads."""
+        parts = self._shard.parts
+        for namespace_id in parts.keyring.namespaces_of(tenant):
+            slots = parts.engine.index.slots_of(namespace_id).tolist()
+            for slot in slots:
+                event = await self._stored_event(tenant, namespace_id, slot)
+                if event is not None:
+                    yield event
+
+    async def _stored_event(
+        self, tenant: TenantName, namespace_id: bytes, slot: int
+    ) -> Event | None:
+        parts = self._shard.parts
+        index = parts.engine.index
+        if not index.is_live(slot) or index.namespace_of(slot) != namespace_id:
+            return None
+        key = index.key_of(slot)
+        resident = parts.residency.get(slot)
+        if resident is not None:
+            head = bytes(resident.extent.view[: limits.ALIGN_BYTES * 4])
+        else:
+            try:
+                head = await parts.engine.read_head(slot)
+            except EntresolError:
+                return None
+        sealed = memoryview(head)[RECORD_HEADER_BYTES:]
+        try:
+            header = SealedHeader.parse(sealed)
+            if header.wire_key != key or header.namespace_id != namespace_id:
+                return None
+            dek = parts.keyring.get(tenant).dek(header.dek_version)
+            if dek is None:
+                return None
+            meta = open_meta(sealed, header, derive_block_key(dek, header.salt))
+        except SealError:
+            return None
+        return Event(
+            seq=0,
+            time_unix_ns=parts.unix_ns(),
+            tenant=tenant,
+            kind=events.Kind.STORED,
+            namespace_id=namespace_id,
+            wire_keys=(key,),
+            engine_keys=(header.engine_key,),
+            parent=meta.parent,
+            position=meta.position,
+            block_tokens=meta.block_tokens,
+            token_ids_u32le=events.pack_token_ids(meta.token_ids),
+            medium=events.Medium.MEMORY if resident is not None else events.Medium.FLASH,
+            size_bytes=header.sealed_bytes,
+        )
+
+    def _adopt(self, name: TenantName) -> Account:
+        info = self._shard.parts.keyring.info(name)
+        assert info is not None, name
+        return self._shard.adopt_tenant(info)
+
+    def _record(self, name: TenantName) -> TenantRecord:
+        parts = self._shard.parts
+        info = parts.keyring.info(name)
+        if info is None:
+            raise EntresolError(f"there is no tenant {name!r}", status=Status.BAD_REQUEST)
+        account = self._adopt(name)
+        blocks = parts.engine.index.namespaces()
+        leases = sum(
+            parts.leases.held_by(number)
+            for number, session in self._shard.sessions.items()
+            if session.account is account
+        )
+        return TenantRecord(
+            name=name,
+            quota=TenantQuota(
+                flash_bytes=info.quota.flash_bytes,
+                dram_bytes=info.quota.dram_bytes,
+                weight=info.quota.weight,
+            ),
+            dek_version=info.active_version,
+            blocks=sum(blocks.get(ns, 0) for ns in parts.keyring.namespaces_of(name)),
+            flash_bytes=account.flash_bytes,
+            dram_bytes=parts.residency.pool.owned_bytes(account.stream),
+            sessions=account.sessions,
+            leases=leases,
+        )
+
+
+def _to_keyring(quota: TenantQuota) -> KeyringQuota:
+    """The part of a quota that is enforced and kept; the rest must not be asked for.
+
+    Raises: EntresolError (UNSUPPORTED) naming what this version does not enforce.
+    """
+    for name in ("in_flight_bytes", "index_bytes", "sessions", "leases"):
+        if getattr(quota, name):
+            raise EntresolError(
+                f"a quota on {name} is not enforced by this version",
+                hint="use flash_bytes, dram_bytes and weight",
+                status=Status.UNSUPPORTED,
+            )
+    return KeyringQuota(
+        flash_bytes=quota.flash_bytes, dram_bytes=quota.dram_bytes, weight=quota.weight or 1
+    )

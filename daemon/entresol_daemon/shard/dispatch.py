@@ -1,0 +1,263 @@
+"""One control connection's messages → the shard, and its answers back. No sockets.
+
+Bytes come in through `receive`, go out through the `write` callable. Short requests are answered in
+place, the others run as tasks of this session and end with it.
+
+Invariant: every request is answered exactly once (FETCH: ends with one final GRANT), by its answer
+or by an ERROR; an unexpected exception is logged and answered as INTERNAL, never swallowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from entresol_daemon.shard.sessions import Session
+from entresol_daemon.shard.shard import Shard
+from entresol_proto import limits
+from entresol_proto.fabric.base import FabricKind, Offer
+from entresol_proto.ids import TenantName
+from entresol_proto.status import EntresolError, ProtocolError, Status
+from entresol_proto.wire import data, opening
+from entresol_proto.wire.frames import FrameType
+from entresol_proto.wire.session import Message, Received, ServerSession, State
+
+log = logging.getLogger("entresol.session")
+
+_NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
+
+
+class SessionHandler:
+    """The daemon's end of one session. Call `finish` exactly once, when the connection is gone."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        tenant: TenantName,
+        *,
+        write: Callable[[bytes], None],
+        close: Callable[[], None],
+    ) -> None:
+        self._shard = shard
+        self._tenant = tenant
+        self._write = write
+        self._close = close
+        self._machine = ServerSession(now_ns=shard.parts.now_ns())
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._offers: list[Offer] = []
+        self._attaching = False
+        self._finished = False
+        self.session: Session | None = None
+
+    def deadline_ns(self) -> int | None:
+        """When `handle_timer` wants to be called."""
+        return self._machine.deadline_ns()
+
+    def handle_timer(self) -> None:
+        """End a session that is not opened in time."""
+        try:
+            self._machine.handle_timer(self._shard.parts.now_ns())
+        except ProtocolError as error:
+            self._refuse(error)
+
+    def receive(self, raw: bytes | memoryview) -> None:
+        """Take bytes of the host; a protocol error ends the connection."""
+        if self._finished or self._machine.state is State.CLOSED:
+            return
+        try:
+            received = self._machine.receive(raw, self._shard.parts.now_ns())
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        for item in received:
+            self._dispatch(item)
+
+    def say_goodbye(self, status: Status, message: str) -> None:
+        """Tell the host to take new work elsewhere."""
+        if self._machine.state in (State.OPEN, State.GREETED, State.ATTACHING):
+            self._send(opening.Goodbye(status, message), 0)
+
+    async def finish(self) -> None:
+        """The connection is gone: end the tasks, the offers and the session."""
+        if self._finished:
+            return
+        self._finished = True
+        self._machine.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._withdraw(None)
+        if self.session is not None:
+            await self._shard.close_session(self.session)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        metrics = self._shard.parts.metrics
+        metrics.sessions_refused[error.status].inc()
+        log.warning(
+            "event=protocol_error tenant=%s status=%s reason=%s",
+            self._tenant, error.status.label, error,
+        )  # fmt: skip
+        self._close()
+
+    def _dispatch(self, received: Received) -> None:
+        message, request_id = received.message, received.request_id
+        if isinstance(message, data.Release):
+            if self.session is not None:
+                self._shard.gets.release(self.session, message)
+            return
+        if isinstance(message, opening.Goodbye):
+            return
+        draining = self._shard.draining or self._machine.state is State.DRAINING
+        if draining and isinstance(message, _NEW_WORK):
+            error = EntresolError("draining", hint="ask another shard", status=Status.DRAINING)
+            self._fail(request_id, message.TYPE, error)
+            return
+        work: Coroutine[Any, Any, None] | None = None
+        try:
+            answer = self._answer_now(message)
+            if answer is None:
+                work = self._work(request_id, message)
+        except EntresolError as error:
+            self._fail(request_id, message.TYPE, error)
+            return
+        if answer is not None:
+            self._send(answer, request_id)
+            self._shard.parts.metrics.requests[message.TYPE, Status.OK].inc()
+            return
+        assert work is not None
+        task = asyncio.get_running_loop().create_task(
+            self._guard(request_id, message.TYPE, work), name=f"session {message.TYPE.name}"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _answer_now(self, message: Any) -> Message | None:
+        if isinstance(message, opening.Ping):
+            return opening.Pong(message.token)
+        session = self.session
+        if session is None:
+            return None
+        if isinstance(message, data.Exists):
+            return self._shard.exists(session, message)
+        if isinstance(message, data.Touch):
+            return data.Done(self._shard.touch(session, message))
+        if isinstance(message, data.Explain):
+            return self._shard.explain(session, message)
+        return None
+
+    async def _guard(
+        self, request_id: int, kind: FrameType, work: Coroutine[Any, Any, None]
+    ) -> None:
+        metrics = self._shard.parts.metrics
+        started_ns = self._shard.parts.now_ns()
+        try:
+            await work
+        except EntresolError as error:
+            self._fail(request_id, kind, error)
+            return
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("event=request_failed type=%s", kind.name.lower())
+            bug = EntresolError("internal error", hint="see the daemon's log")
+            self._fail(request_id, kind, bug)
+            return
+        metrics.requests[kind, Status.OK].inc()
+        metrics.request_seconds[kind].observe((self._shard.parts.now_ns() - started_ns) / 1e9)
+
+    async def _work(self, request_id: int, message: Any) -> None:
+        shard = self._shard
+        if isinstance(message, opening.Hello):
+            await self._greet(request_id, message)
+            return
+        session = self.session
+        assert session is not None, "the machine lets nothing pass before HELLO"
+        if isinstance(message, opening.Attach):
+            await self._attach(session, request_id, message)
+        elif isinstance(message, data.Fetch):
+            await shard.gets.fetch(session, message, lambda grant: self._send(grant, request_id))
+        elif isinstance(message, data.Reserve):
+            self._send(await shard.puts.reserve(session, message), request_id)
+        elif isinstance(message, data.Commit):
+            self._send(await shard.puts.commit(session, message), request_id)
+        elif isinstance(message, data.Stage):
+            self._send(await shard.gets.stage(session, message), request_id)
+        elif isinstance(message, data.Forget):
+            self._send(data.Done(await shard.forget(session, message)), request_id)
+        elif isinstance(message, opening.OpenNamespace):
+            answer = await shard.open_namespace(session, message.descriptor)
+            self._send(answer, request_id)
+        else:
+            raise AssertionError(f"no handler for {message!r}")
+
+    async def _greet(self, request_id: int, hello: opening.Hello) -> None:
+        shard, config = self._shard, self._shard.parts.config
+        version = min(hello.protocol_max, opening.PROTOCOL_MAX)
+        if version < max(hello.protocol_min, opening.PROTOCOL_MIN):
+            raise EntresolError(
+                f"host speaks protocol {hello.protocol_min}..{hello.protocol_max}, "
+                f"this daemon {opening.PROTOCOL_MIN}..{opening.PROTOCOL_MAX}",
+                hint="upgrade the older side",
+                status=Status.UNSUPPORTED,
+            )
+        session = await shard.open_session(self._tenant, hello)
+        self.session = session
+        self._offers = shard.offers(session)
+        self._send(
+            opening.Welcome(
+                protocol=version,
+                session_id=session.session_id,
+                incarnation=shard.incarnation,
+                lease_ns=config.limits.lease_ns,
+                frame_payload_bytes_max=limits.FRAME_PAYLOAD_BYTES_MAX,
+                block_bytes_max=config.limits.block_bytes_max,
+                blocks_per_fetch_max=limits.BLOCKS_PER_FETCH_MAX,
+                requests_in_flight_max=limits.REQUESTS_IN_FLIGHT_MAX,
+                host_id=shard.host_id,
+                shard=config.shard.name,
+                tenant=session.account.name,
+                offers=tuple(self._offers),
+            ),
+            request_id,
+        )
+
+    async def _attach(self, session: Session, request_id: int, message: opening.Attach) -> None:
+        metrics = self._shard.parts.metrics
+        if message.kind != opening.NO_FABRIC:
+            offer = next((o for o in self._offers if o.kind == message.kind), None)
+            if offer is None:
+                raise EntresolError(
+                    f"fabric {message.kind} was not offered", status=Status.UNSUPPORTED
+                )
+            self._offers.remove(offer)
+            await self._shard.attach(session, offer, message.reply)
+            kind = FabricKind(message.kind)
+            metrics.sessions[kind].inc()
+            metrics.sessions_opened[kind].inc()
+        self._withdraw(None)
+        self._send(opening.Attached(message.kind), request_id)
+
+    def _withdraw(self, keep: Offer | None) -> None:
+        for offer in self._offers:
+            if offer is not keep:
+                self._shard.fabrics[offer.kind].withdraw(offer)
+        self._offers = []
+
+    def _fail(self, request_id: int, kind: FrameType, error: EntresolError) -> None:
+        self._shard.parts.metrics.requests[kind, error.status].inc()
+        log.info(
+            "event=request_refused tenant=%s type=%s status=%s reason=%s",
+            self._tenant, kind.name.lower(), error.status.label, error,
+        )  # fmt: skip
+        text = Exception.__str__(error)
+        self._send(opening.ErrorReply(error.status, text, error.hint), request_id)
+        if kind is FrameType.HELLO:
+            self._close()
+
+    def _send(self, message: Message, request_id: int) -> None:
+        if self._finished or self._machine.state is State.CLOSED:
+            return
+        self._write(self._machine.send(message, request_id))

@@ -1,0 +1,429 @@
+"""The way home of a block: flash → slab → lease, and the end of the lease.
+
+A FETCH is served in windows. What is in memory is granted at once; the rest is read from flash in
+batches and granted as it lands. Reads from flash belong to the shard, not to the request: a session
+that goes away never cancels a read into memory others wait for.
+
+Invariants: a block is granted only after its record and header were verified; every pin taken here
+is given to a lease or undone; a host that stops reading holds memory no longer than its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from entresol_daemon.core.planning import Shape, Window, plan_fetch, take_window
+from entresol_daemon.core.residency import Resident, ResidentState
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.shard.opened import OpenedBlocks
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_proto import limits
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.ids import short
+from entresol_proto.seal.block import SealedHeader, check_header, derive_block_key
+from entresol_proto.status import EntresolError, SealError, Status
+from entresol_proto.wire.data import (
+    Fetch,
+    Grant,
+    GrantItem,
+    OpenAt,
+    Release,
+    Stage,
+    Staged,
+    Tier,
+    split_keys,
+)
+
+LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
+WINDOWS_LANDING_MAX = 4  # batches of one request under way
+
+log = logging.getLogger("entresol.get")
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One FETCH or STAGE under way."""
+
+    session: Session
+    namespace: OpenedNamespace
+    open_at: OpenAt
+    keys: bytes
+    deadline_ns: int
+    lease_ns: int
+    emit: Callable[[Grant], None]
+    misses: list[tuple[int, Status]] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)  # slots, in order of the request
+
+
+class GetPath:
+    """FETCH, STAGE and RELEASE of all sessions of a shard."""
+
+    def __init__(self, parts: Parts, removal: Removal) -> None:
+        self._parts = parts
+        self._removal = removal
+        self._opened = OpenedBlocks(parts)
+        self._loading: dict[int, asyncio.Future[Status]] = {}  # by slot
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def loading(self) -> int:
+        """Blocks being read from flash."""
+        return len(self._loading)
+
+    async def close_session(self, session: Session) -> None:
+        """Give up a session's plaintext; its leases have ended."""
+        await self._opened.close_session(session)
+
+    async def close(self) -> None:
+        """Wait for the reads from flash that are under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def fetch(self, session: Session, request: Fetch, emit: Callable[[Grant], None]) -> None:
+        """Answer a FETCH: `emit` is called with each GRANT, the last one final.
+
+        Raises: EntresolError when the request as a whole is refused; nothing was emitted then.
+        """
+        job = self._job(session, request.handle, request.open_at, request.keys, request.deadline_ns)
+        job.lease_ns = self._parts.config.limits.lease_ns
+        job.emit = emit
+        await self._serve(job, prefix=request.prefix)
+
+    async def stage(self, session: Session, request: Stage) -> Staged:
+        """Bring blocks up and hold them for `hold_ns` (at most ten lease times)."""
+        job = self._job(session, request.handle, request.open_at, request.keys, request.deadline_ns)
+        job.lease_ns = min(request.hold_ns, 10 * self._parts.config.limits.lease_ns)
+        statuses = [Status.OK] * (len(request.keys) // limits.WIRE_KEY_BYTES)
+
+        def note(grant: Grant) -> None:
+            for index, status in grant.misses:
+                statuses[index] = status
+
+        job.emit = note
+        await self._serve(job, prefix=False)
+        return Staged(tuple(statuses))
+
+    def release(self, session: Session, request: Release) -> None:
+        """End leases; look into what the host could not verify. Unknown leases are ignored."""
+        suspects: list[tuple[Leased, int]] = []
+        for lease_id, index, status in request.reports:
+            lease = self._parts.leases.get(session.number, lease_id)
+            if lease is None or status not in (Status.CORRUPT, Status.CONFLICT):
+                continue
+            resident = lease.payload.sealed.get(index)
+            if resident is not None:
+                self._parts.residency.pin(resident)
+                suspects.append((lease.payload, index))
+        for leased, index in suspects:
+            self._spawn(self._examine(leased.sealed[index]))
+        for lease_id in request.lease_ids:
+            lease = self._parts.leases.release(session.number, lease_id)
+            if lease is not None:
+                self.let_go(lease.payload)
+
+    def let_go(self, leased: Leased) -> None:
+        """A lease ended (release, expiry, session end): unpin everything it kept."""
+        for resident in leased.sealed.values():
+            self._parts.residency.unpin(resident)
+        self._opened.let_go(leased)
+        leased.session.held_bytes -= leased.held_bytes
+        assert leased.session.held_bytes >= 0, "a lease was let go twice"
+        self._parts.room.notify()
+
+    def _job(
+        self, session: Session, handle: int, open_at: OpenAt, keys: bytes, deadline_ns: int
+    ) -> _Job:
+        if open_at is OpenAt.DAEMON and not session.data_path().capabilities.private:
+            raise EntresolError(
+                "daemon-opened reads need a private data path",
+                hint="use shm, verbs or tcp with TLS, or let the host open blocks",
+                status=Status.UNSUPPORTED,
+            )
+        session.data_path()
+        until_ns = self._parts.now_ns() + deadline_ns
+        namespace = session.namespace(handle)
+        return _Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
+
+    async def _serve(self, job: _Job, *, prefix: bool) -> None:
+        index = self._parts.engine.index
+        slots = index.lookup(job.namespace.namespace_id, job.keys).tolist()
+        wanted = plan_fetch(slots, prefix=prefix)
+        job.misses = wanted.misses
+        landing: set[asyncio.Task[None]] = set()
+        try:
+            while wanted.pending:
+                if len(landing) >= WINDOWS_LANDING_MAX:
+                    await self._first_of(landing)
+                window = self._window(job, wanted.pending)
+                job.misses += window.misses
+                if window.waits:
+                    landing.add(asyncio.create_task(self._land(job, window)))
+                if window.ready:
+                    final = not wanted.pending and not landing
+                    await self._grant(job, window.ready, final=final)
+                    if final:
+                        return
+                elif not len(window) and not await self._wait_for_room(job, landing):
+                    job.misses += [(index, Status.BUSY) for index in wanted.pending]
+                    wanted.pending.clear()
+            while landing:
+                await self._first_of(landing)
+            await self._grant(job, [], final=True)
+        finally:
+            for task in landing:
+                task.cancel()
+            if landing:
+                await asyncio.gather(*landing, return_exceptions=True)
+            self._parts.engine.touch(job.hits[::-1])  # tail first: the prefix is most recent
+
+    async def _first_of(self, landing: set[asyncio.Task[None]]) -> None:
+        done, _ = await asyncio.wait(landing, return_when=asyncio.FIRST_COMPLETED)
+        landing -= done
+        for task in done:
+            task.result()
+
+    async def _wait_for_room(self, job: _Job, landing: set[asyncio.Task[None]]) -> bool:
+        left_ns = job.deadline_ns - self._parts.now_ns()
+        if left_ns <= 0:
+            return False
+        if landing:
+            await self._first_of(landing)
+            return True
+        return await self._parts.room.wait(left_ns)
+
+    def _window(self, job: _Job, pending: deque[int]) -> Window:
+        parts = self._parts
+        count = min(len(pending), 256)
+        keys = split_keys(job.keys)
+        part = b"".join(keys[pending[at]] for at in range(count))
+        slots = parts.engine.index.lookup(job.namespace.namespace_id, part).tolist()
+        bounds = parts.config.limits
+        room = bounds.inflight_bytes_per_session_max - job.session.held_bytes
+        if room <= 0 or not parts.leases.room(job.session.number):
+            return Window()
+        account = job.session.account
+        window = take_window(
+            pending,
+            [self._shape(slot, keys[pending[at]]) for at, slot in enumerate(slots)],
+            parts.residency,
+            namespace_id=job.namespace.namespace_id,
+            owner=account.stream,
+            owner_bytes_max=account.dram_quota_bytes or parts.config.memory.dram_bytes,
+            budget_bytes=room,
+            load_bytes_max=LOAD_WINDOW_BYTES,
+        )
+        job.session.held_bytes += window.taken_bytes
+        if window.loads:
+            self._start_load([resident for _, resident in window.loads])
+        return window
+
+    def _shape(self, slot: int, key: bytes) -> Shape:
+        if slot < 0:
+            return Shape(-1, key, 0, 0, 0)
+        index = self._parts.engine.index
+        sealed = index.m_sealed_bytes[slot]
+        record = extent_bytes(sealed)
+        return Shape(slot, key, record, sealed, index.m_plain_bytes[slot])
+
+    def _start_load(self, residents: list[Resident]) -> None:
+        loop = asyncio.get_running_loop()
+        for resident in residents:
+            self._parts.residency.pin(resident)  # the load's own pin
+            self._loading[resident.slot] = loop.create_future()
+        self._spawn(self._load(residents))
+
+    async def _load(self, residents: list[Resident]) -> None:
+        parts = self._parts
+        started_ns = parts.now_ns()
+        futures = [self._loading[resident.slot] for resident in residents]
+        try:
+            statuses = await parts.engine.read([(r.slot, r.extent.view) for r in residents])
+        except Exception:
+            log.exception("event=flash_read_failed blocks=%d", len(residents))
+            statuses = [Status.IO_ERROR] * len(residents)
+        outcomes = []
+        for resident, status, future in zip(residents, statuses, futures, strict=True):
+            if resident.state is ResidentState.DEAD:
+                status = Status.MISS  # removed while it was read; what was read says nothing
+            elif status is Status.OK:
+                status = self._admit(resident)
+            del self._loading[resident.slot]
+            if status in (Status.CORRUPT, Status.CONFLICT):
+                self._removal.corrupt(resident, where="flash")
+            if status is not Status.OK:
+                parts.residency.kill(resident)
+            outcomes.append(status)
+            future.set_result(status)
+            parts.residency.unpin(resident)
+        parts.meters.staged(outcomes, parts.now_ns() - started_ns)
+        parts.room.notify()
+
+    def _admit(self, resident: Resident) -> Status:
+        """Believe a record read from flash only if its header says what the index says."""
+        sealed = sealed_view(resident)
+        try:
+            header = SealedHeader.parse(sealed)
+        except SealError:
+            return Status.CORRUPT
+        status = check_header(
+            header,
+            namespace_id=resident.namespace_id,
+            wire_key=resident.wire_key,
+            plain_bytes=resident.plain_bytes,
+        )
+        if status is Status.OK and header.sealed_bytes != resident.sealed_bytes:
+            status = Status.CORRUPT
+        if status is Status.OK:
+            resident.salt = header.salt
+            resident.dek_version = header.dek_version
+            resident.state = ResidentState.READY
+        return status
+
+    async def _land(self, job: _Job, window: Window) -> None:
+        """Wait for a window's reads, then grant what arrived."""
+        parts = self._parts
+        mine = sorted(window.loads + window.joins, key=lambda entry: entry[0])
+        arrived: list[tuple[int, Resident]] = []
+        misses: list[tuple[int, Status]] = []
+        granted = False
+        try:
+            for index, resident in mine:
+                status = await self._arrival(resident, job.deadline_ns)
+                if status is Status.OK:
+                    arrived.append((index, resident))
+                else:
+                    misses.append((index, status))
+            kept = {id(resident) for _, resident in arrived}
+            for _, resident in mine:
+                if id(resident) not in kept:
+                    parts.residency.unpin(resident)
+                    job.session.held_bytes -= resident.extent.length_bytes
+            mine = arrived
+            job.misses += misses
+            granted = True
+            if arrived:
+                await self._grant(job, arrived, final=False)
+        finally:
+            if not granted:
+                self._undo(job, mine)
+
+    async def _arrival(self, resident: Resident, deadline_ns: int) -> Status:
+        if resident.state is ResidentState.READY:
+            return Status.OK
+        future = self._loading.get(resident.slot)
+        if future is None or resident.state is ResidentState.DEAD:
+            return Status.MISS
+        left_ns = deadline_ns - self._parts.now_ns()
+        if left_ns <= 0:
+            return Status.DEADLINE
+        done, _ = await asyncio.wait({future}, timeout=left_ns / 1e9)
+        return future.result() if done else Status.DEADLINE
+
+    def _undo(self, job: _Job, entries: Sequence[tuple[int, Resident]]) -> None:
+        for _, resident in entries:
+            self._parts.residency.unpin(resident)
+            job.session.held_bytes -= resident.extent.length_bytes
+        self._parts.room.notify()
+
+    async def _grant(self, job: _Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
+        """Turn pinned residents into one lease and emit it, with the misses known so far."""
+        parts, session = self._parts, job.session
+        entries = self._openable(job, entries)
+        leased = Leased(session, job.namespace)
+        leased.sealed = dict(entries)
+        leased.held_bytes = sum(resident.extent.length_bytes for _, resident in entries)
+        items: list[GrantItem] = []
+        try:
+            if job.open_at is OpenAt.DAEMON and entries:
+                failed = await self._opened.open(leased, self._removal)
+                job.misses += failed
+                items = await self._opened.items(leased)
+            elif entries:
+                items = await self._sealed_items(session, entries)
+            expires_ns = parts.now_ns() + job.lease_ns
+            lease_id = 0
+            if items:
+                lease_id = parts.leases.grant(session.number, leased, expires_ns).lease_id
+        except BaseException:
+            self.let_go(leased)
+            raise
+        if not items and entries:
+            self.let_go(leased)
+        job.hits += [resident.slot for _, resident in entries]
+        misses, job.misses = job.misses, []
+        parts.meters.granted(session.account.name, items, misses, job.open_at)
+        job.emit(
+            Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), tuple(sorted(misses)))
+        )
+
+    def _openable(
+        self, job: _Job, entries: list[tuple[int, Resident]]
+    ) -> list[tuple[int, Resident]]:
+        """Without the blocks whose key version was retired: those are gone for good."""
+        deks = job.session.tenant.deks
+        gone = [entry for entry in entries if entry[1].dek_version not in deks]
+        if not gone:
+            return entries
+        self._undo(job, gone)
+        job.misses += [(index, Status.ERASED) for index, _ in gone]
+        return [entry for entry in entries if entry[1].dek_version in deks]
+
+    async def _sealed_items(
+        self, session: Session, entries: list[tuple[int, Resident]]
+    ) -> list[GrantItem]:
+        items = []
+        deks = session.tenant.deks
+        for index, resident in entries:
+            extent = resident.extent
+            exposure = session.exposures.get(extent.slab.number)
+            if exposure is None:
+                exposure = await session.expose_slab(extent.slab)
+            block_key = derive_block_key(deks[resident.dek_version], resident.salt)
+            address = exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES
+            tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
+            resident.from_flash = False
+            items.append(
+                GrantItem(
+                    index, tier, RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
+                    resident.plain_bytes, block_key.key, block_key.commitment,
+                )
+            )  # fmt: skip
+        return items
+
+    async def _examine(self, resident: Resident) -> None:
+        """A host could not open a block: believe our own eyes, then drop it or keep it."""
+        parts = self._parts
+        try:
+            if resident.state is not ResidentState.READY:
+                return
+            status = await self._opened.verify(resident)
+            log.warning(
+                "event=host_report namespace=%s block=%s verdict=%s",
+                short(resident.namespace_id), short(resident.wire_key), status.label,
+            )  # fmt: skip
+            if status is not Status.OK:
+                self._removal.corrupt(resident, where="host_report")
+        finally:
+            parts.residency.unpin(resident)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("event=task_failed", exc_info=task.exception())
+
+
+def sealed_view(resident: Resident) -> memoryview:
+    """The sealed block inside its record."""
+    return resident.extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + resident.sealed_bytes]

@@ -1,0 +1,100 @@
+"""What the paths of a shard count: Prometheus series and the running totals of `entresol stat`.
+
+Invariant: every block of every request is counted exactly once, as served, missed, stored or
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from entresol_daemon.metrics import Metrics
+from entresol_proto.ids import TenantName
+from entresol_proto.seal.block import SealedHeader
+from entresol_proto.status import Status
+from entresol_proto.wire.data import GrantItem, OpenAt
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since this start of the daemon."""
+
+    blocks_served: int = 0
+    blocks_missed: int = 0
+    blocks_stored: int = 0
+    blocks_corrupt: int = 0
+    plain_bytes: int = 0  # of blocks stored
+    stored_bytes: int = 0
+    corrupt_where: dict[str, int] = field(default_factory=dict)
+
+
+class Meters:
+    """Verbs for the paths. All are cheap and never raise."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.totals = Totals()
+
+    def granted(
+        self,
+        tenant: TenantName,
+        items: Sequence[GrantItem],
+        misses: Sequence[tuple[int, Status]],
+        open_at: OpenAt,
+    ) -> None:
+        """One GRANT frame was sent."""
+        m, totals = self.metrics, self.totals
+        place = "host" if open_at is OpenAt.HOST else "daemon"
+        plain = wire = 0
+        tiers: dict[str, int] = {}
+        for item in items:
+            tier = item.tier.label
+            tiers[tier] = tiers.get(tier, 0) + 1
+            plain += item.plain_bytes
+            wire += item.span.length_bytes
+        for tier, count in tiers.items():
+            m.blocks_served[tenant, tier, place].inc(count)
+        if items:
+            m.payload_bytes[tenant, "get", "plain"].inc(plain)
+            m.payload_bytes[tenant, "get", "wire"].inc(wire)
+        for _, status in misses:
+            m.misses[tenant, status].inc()
+        totals.blocks_served += len(items)
+        totals.blocks_missed += len(misses)
+
+    def staged(self, statuses: Sequence[Status], elapsed_ns: int) -> None:
+        """A batch of reads from flash ended."""
+        for status in statuses:
+            self.metrics.staging_reads[status].inc()
+        self.metrics.staging_seconds.observe(elapsed_ns / 1e9)
+
+    def put_ended(self, tenant: TenantName, status: Status) -> None:
+        """One offered block has its answer."""
+        self.metrics.put_blocks[tenant, status].inc()
+        if status is Status.QUOTA:
+            self.metrics.quota_refusals[tenant, "flash"].inc()
+
+    def pulled(self, tenant: TenantName, wire_bytes: int) -> None:
+        """Bytes were read from a host."""
+        self.metrics.payload_bytes[tenant, "put", "wire"].inc(wire_bytes)
+
+    def stored(self, tenant: TenantName, header: SealedHeader, record_bytes: int) -> None:
+        """One block entered the index."""
+        m, totals = self.metrics, self.totals
+        m.payload_bytes[tenant, "put", "plain"].inc(header.plain_bytes)
+        m.payload_bytes[tenant, "put", "stored"].inc(record_bytes)
+        m.record_sealed(header.dtype.label, header.plain_bytes, header.sealed_bytes)
+        totals.blocks_stored += 1
+        totals.plain_bytes += header.plain_bytes
+        totals.stored_bytes += header.sealed_bytes
+
+    def corrupt(self, where: str) -> None:
+        """A block failed verification at `where` (flash, header, host_report)."""
+        self.metrics.corrupt_blocks[where].inc()
+        self.totals.blocks_corrupt += 1
+        self.totals.corrupt_where[where] = self.totals.corrupt_where.get(where, 0) + 1
+
+    def removed(self, reason: str, count: int) -> None:
+        """Blocks left the index."""
+        self.metrics.evicted_blocks[reason].inc(count)

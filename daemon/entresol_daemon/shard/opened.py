@@ -1,0 +1,212 @@
+"""Daemon-opened reads: plaintext for one session, in memory only that session can reach.
+
+Each session that asks for it gets a slab pool of its own. Opened blocks live there while a lease or
+a STAGE hold keeps them, then they are wiped and freed. On fabrics that can fence, an exposure
+covers exactly one lease's blocks and is revoked when it ends; on shm the whole pool is the
+session's, and nobody else ever maps it.
+
+Invariant: plaintext is never placed in a slab that another session, even of the same tenant, can
+read, and never outlives its last pin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from entresol_daemon.core.residency import Resident
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.memory.slabs import SlabPool
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.sessions import Leased, PlainBlock, Session
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.seal.block import BlockKey, derive_block_key, open_into
+from entresol_proto.status import Status
+from entresol_proto.wire.data import GrantItem, Tier
+
+NO_KEY = bytes(32)
+NO_COMMITMENT = bytes(16)
+_PLAIN_OWNER = b"session plaintext"
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """One block to open off the loop: plain data, so that the thread touches no shard state."""
+
+    sealed: memoryview
+    into: memoryview
+    namespace_id: bytes
+    wire_key: bytes
+    block_key: BlockKey
+
+
+def _open(job: _Opening) -> Status:
+    return open_into(
+        job.sealed,
+        job.into,
+        namespace_id=job.namespace_id,
+        wire_key=job.wire_key,
+        engine_key=None,
+        block_key=job.block_key,
+    )
+
+
+class OpenedBlocks:
+    """Opens blocks into sessions' private memory and lets them go again."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._revoking: set[asyncio.Task[None]] = set()
+
+    async def open(self, leased: Leased, removal: Removal) -> list[tuple[int, Status]]:
+        """Replace a lease's sealed blocks by opened ones; returns what failed.
+
+        The sealed residents are unpinned here; `leased.held_bytes` follows.
+        """
+        parts, session = self._parts, leased.session
+        failed: list[tuple[int, Status]] = []
+        jobs: list[tuple[int, Resident, PlainBlock]] = []
+        for index, resident in list(leased.sealed.items()):
+            place = (resident.namespace_id, resident.wire_key)
+            ready = session.plain_blocks.get(place)
+            if ready is not None:
+                ready.pins += 1
+                leased.plain[index] = ready
+                continue
+            extent = self._pool(session).allocate(_PLAIN_OWNER, resident.plain_bytes)
+            if extent is None:
+                failed.append((index, Status.BUSY))
+                continue
+            jobs.append((index, resident, PlainBlock(place, extent, resident.plain_bytes)))
+        try:
+            statuses = await parts.compute.map(
+                _open, [self._opening(session, resident, block) for _, resident, block in jobs]
+            )
+        except BaseException:
+            for _, _, block in jobs:
+                self._wipe(session, block)
+            raise
+        for (index, resident, block), status in zip(jobs, statuses, strict=True):
+            if status is Status.OK:
+                block.pins = 1
+                leased.plain[index] = block
+                session.plain_blocks.setdefault(block.place, block)
+            else:
+                self._wipe(session, block)
+                removal.corrupt(resident, where="flash")
+                failed.append((index, Status.CORRUPT))
+        for resident in leased.sealed.values():
+            parts.residency.unpin(resident)
+        leased.sealed.clear()
+        return failed
+
+    async def items(self, leased: Leased) -> list[GrantItem]:
+        """Grant items of a lease's opened blocks, exposing them as the fabric allows."""
+        session = leased.session
+        endpoint = session.data_path()
+        items = []
+        for index, block in sorted(leased.plain.items()):
+            slab = block.extent.slab
+            offset = block.extent.offset_bytes
+            if endpoint.capabilities.revokes:
+                view = block.extent.view[: block.plain_bytes]
+                exposure = await endpoint.expose(view)
+                leased.exposures.append(exposure)
+                offset = 0
+            else:
+                found = session.plain_exposures.get(slab.number)
+                exposure = found or await endpoint.expose(slab.buffer)  # type: ignore[arg-type]
+                session.plain_exposures[slab.number] = exposure
+            span = RemoteSpan(exposure.rkey, exposure.address + offset, block.plain_bytes)
+            items.append(
+                GrantItem(index, Tier.MEMORY, span, block.plain_bytes, NO_KEY, NO_COMMITMENT)
+            )
+        return items
+
+    def let_go(self, leased: Leased) -> None:
+        """End of a lease: revoke first, wipe and free what no other lease keeps after that."""
+        if leased.exposures and not leased.session.closed:
+            task = asyncio.get_running_loop().create_task(self._revoke(leased))
+            self._revoking.add(task)
+            task.add_done_callback(self._revoking.discard)
+        else:
+            self._unpin(leased)
+
+    async def verify(self, resident: Resident) -> Status:
+        """Open a resident into private scratch memory, only to see whether it opens."""
+        parts = self._parts
+        extent = parts.scratch.allocate(resident.owner, resident.plain_bytes)
+        if extent is None:
+            return Status.OK  # no memory to look closer: in doubt, the host's miss was enough
+        try:
+            dek = parts.dek_of(resident.owner, resident.dek_version)
+            if dek is None:
+                return Status.ERASED
+            job = _Opening(
+                _sealed(resident),
+                extent.view[: resident.plain_bytes],
+                resident.namespace_id,
+                resident.wire_key,
+                derive_block_key(dek, resident.salt),
+            )
+            status = await parts.compute.run(_open, job)
+            job.into[:] = bytes(len(job.into))
+            job.into.release()
+            return status
+        finally:
+            parts.scratch.free(extent)
+
+    async def close_session(self, session: Session) -> None:
+        """Give up all plaintext of a session; its leases have ended."""
+        while self._revoking:
+            await asyncio.wait(self._revoking)
+        if session.plain_pool is not None:
+            session.plain_pool.close()
+            session.plain_pool = None
+        session.plain_blocks.clear()
+
+    def _pool(self, session: Session) -> SlabPool:
+        if session.plain_pool is None:
+            config = self._parts.config
+            session.plain_pool = SlabPool(
+                config.limits.inflight_bytes_per_session_max,
+                config.memory.slab_bytes,
+                self._parts.make_plain_buffer,
+            )
+        return session.plain_pool
+
+    def _opening(self, session: Session, resident: Resident, block: PlainBlock) -> _Opening:
+        block_key = derive_block_key(session.tenant.deks[resident.dek_version], resident.salt)
+        into = block.extent.view[: block.plain_bytes]
+        return _Opening(
+            _sealed(resident), into, resident.namespace_id, resident.wire_key, block_key
+        )
+
+    async def _revoke(self, leased: Leased) -> None:
+        endpoint = leased.session.endpoint
+        for exposure in leased.exposures:
+            if endpoint is not None:
+                await endpoint.revoke(exposure)
+        self._unpin(leased)
+        self._parts.room.notify()
+
+    def _unpin(self, leased: Leased) -> None:
+        for block in leased.plain.values():
+            block.pins -= 1
+            if block.pins == 0:
+                if leased.session.plain_blocks.get(block.place) is block:
+                    del leased.session.plain_blocks[block.place]
+                self._wipe(leased.session, block)
+        leased.plain.clear()
+
+    def _wipe(self, session: Session, block: PlainBlock) -> None:
+        if session.plain_pool is None:
+            return  # the session's memory is gone as a whole
+        view = block.extent.view
+        view[:] = bytes(len(view))
+        session.plain_pool.free(block.extent)
+
+
+def _sealed(resident: Resident) -> memoryview:
+    return resident.extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + resident.sealed_bytes]

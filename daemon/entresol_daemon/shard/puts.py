@@ -1,0 +1,510 @@
+"""The way out of a block: host memory → sealed record in a slab → flash.
+
+RESERVE answers which keys are wanted, COMMIT says where they lie. The daemon reads them at its own
+pace, in windows, and either takes the host's sealed bytes (after checking every header field
+against the reservation) or seals plaintext itself in worker threads. A block is visible as soon as
+its record is complete in memory, durable once the engine flushed it.
+
+Invariants: bytes between reservation and durability are within the put budget; a block enters the
+index only with a complete record; the host's memory is not read after PUT_DONE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from entresol_daemon.core.residency import Resident, ResidentState
+from entresol_daemon.events import types as events
+from entresol_daemon.flash.engine import Record
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.memory.slabs import Extent
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_proto import limits
+from entresol_proto.fabric.base import ReadOp, RemoteSpan
+from entresol_proto.ids import short
+from entresol_proto.seal.block import (
+    BlockIdentity,
+    BlockKey,
+    BlockMeta,
+    SealedHeader,
+    check_header,
+    derive_block_key,
+    new_salt,
+    seal_into,
+    sealed_bytes_max,
+)
+from entresol_proto.status import EntresolError, SealError, Status
+from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reason, Reserve, Reserved
+
+PUT_WINDOW_BYTES = 16 * limits.MIB  # read from a host at a time
+BLOCK_MEMORY_WAIT_NS = 2_000_000_000
+
+log = logging.getLogger("entresol.put")
+
+
+@dataclass(slots=True, eq=False)
+class _Reservation:
+    """One wanted block between RESERVE and durability."""
+
+    put_id: int
+    session: Session
+    namespace: OpenedNamespace
+    item: PutItem
+    ack: Ack
+    deadline_ns: int
+    record_bytes_max: int
+    dek_version: int
+    salt: bytes = field(repr=False)
+    block_key: BlockKey = field(repr=False)
+    at_host: bool = True
+    appended: bool = False  # from here on the flush closes it
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """One reservation being read: its span, its memory, its outcome."""
+
+    reservation: _Reservation
+    span: RemoteSpan
+    place: int  # index in the COMMIT
+    extent: Extent | None = None
+    plain: Extent | None = None
+    header: SealedHeader | None = None
+    sealed_bytes: int = 0
+    status: Status = Status.OK
+
+
+class PutPath:
+    """RESERVE and COMMIT of all sessions of a shard."""
+
+    def __init__(self, parts: Parts, removal: Removal) -> None:
+        self._parts = parts
+        self._removal = removal
+        self._reservations: dict[int, _Reservation] = {}
+        self._wanted: dict[tuple[bytes, bytes], _Reservation] = {}
+        self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
+        self._next_id = 1
+
+    async def reserve(self, session: Session, request: Reserve) -> Reserved:
+        """Decide item by item; wanted ones carry an id and, for host sealing, their key.
+
+        A key that is stored but not yet durable is waited for when the put asks for `durable`.
+        """
+        parts = self._parts
+        namespace = session.namespace(request.handle)
+        at_host = not session.data_path().capabilities.private
+        keys = b"".join(item.key for item in request.items)
+        slots = parts.engine.index.lookup(namespace.namespace_id, keys).tolist() if keys else []
+        deadline_ns = parts.now_ns() + request.deadline_ns
+        version = session.tenant.active_version
+        answers = []
+        waits: list[tuple[int, asyncio.Future[Status]]] = []
+        for place, (item, slot) in enumerate(zip(request.items, slots, strict=True)):
+            if slot >= 0:
+                answers.append(Reserved.Item(Status.EXISTS))
+                flushing = self._durable.get(slot)
+                if flushing is not None and request.ack is Ack.DURABLE:
+                    waits.append((place, flushing))
+                continue
+            answers.append(
+                self._reserve_one(
+                    session, namespace, item, request.ack, deadline_ns, version, at_host
+                )
+            )
+        for place, flushing in waits:
+            left_ns = deadline_ns - parts.now_ns()
+            done, _ = await asyncio.wait({flushing}, timeout=max(0, left_ns) / 1e9)
+            if not done or flushing.result() is not Status.OK:
+                answers[place] = Reserved.Item(Status.BUSY)
+        for answer in answers:
+            if answer.status is not Status.OK:
+                parts.meters.put_ended(session.account.name, answer.status)
+        return Reserved(tuple(answers))
+
+    def _reserve_one(
+        self,
+        session: Session,
+        namespace: OpenedNamespace,
+        item: PutItem,
+        ack: Ack,
+        deadline_ns: int,
+        version: int,
+        at_host: bool,
+    ) -> Reserved.Item:
+        parts = self._parts
+        place = (namespace.namespace_id, item.key)
+        if item.plain_bytes < limits.BLOCK_BYTES_MIN:
+            return Reserved.Item(Status.BAD_REQUEST)
+        if item.plain_bytes > parts.config.limits.block_bytes_max:
+            return Reserved.Item(Status.TOO_LARGE)
+        if place in self._wanted:
+            return Reserved.Item(Status.BUSY)  # someone else is storing it right now
+        record_bytes = extent_bytes(
+            sealed_bytes_max(
+                item.plain_bytes,
+                chunk_bytes=parts.config.sealing.chunk_bytes,
+                meta_tokens=len(item.token_ids),
+                engine_key_bytes=len(item.engine_key),
+            )
+        )
+        if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
+            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
+            return Reserved.Item(Status.NOT_ADMITTED)
+        status = parts.put_budget.admit(session.account, record_bytes)
+        if status is not Status.OK:
+            return Reserved.Item(status)
+        salt = new_salt()
+        block_key = derive_block_key(session.tenant.active_dek, salt)
+        reservation = _Reservation(
+            self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
+            block_key, at_host,
+        )  # fmt: skip
+        self._next_id += 1
+        self._reservations[reservation.put_id] = reservation
+        self._wanted[place] = reservation
+        if not at_host:
+            return Reserved.Item(Status.OK, version, reservation.put_id)
+        return Reserved.Item(
+            Status.OK, version, reservation.put_id, salt, block_key.key, block_key.commitment
+        )
+
+    async def commit(self, session: Session, request: Commit) -> PutDone:
+        """Read, seal and append the blocks of a COMMIT; answers when all are acknowledged.
+
+        Raises: EntresolError (BAD_REQUEST) for an id that is not a reservation of this session;
+        nothing of the request is read then.
+        """
+        pulls: list[_Pull] = []
+        gave_up: list[_Reservation] = []
+        for place, (put_id, span) in enumerate(request.items):
+            reservation = self._reservations.get(put_id)
+            if reservation is None or reservation.session is not session:
+                raise EntresolError(
+                    f"put {put_id} is not reserved in this session",
+                    hint="it may have passed its deadline",
+                    status=Status.BAD_REQUEST,
+                )
+            if span.length_bytes == 0:
+                gave_up.append(reservation)
+            else:
+                pulls.append(_Pull(reservation, span, place))
+        for reservation in gave_up:
+            self._close(reservation)
+        for pull in pulls:
+            del self._reservations[pull.reservation.put_id]  # a second COMMIT finds nothing
+        statuses = [Status.OK] * len(request.items)
+        waits: list[tuple[_Pull, asyncio.Future[Status]]] = []
+        try:
+            for window in _windows(pulls):
+                waits += await self._take(session, window)
+            for pull in pulls:
+                statuses[pull.place] = pull.status
+            for pull, flushed in waits:
+                if pull.reservation.ack is Ack.DURABLE:
+                    statuses[pull.place] = await self._await_durable(pull, flushed)
+        finally:
+            for pull in pulls:
+                if not pull.reservation.appended:
+                    self._close(pull.reservation)
+        for status in statuses:
+            self._parts.meters.put_ended(session.account.name, status)
+        return PutDone(tuple(statuses))
+
+    def close_session(self, session: Session) -> None:
+        """Give up what the session reserved and did not commit."""
+        for reservation in list(self._reservations.values()):
+            if reservation.session is session:
+                self._close(reservation)
+
+    def expire(self, now_ns: int) -> None:
+        """Give up reservations whose deadline passed without a COMMIT."""
+        for reservation in list(self._reservations.values()):
+            if reservation.deadline_ns <= now_ns:
+                self._close(reservation)
+
+    async def drain(self) -> None:
+        """Wait until everything accepted is durable or failed."""
+        while self._durable:
+            await asyncio.wait(list(self._durable.values()))
+            await asyncio.sleep(0)
+
+    def is_wanted(self, namespace_id: bytes, key: bytes) -> bool:
+        """True while some session is storing this key."""
+        return (namespace_id, key) in self._wanted
+
+    async def _await_durable(self, pull: _Pull, flushed: asyncio.Future[Status]) -> Status:
+        left_ns = pull.reservation.deadline_ns - self._parts.now_ns()
+        done, _ = await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
+        return flushed.result() if done else Status.DEADLINE
+
+    async def _take(
+        self, session: Session, window: list[_Pull]
+    ) -> list[tuple[_Pull, asyncio.Future[Status]]]:
+        """Bring one window of blocks into records and append them, tail first."""
+        try:
+            for pull in window:
+                await self._find_memory(session, pull)
+            await self._read(session, [pull for pull in window if pull.status is Status.OK])
+            here = [pull for pull in window if pull.status is Status.OK]
+            for pull in here:
+                if pull.reservation.at_host:
+                    pull.status = self._check_sealed(pull)
+            await self._seal([p for p in here if not p.reservation.at_host])
+            waits = []
+            for pull in sorted(here, key=lambda p: -p.reservation.item.position):
+                if pull.status is Status.OK:
+                    flushed = await self._append(pull)
+                    if flushed is not None:
+                        waits.append((pull, flushed))
+            return waits
+        finally:
+            for pull in window:
+                self._drop_memory(pull)
+
+    async def _find_memory(self, session: Session, pull: _Pull) -> None:
+        parts, item = self._parts, pull.reservation.item
+        account = session.account
+        length = pull.reservation.record_bytes_max
+        if pull.reservation.at_host:
+            length = extent_bytes(pull.span.length_bytes)
+            if length > pull.reservation.record_bytes_max:
+                pull.status = Status.TOO_LARGE
+                return
+        elif pull.span.length_bytes != item.plain_bytes:
+            pull.status = Status.BAD_REQUEST
+            return
+        while True:
+            if pull.extent is None:
+                pull.extent = parts.residency.allocate(
+                    account.stream,
+                    length,
+                    account.dram_quota_bytes or parts.residency.pool.budget_bytes,
+                )
+            if pull.extent is not None and not pull.reservation.at_host and pull.plain is None:
+                pull.plain = parts.scratch.allocate(account.stream, item.plain_bytes)
+            if pull.extent is not None and (pull.reservation.at_host or pull.plain is not None):
+                return
+            left_ns = min(pull.reservation.deadline_ns - parts.now_ns(), BLOCK_MEMORY_WAIT_NS)
+            if not await parts.room.wait(left_ns):
+                pull.status = Status.BUSY
+                return
+
+    async def _read(self, session: Session, window: list[_Pull]) -> None:
+        if not window:
+            return
+        ops = []
+        for pull in window:
+            if pull.plain is not None:
+                into = pull.plain.view[: pull.span.length_bytes]
+            else:
+                assert pull.extent is not None
+                start = RECORD_HEADER_BYTES
+                into = pull.extent.view[start : start + pull.span.length_bytes]
+            ops.append(ReadOp(pull.span, into))
+        deadline_ns = min(pull.reservation.deadline_ns for pull in window)
+        statuses = await session.data_path().read(ops, deadline_ns)
+        for pull, status in zip(window, statuses, strict=True):
+            pull.status = status
+            pull.sealed_bytes = pull.span.length_bytes
+        self._parts.meters.pulled(session.account.name, sum(p.span.length_bytes for p in window))
+
+    def _check_sealed(self, pull: _Pull) -> Status:
+        """Every field of a host-sealed header must be what the reservation says."""
+        reservation, extent = pull.reservation, pull.extent
+        assert extent is not None
+        item = reservation.item
+        sealed = extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + pull.sealed_bytes]
+        try:
+            header = SealedHeader.parse(sealed)
+        except SealError:
+            return Status.CORRUPT
+        status = check_header(
+            header,
+            namespace_id=reservation.namespace.namespace_id,
+            wire_key=item.key,
+            plain_bytes=item.plain_bytes,
+            commitment=reservation.block_key.commitment,
+            engine_key=item.engine_key,
+        )
+        same = (
+            header.sealed_bytes == pull.sealed_bytes
+            and header.salt == reservation.salt
+            and header.dek_version == reservation.dek_version
+        )
+        pull.header = header
+        return status if same else Status.CORRUPT
+
+    async def _seal(self, window: list[_Pull]) -> None:
+        """Seal pulled plaintext in worker threads; the plaintext is wiped right after."""
+        if not window:
+            return
+        jobs = [self._sealing(pull) for pull in window]
+        sealed = await self._parts.compute.map(_seal, jobs)
+        for pull, header in zip(window, sealed, strict=True):
+            if header is None:
+                pull.status = Status.BAD_REQUEST
+                continue
+            pull.header = header
+            pull.sealed_bytes = header.sealed_bytes
+            assert pull.extent is not None
+            self._parts.residency.pool.shrink(pull.extent, extent_bytes(header.sealed_bytes))
+
+    def _sealing(self, pull: _Pull) -> _Sealing:
+        reservation, item = pull.reservation, pull.reservation.item
+        assert pull.extent is not None
+        assert pull.plain is not None
+        namespace = reservation.namespace
+        meta = BlockMeta(
+            parent=item.parent,
+            position=item.position,
+            block_tokens=namespace.descriptor.block_tokens,
+            token_ids=item.token_ids,
+        )
+        identity = BlockIdentity(
+            namespace.namespace_id, item.key, item.engine_key, namespace.dtype,
+            reservation.dek_version,
+        )  # fmt: skip
+        return _Sealing(
+            pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
+            reservation.block_key, reservation.salt, namespace.codec_id, meta,
+            self._parts.config.sealing.chunk_bytes,
+        )  # fmt: skip
+
+    async def _append(self, pull: _Pull) -> asyncio.Future[Status] | None:
+        """Enter one complete record into the index and the open segment."""
+        parts, reservation = self._parts, pull.reservation
+        item, account = reservation.item, reservation.session.account
+        assert pull.extent is not None
+        extent = pull.extent
+        _zero_tail(extent, RECORD_HEADER_BYTES + pull.sealed_bytes)
+        if not await self._removal.make_room(account, extent.length_bytes):
+            quota = account.flash_quota_bytes
+            full = quota and account.flash_bytes + extent.length_bytes > quota
+            pull.status = Status.QUOTA if full else Status.NO_SPACE
+            return None
+        namespace_id = reservation.namespace.namespace_id
+        if parts.engine.index.find(namespace_id, item.key) >= 0:
+            pull.status = Status.EXISTS
+            return None
+        record = Record(
+            namespace_id, item.key, extent.view, pull.sealed_bytes, item.plain_bytes, item.position
+        )
+        slot, flushed = parts.engine.append(account.stream, record)
+        pull.extent = None  # the resident's now
+        header = pull.header
+        assert header is not None
+        resident = Resident(
+            slot, namespace_id, item.key, account.stream, extent, ResidentState.READY, 1,
+            pull.sealed_bytes, item.plain_bytes, reservation.salt, reservation.dek_version,
+        )  # fmt: skip
+        parts.residency.add(resident)
+        account.flash_bytes += extent.length_bytes
+        parts.history.forget(namespace_id, item.key)
+        parts.meters.stored(account.name, header, extent.length_bytes)
+        self._publish(reservation, pull.sealed_bytes)
+        self._removal.inserted(extent.length_bytes)
+        self._durable[slot] = flushed
+        reservation.appended = True
+        flushed.add_done_callback(lambda done: self._flushed(reservation, resident, done))
+        return flushed
+
+    def _flushed(
+        self, reservation: _Reservation, resident: Resident, done: asyncio.Future[Status]
+    ) -> None:
+        if self._durable.get(resident.slot) is done:
+            del self._durable[resident.slot]
+        self._close(reservation)
+        status = Status.IO_ERROR if done.cancelled() else done.result()
+        if status is not Status.OK:
+            log.error("event=put_lost block=%s status=%s", short(resident.wire_key), status.label)
+        self._parts.residency.unpin(resident)
+        self._parts.room.notify()
+
+    def _publish(self, reservation: _Reservation, sealed_bytes: int) -> None:
+        item = reservation.item
+        self._parts.events.publish(
+            events.Kind.STORED,
+            reservation.session.account.name,
+            time_unix_ns=self._parts.unix_ns(),
+            namespace_id=reservation.namespace.namespace_id,
+            wire_keys=(item.key,),
+            engine_keys=(item.engine_key,),
+            parent=item.parent,
+            position=item.position,
+            block_tokens=reservation.namespace.descriptor.block_tokens,
+            token_ids_u32le=events.pack_token_ids(item.token_ids),
+            medium=events.Medium.MEMORY,
+            size_bytes=sealed_bytes,
+        )
+
+    def _drop_memory(self, pull: _Pull) -> None:
+        if pull.plain is not None:
+            view = pull.plain.view
+            view[:] = bytes(len(view))
+            self._parts.scratch.free(pull.plain)
+            pull.plain = None
+        if pull.extent is not None:
+            self._parts.residency.pool.free(pull.extent)
+            pull.extent = None
+        self._parts.room.notify()
+
+    def _close(self, reservation: _Reservation) -> None:
+        """The put ended, one way or another: its budget and its name are free again."""
+        if reservation.closed:
+            return
+        reservation.closed = True
+        self._reservations.pop(reservation.put_id, None)
+        place = (reservation.namespace.namespace_id, reservation.item.key)
+        if self._wanted.get(place) is reservation:
+            del self._wanted[place]
+        self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealing:
+    """One block to seal off the loop: plain data, so that the thread touches no shard state."""
+
+    out: memoryview
+    plain: memoryview
+    identity: BlockIdentity
+    block_key: BlockKey
+    salt: bytes
+    codec_id: int
+    meta: BlockMeta
+    chunk_bytes: int
+
+
+def _seal(job: _Sealing) -> SealedHeader | None:
+    """Seal one block; None when its fields do not fit a sealed block."""
+    try:
+        return seal_into(
+            job.out, job.plain, identity=job.identity, block_key=job.block_key, salt=job.salt,
+            codec_id=job.codec_id, meta=job.meta, chunk_bytes=job.chunk_bytes,
+        )  # fmt: skip
+    except SealError:
+        return None
+
+
+def _windows(pulls: Sequence[_Pull]) -> list[list[_Pull]]:
+    """Runs of at most PUT_WINDOW_BYTES (a longer block makes its own run)."""
+    windows: list[list[_Pull]] = []
+    size = 0
+    for pull in pulls:
+        if not windows or size + pull.span.length_bytes > PUT_WINDOW_BYTES:
+            windows.append([])
+            size = 0
+        windows[-1].append(pull)
+        size += pull.span.length_bytes
+    return windows
+
+
+def _zero_tail(extent: Extent, used_bytes: int) -> None:
+    rest = extent.length_bytes - used_bytes
+    if rest:
+        extent.view[used_bytes:] = bytes(rest)

@@ -1,0 +1,193 @@
+"""How blocks leave: eviction, quota, forget, corruption, lost writes, erased tenants.
+
+Room on flash is made here, one eviction at a time. Whatever the reason, the engine tells `gone` in
+the same moment in which the index lets go of the slots (they may be reused in the next): memory
+copy dropped, usage refunded, history written, event published, counter moved.
+
+Invariant: a block that left the index is never served again, from memory or from flash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.eviction import (
+    ReinsertBudget,
+    SegmentRanking,
+    TenantShare,
+    VictimReason,
+    choose_victim,
+    keep_blocks,
+    median_touch,
+)
+from entresol_daemon.core.residency import Resident
+from entresol_daemon.events import types as events
+from entresol_daemon.flash.index import Slots
+from entresol_daemon.flash.model import Removed, RemoveReason
+from entresol_daemon.shard.parts import Parts
+from entresol_proto.ids import TenantName, short
+from entresol_proto.wire.data import Reason
+
+_REASONS = {
+    RemoveReason.EVICTED: (Reason.EVICTED, events.Reason.EVICTED),
+    RemoveReason.FORGOTTEN: (Reason.FORGOTTEN, events.Reason.FORGOTTEN),
+    RemoveReason.CORRUPT: (Reason.CORRUPT, events.Reason.FLASH),
+    RemoveReason.NAMESPACE_DROPPED: (Reason.ERASED, events.Reason.ERASED),
+    RemoveReason.IO_ERROR: (Reason.LOST, events.Reason.LOST),
+    RemoveReason.NO_SPACE: (Reason.LOST, events.Reason.LOST),
+}
+
+log = logging.getLogger("entresol.removal")
+
+
+class Removal:
+    """All removals of a shard."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._making_room = asyncio.Lock()
+        self._budget = ReinsertBudget()
+        self._ranking = SegmentRanking(self._median_of)
+        self._reported_by_host = False
+        parts.engine.on_removed = self.gone
+
+    def inserted(self, record_bytes: int) -> None:
+        """A new record was appended: reinsertion may follow in proportion."""
+        self._budget.inserted(record_bytes)
+
+    async def make_room(self, account: Account, record_bytes: int) -> bool:
+        """Make a record of this tenant appendable now, evicting if needed.
+
+        Returns False when nothing may be evicted. The caller must append before it awaits again.
+        """
+        while not self._fits(account, record_bytes):
+            async with self._making_room:
+                if self._fits(account, record_bytes):
+                    return True
+                if not await self._evict_once(account, record_bytes):
+                    return self._fits(account, record_bytes)
+        return True
+
+    async def shrink_to_quota(self, account: Account) -> None:
+        """Evict a tenant's blocks until its (new) quota holds."""
+        async with self._making_room:
+            while not self._within(account, 0):
+                if not await self._evict_once(account, 0):
+                    return
+
+    def _fits(self, account: Account, record_bytes: int) -> bool:
+        room = self._parts.engine.room_for(account.stream, record_bytes)
+        return room and self._within(account, record_bytes)
+
+    def _within(self, account: Account, record_bytes: int) -> bool:
+        quota = account.flash_quota_bytes
+        return not quota or account.flash_bytes + record_bytes <= quota
+
+    async def _evict_once(self, account: Account, record_bytes: int) -> bool:
+        engine = self._parts.engine
+        shares = [
+            TenantShare(
+                stream=each.stream,
+                used_bytes=each.flash_bytes + (record_bytes if each is account else 0),
+                quota_bytes=each.flash_quota_bytes,
+                weight=each.weight,
+            )
+            for each in self._parts.accounts.by_name.values()
+        ]
+        victim = choose_victim(
+            engine.segments(), shares, capacity_bytes=engine.capacity_bytes,
+            now_touch=engine.index.now_touch, ranking=self._ranking, budget=self._budget,
+        )  # fmt: skip
+        if victim is None:
+            return False
+        over_quota = victim.reason in (VictimReason.OVER_QUOTA, VictimReason.OVER_QUOTA_OPEN)
+        removed = await engine.evict(victim.segment, self._keep_none if over_quota else self._keep)
+        log.info(
+            "event=evicted segment=%d blocks=%d reason=%s",
+            victim.segment, len(removed), victim.reason.value,
+        )  # fmt: skip
+        return True
+
+    def _median_of(self, segment: int) -> int:
+        engine = self._parts.engine
+        return median_touch(engine.index.last_touch[engine.live_slots(segment)])
+
+    def _keep_none(self, slots: Slots) -> Slots:
+        return slots[:0]
+
+    def _keep(self, slots: Slots) -> Slots:
+        index = self._parts.engine.index
+        sealed = index.sealed_bytes[slots]
+        mask = keep_blocks(
+            index.last_touch[slots], index.position[slots], sealed,
+            now_touch=index.now_touch, budget_bytes=self._budget.room_bytes,
+        )  # fmt: skip
+        kept_bytes = int(sealed[mask].sum())
+        self._budget.spend(kept_bytes)
+        self._parts.admission.charge(kept_bytes)
+        return slots[mask]
+
+    def forget(self, slots: Iterable[int]) -> int:
+        """Drop blocks on request; a crash brings none back once `engine.barrier` returned."""
+        count = 0
+        for slot in slots:
+            self._parts.engine.remove(slot, RemoveReason.FORGOTTEN)
+            count += 1
+        return count
+
+    def corrupt(self, resident: Resident, *, where: str) -> None:
+        """Drop a block that failed verification; counted, published, never served again."""
+        parts = self._parts
+        parts.meters.corrupt(where)
+        if not parts.residency.holds(resident):
+            return  # removed meanwhile: its slot may belong to another block now
+        log.error(
+            "event=corrupt where=%s namespace=%s block=%s",
+            where, short(resident.namespace_id), short(resident.wire_key),
+        )  # fmt: skip
+        self._reported_by_host = where == events.Reason.HOST_REPORT.label
+        try:
+            parts.engine.remove(resident.slot, RemoveReason.CORRUPT)
+        finally:
+            self._reported_by_host = False
+
+    def drop_namespaces(self, namespace_ids: Iterable[bytes]) -> int:
+        """Drop every block of a tenant's namespaces (erase); returns how many."""
+        return sum(len(self._parts.engine.drop_namespace(each)) for each in namespace_ids)
+
+    def gone(self, removed: Sequence[Removed]) -> None:
+        """The index let go of these in this very moment. Called by the engine."""
+        parts = self._parts
+        now = parts.unix_ns()
+        groups: dict[tuple[bytes, RemoveReason], list[bytes]] = {}
+        for row in removed:
+            parts.residency.drop_slot(row.slot)
+            reason = _REASONS[row.reason][0]
+            parts.history.record(row.namespace_id, row.wire_key, reason, now)
+            groups.setdefault((row.namespace_id, row.reason), []).append(row.wire_key)
+            name = parts.keyring.tenant_of(row.namespace_id)
+            account = None if name is None else parts.accounts.by_name.get(name)
+            if account is not None:
+                account.flash_bytes -= row.extent_bytes
+                assert account.flash_bytes >= 0, "flash bytes refunded twice"
+        for (namespace_id, cause), keys in groups.items():
+            self._publish(namespace_id, cause, tuple(keys), now)
+        parts.room.notify()
+
+    def _publish(
+        self, namespace_id: bytes, cause: RemoveReason, keys: tuple[bytes, ...], now: int
+    ) -> None:
+        reason = _REASONS[cause][1]
+        if cause is RemoveReason.CORRUPT and self._reported_by_host:
+            reason = events.Reason.HOST_REPORT
+        self._parts.meters.removed(reason.label, len(keys))
+        name: TenantName | None = self._parts.keyring.tenant_of(namespace_id)
+        if name is None or cause is RemoveReason.NAMESPACE_DROPPED:
+            return  # nobody to tell, or TENANT_ERASED says it all
+        kind = events.Kind.CORRUPT if cause is RemoveReason.CORRUPT else events.Kind.REMOVED
+        self._parts.events.publish(
+            kind, name, time_unix_ns=now, namespace_id=namespace_id, wire_keys=keys, reason=reason
+        )

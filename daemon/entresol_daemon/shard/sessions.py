@@ -1,0 +1,115 @@
+"""What the shard knows of one session: who it is, what it opened, what it holds.
+
+Invariant: everything a session can name (namespace handles, leases, reservations) is looked up in
+its own tables, so a forged number reaches nothing of another session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.residency import Resident
+from entresol_daemon.keys.keyring import Tenant
+from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
+from entresol_proto import limits
+from entresol_proto.fabric.base import Endpoint, Exposure
+from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.seal.dtypes import DType
+from entresol_proto.status import EntresolError, QuotaError, Status
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedNamespace:
+    """A namespace as one session uses it."""
+
+    handle: int
+    namespace_id: bytes
+    secret: bytes = field(repr=False)
+    descriptor: NamespaceDescriptor = field(repr=False)
+    dtype: DType
+    codec_id: int
+
+
+@dataclass(slots=True, eq=False)
+class PlainBlock:
+    """One opened block in the session's own memory. `pins` counts leases and holds."""
+
+    place: tuple[bytes, bytes]  # namespace id, wire key
+    extent: Extent
+    plain_bytes: int
+    pins: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Leased:
+    """What a lease keeps alive: sealed residents or opened blocks, by index in the FETCH."""
+
+    session: Session
+    namespace: OpenedNamespace
+    sealed: dict[int, Resident] = field(default_factory=dict)
+    plain: dict[int, PlainBlock] = field(default_factory=dict)
+    exposures: list[Exposure] = field(default_factory=list)  # fenced: revoked at lease end
+    held_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One open session. Owned by the shard from `open_session` to `close_session`."""
+
+    number: int
+    session_id: bytes
+    account: Account
+    tenant: Tenant
+    same_host: bool
+    open_threads: int
+    client: str
+    endpoint: Endpoint | None = None
+    fabric: str = "none"
+    namespaces: dict[int, OpenedNamespace] = field(default_factory=dict)
+    exposures: dict[int, Exposure] = field(default_factory=dict)  # by slab number
+    plain_exposures: dict[int, Exposure] = field(default_factory=dict)
+    plain_pool: SlabPool | None = None
+    plain_blocks: dict[tuple[bytes, bytes], PlainBlock] = field(default_factory=dict)
+    held_bytes: int = 0
+    closed: bool = False
+
+    def namespace(self, handle: int) -> OpenedNamespace:
+        """The namespace of a handle. Raises: EntresolError (BAD_REQUEST) for an unknown one."""
+        found = self.namespaces.get(handle)
+        if found is None:
+            raise EntresolError(
+                f"namespace handle {handle} was not opened in this session",
+                status=Status.BAD_REQUEST,
+            )
+        return found
+
+    def next_handle(self) -> int:
+        """A fresh handle. Raises: QuotaError at NAMESPACES_PER_SESSION_MAX."""
+        if len(self.namespaces) >= limits.NAMESPACES_PER_SESSION_MAX:
+            raise QuotaError(f"{len(self.namespaces)} namespaces are open in this session")
+        return len(self.namespaces) + 1
+
+    def data_path(self) -> Endpoint:
+        """The endpoint. Raises: EntresolError when the session attached none."""
+        if self.endpoint is None:
+            raise EntresolError(
+                "this session has no data path", hint="attach a fabric", status=Status.BAD_REQUEST
+            )
+        if self.closed:
+            raise EntresolError("session is closed", status=Status.DISCONNECTED)
+        return self.endpoint
+
+    async def expose_slab(self, slab: Slab) -> Exposure:
+        """Show a slab of sealed bytes to the peer, once per session and slab.
+
+        Raises: FabricError, EntresolError (DISCONNECTED).
+        """
+        found = self.exposures.get(slab.number)
+        if found is None:
+            assert slab.owner == self.account.stream, "a slab of another tenant"
+            exposure = await self.data_path().expose(slab.buffer)  # type: ignore[arg-type]
+            found = self.exposures.setdefault(slab.number, exposure)
+            if found is not exposure:
+                await self.data_path().revoke(exposure)
+        return found

@@ -1,0 +1,455 @@
+"""A shard: one engine, one memory budget, one event log, and the sessions that use them.
+
+This is where the brain (`core`) meets the hands (`flash`, `memory`, fabrics). It knows no sockets:
+`dispatch` brings messages in, endpoints come from fabric servers, so a simulation drives the same
+object as the daemon does.
+
+Invariant: a session's tenant is what `open_session` was told by the authenticated connection; no
+message can change it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from entresol_daemon.compute import Compute
+from entresol_daemon.config import Config
+from entresol_daemon.core.accounts import Account, Accounts, PutBudget
+from entresol_daemon.core.admission import Admission
+from entresol_daemon.core.history import History
+from entresol_daemon.core.leases import LeaseTable
+from entresol_daemon.core.residency import Residency
+from entresol_daemon.events.log import EventLog
+from entresol_daemon.flash.engine import Engine
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.keys.keyring import Keyring, TenantInfo, TenantQuota
+from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
+from entresol_daemon.metrics import Metrics
+from entresol_daemon.shard.gets import GetPath
+from entresol_daemon.shard.meters import Meters
+from entresol_daemon.shard.parts import Parts, Signal
+from entresol_daemon.shard.puts import PutPath
+from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_proto import ids, limits
+from entresol_proto.fabric.base import FabricKind, FabricServer, Offer
+from entresol_proto.ids import NamespaceDescriptor, TenantName
+from entresol_proto.seal.dtypes import DType
+from entresol_proto.seal.meter import choose_codec
+from entresol_proto.status import EntresolError, QuotaError, Status
+from entresol_proto.wire import opening
+from entresol_proto.wire.data import (
+    Exists,
+    ExistsReply,
+    Explain,
+    Explained,
+    Forget,
+    Reason,
+    Touch,
+)
+
+TICK_NS = 50_000_000
+HISTORY_ENTRIES_MAX = 65_536
+SCRATCH_BYTES_MAX = 256 * limits.MIB
+ALIGN_BYTES = limits.ALIGN_BYTES
+_ROUND_UP = RECORD_HEADER_BYTES + ALIGN_BYTES - 1
+
+log = logging.getLogger("entresol.shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a shard is given of the world."""
+
+    make_buffer: Callable[[int], SlabBuffer]  # memory that fabrics can expose
+    make_private: Callable[[int], SlabBuffer]  # memory nobody else sees
+    host_id: bytes
+    now_ns: Callable[[], int]
+    unix_ns: Callable[[], int]
+
+
+class Shard:
+    """See the module. Build with `await Shard.open(...)`, end with `await close()`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        fabrics: Mapping[FabricKind, FabricServer],
+        surroundings: Surroundings,
+        incarnation: int,
+    ) -> None:
+        self.parts = parts
+        self.fabrics = dict(fabrics)
+        self.incarnation = incarnation
+        self.sessions: dict[int, Session] = {}
+        self.draining = False
+        self.removal = Removal(parts)
+        self.gets = GetPath(parts, self.removal)
+        self.puts = PutPath(parts, self.removal)
+        self.host_id = surroundings.host_id
+        self._hurry = asyncio.Event()
+        self._next_session = 1
+        self._ticker: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        parts.residency.pool.on_close = self._slab_closes
+
+    @classmethod
+    async def open(
+        cls,
+        config: Config,
+        *,
+        engine: Engine,
+        keyring: Keyring,
+        compute: Compute,
+        metrics: Metrics,
+        fabrics: Mapping[FabricKind, FabricServer],
+        surroundings: Surroundings,
+        incarnation: int | None = None,
+    ) -> Shard:
+        """Wire a shard around a recovered engine and an opened keyring, and start its ticker.
+
+        The shard owns `engine` from here on; the rest stays the caller's.
+        """
+        number = incarnation or secrets.randbits(63) | 1
+        pool = SlabPool(
+            config.memory.dram_bytes, config.memory.slab_bytes, surroundings.make_buffer
+        )
+        parts = Parts(
+            config=config,
+            engine=engine,
+            keyring=keyring,
+            compute=compute,
+            metrics=metrics,
+            meters=Meters(metrics),
+            events=EventLog(number, on_publish=metrics.event_published, on_gap=metrics.event_gap),
+            accounts=Accounts(),
+            put_budget=PutBudget(
+                config.limits.put_queue_bytes_max, config.limits.put_queue_blocks_max
+            ),
+            admission=Admission.from_config(config.admission, engine.capacity_bytes),
+            history=History(HISTORY_ENTRIES_MAX),
+            residency=Residency(pool),
+            scratch=SlabPool(
+                SCRATCH_BYTES_MAX, config.memory.slab_bytes, surroundings.make_private
+            ),
+            leases=LeaseTable[Leased](leases_per_session_max=config.limits.leases_per_session_max),
+            room=Signal(),
+            make_plain_buffer=surroundings.make_buffer,
+            dek_of=_dek_lookup(keyring),
+            now_ns=surroundings.now_ns,
+            unix_ns=surroundings.unix_ns,
+        )
+        shard = cls(parts, fabrics, surroundings, number)
+        shard._adopt()
+        shard._ticker = asyncio.get_running_loop().create_task(shard._tick())
+        return shard
+
+    def _adopt(self) -> None:
+        """After recovery: give every indexed block to its tenant; drop those of nobody."""
+        parts = self.parts
+        for info in parts.keyring.tenants():
+            self.adopt_tenant(info)
+        index = parts.engine.index
+        for namespace_id in index.namespaces():
+            name = parts.keyring.tenant_of(namespace_id)
+            if name is None:
+                dropped = parts.engine.drop_namespace(namespace_id)
+                log.warning("event=orphan_namespace blocks=%d", len(dropped))
+                continue
+            account = parts.accounts.by_name[name]
+            slots = index.slots_of(namespace_id)
+            records = (index.sealed_bytes[slots].astype(np.int64) + _ROUND_UP) // ALIGN_BYTES
+            account.flash_bytes += int(records.sum()) * ALIGN_BYTES
+
+    def adopt_tenant(self, info: TenantInfo) -> Account:
+        """Enter a tenant of the keyring into the books; its quota follows the keyring."""
+        found = self.parts.accounts.by_name.get(info.name)
+        if found is None:
+            found = Account(info.name, info.stream)
+            self.parts.accounts.add(found)
+        found.flash_quota_bytes = info.quota.flash_bytes
+        found.dram_quota_bytes = info.quota.dram_bytes
+        found.weight = info.quota.weight
+        return found
+
+    # Sessions.
+
+    async def admit(self, name: TenantName) -> Account:
+        """The account of an authenticated tenant, added on first sight where that is configured.
+
+        Raises: EntresolError: FORBIDDEN for a stranger, ERASED, LOCKED.
+        """
+        parts = self.parts
+        account = parts.accounts.by_name.get(name)
+        if account is not None:
+            return account
+        if parts.keyring.was_erased(name) or not parts.config.tenants.auto_add:
+            parts.keyring.get(name)  # raises with the right words
+        tenant = await asyncio.to_thread(self._add_first_seen, name)
+        return self.adopt_tenant(tenant)
+
+    def _add_first_seen(self, name: TenantName) -> TenantInfo:
+        defaults = self.parts.config.tenants
+        quota = TenantQuota(
+            flash_bytes=defaults.flash_bytes,
+            dram_bytes=defaults.dram_bytes,
+            weight=defaults.weight,
+        )
+        return self.parts.keyring.add_tenant(
+            name, quota, now_unix_s=self.parts.unix_ns() // 1_000_000_000
+        ).info
+
+    async def open_session(self, name: TenantName, hello: opening.Hello) -> Session:
+        """A new session of an authenticated tenant.
+
+        Raises: EntresolError: DRAINING, FORBIDDEN, LOCKED, QUOTA at a session limit.
+        """
+        if self.draining:
+            raise EntresolError("the daemon is draining", status=Status.DRAINING)
+        account = await self.admit(name)
+        bounds = self.parts.config.limits
+        if len(self.sessions) >= bounds.sessions_max:
+            raise QuotaError(f"{bounds.sessions_max} sessions are open", status=Status.BUSY)
+        if account.sessions >= bounds.sessions_per_tenant_max:
+            raise QuotaError(f"tenant has {account.sessions} sessions open")
+        session = Session(
+            number=self._next_session,
+            session_id=secrets.token_bytes(16),
+            account=account,
+            tenant=self.parts.keyring.get(name),
+            same_host=hello.host_id == self.host_id,
+            open_threads=max(1, hello.open_threads),
+            client=hello.client,
+        )
+        self._next_session += 1
+        self.sessions[session.number] = session
+        account.sessions += 1
+        return session
+
+    def offers(self, session: Session) -> list[Offer]:
+        """Data paths for a new session; shm only where both ends share a host."""
+        found = []
+        for kind, server in self.fabrics.items():
+            if kind is FabricKind.SHM and not session.same_host:
+                continue
+            try:
+                found.append(server.offer())
+            except EntresolError as error:
+                log.warning("event=no_offer fabric=%s reason=%s", kind.label, error)
+        return found
+
+    async def attach(self, session: Session, offer: Offer, reply: bytes) -> None:
+        """Turn an offer the host took into the session's data path.
+
+        Raises: FabricError.
+        """
+        deadline_ns = self.parts.now_ns() + limits.HANDSHAKE_DEADLINE_NS
+        endpoint = await self.fabrics[offer.kind].accept(offer, reply, deadline_ns)
+        if session.closed:
+            await endpoint.close()
+            raise EntresolError("session is closed", status=Status.DISCONNECTED)
+        session.endpoint = endpoint
+        session.fabric = offer.kind.label
+        log.info(
+            "event=attached session=%d tenant=%s fabric=%s same_host=%s",
+            session.number, session.account.name, session.fabric, session.same_host,
+        )  # fmt: skip
+
+    async def close_session(self, session: Session) -> None:
+        """End a session: leases, reservations, plaintext, data path. Idempotent."""
+        if session.closed:
+            return
+        session.closed = True
+        for lease in self.parts.leases.end_session(session.number):
+            self.gets.let_go(lease.payload)
+        self.puts.close_session(session)
+        if session.endpoint is not None:
+            await session.endpoint.close()
+        await self.gets.close_session(session)
+        del self.sessions[session.number]
+        session.account.sessions -= 1
+        if session.endpoint is not None:
+            self.parts.metrics.sessions[session.fabric].dec()
+
+    # Small requests: answered at once.
+
+    async def open_namespace(self, session: Session, raw: bytes) -> opening.NamespaceOpened:
+        """Name blocks of a descriptor in this session.
+
+        Raises: BadKeyError, QuotaError, KeyringError.
+        """
+        descriptor = NamespaceDescriptor.parse(raw)
+        handle = session.next_handle()
+        keyring = self.parts.keyring
+        namespace_id, secret = await asyncio.to_thread(
+            keyring.remember_namespace, session.account.name, raw
+        )
+        config = self.parts.config
+        dtype = DType.from_name(descriptor.dtype)
+        endpoint = session.endpoint
+        same_host = endpoint is not None and endpoint.capabilities.same_host
+        codec_id = choose_codec(
+            same_host=same_host or session.same_host,
+            link_bytes_per_s=config.sealing.link_bytes_per_s,
+            open_threads=session.open_threads,
+            dtype=dtype,
+            policy=config.sealing.codec,
+        )
+        handle = session.next_handle()
+        session.namespaces[handle] = OpenedNamespace(
+            handle, namespace_id, secret, descriptor, dtype, codec_id
+        )
+        at_host = endpoint is not None and not endpoint.capabilities.private
+        return opening.NamespaceOpened(
+            handle, namespace_id, secret, codec_id, at_host, config.sealing.chunk_bytes
+        )
+
+    def exists(self, session: Session, request: Exists) -> ExistsReply:
+        """Which keys are stored, and the longest stored prefix."""
+        namespace = session.namespace(request.handle)
+        slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
+        present = slots >= 0
+        absent = np.flatnonzero(~present)
+        prefix = int(absent[0]) if absent.size else len(present)
+        return ExistsReply(prefix, np.packbits(present, bitorder="little").tobytes())
+
+    def touch(self, session: Session, request: Touch) -> int:
+        """Make blocks recent, tail first; returns how many were found."""
+        namespace = session.namespace(request.handle)
+        slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
+        found = [slot for slot in slots.tolist() if slot >= 0]
+        self.parts.engine.touch(found[::-1])
+        return len(found)
+
+    async def forget(self, session: Session, request: Forget) -> int:
+        """Drop blocks; returns when they cannot come back after a crash."""
+        namespace = session.namespace(request.handle)
+        slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
+        found = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0))
+        count = self.removal.forget(found)
+        if count:
+            await self.parts.engine.barrier()
+        return count
+
+    def explain(self, session: Session, request: Explain) -> Explained:
+        """Why each key is, or is not, here."""
+        parts = self.parts
+        namespace = session.namespace(request.handle)
+        others: list[tuple[bytes, bytes]] | None = None
+        rows = []
+        for raw in request.engine_keys:
+            engine_key = ids.check_engine_key(raw)
+            key = ids.wire_key(namespace.secret, engine_key)
+            row = self._why(namespace, key)
+            if row[0] is Reason.NEVER_STORED:
+                if others is None:
+                    others = self._other_namespaces(session, namespace)
+                find = parts.engine.index.find
+                if any(find(ns, ids.wire_key(secret, engine_key)) >= 0 for ns, secret in others):
+                    row = (Reason.OTHER_NAMESPACE, 0)
+            rows.append(row)
+        return Explained(tuple(rows))
+
+    def _other_namespaces(
+        self, session: Session, namespace: OpenedNamespace
+    ) -> list[tuple[bytes, bytes]]:
+        """(id, secret) of the tenant's other namespaces that hold blocks."""
+        keyring, name = self.parts.keyring, session.account.name
+        stored = self.parts.engine.index.namespaces()
+        found = []
+        for other in keyring.namespaces_of(name):
+            if other == namespace.namespace_id or not stored.get(other):
+                continue
+            descriptor = keyring.descriptor_of(other)
+            if descriptor is not None:
+                found.append(keyring.derive_namespace(name, descriptor.canonical()))
+        return found  # type: ignore[return-value]
+
+    def _why(self, namespace: OpenedNamespace, key: bytes) -> tuple[Reason, int]:
+        parts = self.parts
+        index = parts.engine.index
+        slot = index.find(namespace.namespace_id, key)
+        if slot >= 0:
+            resident = parts.residency.get(slot)
+            return (Reason.IN_MEMORY if resident is not None else Reason.ON_FLASH, 0)
+        if self.puts.is_wanted(namespace.namespace_id, key):
+            return (Reason.BEING_STORED, 0)
+        return parts.history.why(namespace.namespace_id, key)
+
+    # Life.
+
+    async def drain(self, deadline_ns: int) -> bool:
+        """Take no new work; wait until leases and puts are finished or the deadline passes."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(max(0, deadline_ns - self.parts.now_ns()) / 1e9):
+                await self.puts.drain()
+                while len(self.parts.leases) and not self._hurry.is_set():
+                    await asyncio.sleep(TICK_NS / 1e9)
+            return not len(self.parts.leases)
+        except TimeoutError:
+            return False
+
+    def hurry(self) -> None:
+        """Do not wait for hosts to give their leases back; what was accepted is still written."""
+        self._hurry.set()
+
+    async def close(self, *, clean: bool = True) -> None:
+        """End every session, finish what is on its way to flash, close the engine. Idempotent."""
+        self.draining = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+            self._ticker = None
+        for session in list(self.sessions.values()):
+            await self.close_session(session)
+        await self.gets.close()
+        if clean:
+            await self.puts.drain()
+        await self.parts.engine.close(clean=clean)
+        if self._background:
+            await asyncio.wait(self._background)
+        self.parts.residency.pool.on_close = None
+        self.parts.residency.pool.close()
+        self.parts.scratch.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_NS / 1e9)
+            try:
+                self.tick()
+            except Exception:
+                log.exception("event=tick_failed")
+
+    def tick(self) -> None:
+        """Periodic work: end leases and reservations whose time has come."""
+        now = self.parts.now_ns()
+        expired = self.parts.leases.expire(now)
+        for lease in expired:
+            self.gets.let_go(lease.payload)
+        if expired:
+            self.parts.metrics.leases_expired.inc(len(expired))
+        self.puts.expire(now)
+
+    def _slab_closes(self, slab: Slab) -> None:
+        """A slab's memory goes away: nobody may be shown it any more."""
+        for session in self.sessions.values():
+            exposure = session.exposures.pop(slab.number, None)
+            if exposure is not None and session.endpoint is not None:
+                task = asyncio.get_running_loop().create_task(session.endpoint.revoke(exposure))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
+
+
+def _dek_lookup(keyring: Keyring) -> Callable[[bytes, int], bytes | None]:
+    def dek_of(stream: bytes, version: int) -> bytes | None:
+        info = keyring.by_stream(stream)
+        return None if info is None or keyring.locked else keyring.get(info.name).dek(version)
+
+    return dek_of
