@@ -91,7 +91,7 @@ def sealed_bytes_max(
     """The most bytes a block of `plain_bytes` can seal to, whatever its content and codec.
 
     Room for a meta with `meta_tokens` token ids is always included. What is allocated before the
-    data is seen. The length of the engine key is only checked: every header has room for the longest.
+    data is seen. The engine key's length is only checked: every header has room for the longest.
 
     Raises: SealError (TOO_LARGE, BAD_REQUEST) when no such block may exist.
     """

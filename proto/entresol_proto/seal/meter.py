@@ -113,10 +113,10 @@ def choose_codec(
     `policy` "raw", "zstd" or "plane" decides alone. "auto" takes raw on one host, where the link is
     memory; otherwise the codec with the highest min(link × ratio, threads × opening rate of one
     core), the denser one on a tie. `link_bytes_per_s` is what the link carries for this session,
-    `open_threads` how many cores may open blocks at once. A guess from constants: the meter tells
-    what really happened.
+    `open_threads` how many cores may open blocks at once, as the peer says; below 1 counts as 1. A
+    guess from constants: the meter tells what really happened.
 
-    Raises: ConfigError for an unknown policy, or for "auto" without a positive rate and thread.
+    Raises: ConfigError for an unknown policy, or for "auto" without a positive link rate.
     """
     if policy != POLICY_AUTO:
         try:
@@ -127,12 +127,13 @@ def choose_codec(
             ) from None
     if same_host:
         return codecs.RAW
-    if link_bytes_per_s <= 0 or open_threads <= 0:
-        raise ConfigError("codec policy auto needs a link rate and a thread count above zero")
-    best = (min(link_bytes_per_s, open_threads * _DECRYPT_BYTES_PER_S), 1.0, codecs.RAW)
+    if link_bytes_per_s <= 0:
+        raise ConfigError("codec policy auto needs a link rate above zero")
+    threads = max(1, open_threads)
+    best = (min(link_bytes_per_s, threads * _DECRYPT_BYTES_PER_S), 1.0, codecs.RAW)
     for (codec_id, of_dtype), rate in _RATES.items():
         if of_dtype is dtype:
             core_s = 1 / rate.decode_bytes_per_s + 1 / (rate.ratio * _DECRYPT_BYTES_PER_S)
-            plain_per_s = min(link_bytes_per_s * rate.ratio, open_threads / core_s)
+            plain_per_s = min(link_bytes_per_s * rate.ratio, threads / core_s)
             best = max(best, (plain_per_s, rate.ratio, codec_id))
     return best[2]
