@@ -26,6 +26,13 @@ CERTIFICATE_BYTES_MAX = 64 * 1024
 ROLE_TENANT = "tenant"
 ROLE_SHARD = "shard"
 
+# Everything the X.509 parser is known to raise for a certificate that is not well-formed.
+_MALFORMED = (
+    ValueError,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
 _TRUST_DOMAIN = re.compile(r"[a-z0-9._-]{1,255}")
 
 
@@ -112,7 +119,7 @@ def load_certificate(raw: bytes) -> x509.Certificate:
         if raw.lstrip().startswith(b"-----BEGIN"):
             return x509.load_pem_x509_certificate(raw)
         return x509.load_der_x509_certificate(raw)
-    except ValueError as error:
+    except _MALFORMED as error:
         raise IdentityError(f"not an X.509 certificate: {error}") from None
 
 
@@ -138,7 +145,7 @@ def spiffe_id_from_cert(raw: bytes | None, trust_domain: str) -> SpiffeId:
             uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         except x509.ExtensionNotFound:
             uris = []
-    except (ValueError, x509.DuplicateExtension) as error:
+    except _MALFORMED as error:
         raise IdentityError(f"the certificate's extensions are malformed: {error}") from None
     if len(uris) != 1:
         many = "no URI name" if not uris else f"{len(uris)} URI names"
