@@ -8,6 +8,7 @@ reaches the caller with its status and hint; any other is logged and answered wi
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -27,7 +28,7 @@ from entresol_proto.v1 import entresol_pb2 as pb
 
 log = logging.getLogger("entresol.grpc")
 
-SNAPSHOTS_AT_ONCE_MAX = 4  # of all tenants; each walks the index
+SNAPSHOTS_PER_TENANT_MAX = 2  # running at once, per server; each walks the tenant's index
 
 Identify = Callable[[Any], TenantName | None]
 """From a call's context: the tenant, or None for the operator. Raises: EntresolError."""
@@ -59,6 +60,7 @@ GRPC_CODES = {
     Status.CONFLICT: _C.ABORTED,
     Status.ERASED: _C.FAILED_PRECONDITION,
     Status.INTERNAL: _C.INTERNAL,
+    Status.NOT_ADMITTED: _C.FAILED_PRECONDITION,
 }
 STATUS_METADATA_KEY = "entresol-status"  # trailing metadata: the status label
 
@@ -86,7 +88,8 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
     else:
         log.error("event=grpc_failed method=%s", method, exc_info=error)
         status, details = Status.INTERNAL, "internal error; the daemon's log has it"
-    code = GRPC_CODES[status] if status is not Status.OK else _C.INTERNAL
+    assert status is not Status.OK, "an error is not a success"
+    code = GRPC_CODES.get(status, _C.INTERNAL)
     await context.abort(code, details, ((STATUS_METADATA_KEY, status.label),))
 
 
@@ -127,7 +130,7 @@ class EventsService:
         self._backend = backend
         self._identify = identify
         self._streams: set[EventStream] = set()
-        self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE_MAX)
+        self._snapshots: collections.Counter[TenantName] = collections.Counter()
         self._closed = False
 
     def close(self) -> None:
@@ -202,22 +205,26 @@ class EventsService:
                 raise EntresolError(
                     "a snapshot is of one tenant", hint="name it", status=Status.BAD_REQUEST
                 )
-            if self._snapshots.locked():
+            if self._snapshots[tenant] >= SNAPSHOTS_PER_TENANT_MAX:
                 raise EntresolError(
-                    f"{SNAPSHOTS_AT_ONCE_MAX} snapshots are being taken",
-                    hint="try again",
+                    f"{SNAPSHOTS_PER_TENANT_MAX} snapshots are being taken",
+                    hint="try again when one has ended",
                     status=Status.BUSY,
                 )
         except Exception as error:
             await _abort(context, error, "Snapshot")
             return
-        async with self._snapshots:
-            try:
-                async with contextlib.aclosing(self._walk(tenant)) as replies:
-                    async for reply in replies:
-                        yield reply
-            except Exception as error:
-                await _abort(context, error, "Snapshot")
+        self._snapshots[tenant] += 1
+        try:
+            async with contextlib.aclosing(self._walk(tenant)) as replies:
+                async for reply in replies:
+                    yield reply
+        except Exception as error:
+            await _abort(context, error, "Snapshot")
+        finally:
+            self._snapshots[tenant] -= 1
+            if not self._snapshots[tenant]:
+                del self._snapshots[tenant]
 
     async def _walk(self, tenant: TenantName) -> AsyncGenerator[pb.SnapshotReply, None]:
         event_log = self._backend.event_log
