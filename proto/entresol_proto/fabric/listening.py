@@ -110,7 +110,7 @@ class ListeningServer(abc.ABC, Generic[E]):
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the peer gave up already
-                _log.warning("event=accept_failed fabric=%s error=%s", self.kind.label, error)
+                _log.warning("event=accept_failed fabric=%s error=%s", self.kind.label, str(error))
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             if len(self._greeting) >= limits.DATA_STREAMS_PENDING_MAX:

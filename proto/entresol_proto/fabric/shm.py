@@ -109,7 +109,7 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             offer.endpoint = endpoint
             self._offers.complete(offer)
         except ProtocolError as error:
-            _log.info("event=connection_refused fabric=shm error=%s", error)
+            _log.info("event=connection_refused fabric=shm error=%s", str(error))
         finally:
             if not known:
                 sock.close()

@@ -191,7 +191,7 @@ class ShmEndpoint:
             region = await asyncio.wrap_future(mapping)
         except FabricError as error:
             status = error.status
-            _log.warning("event=region_refused fabric=shm error=%s", error)
+            _log.warning("event=region_refused fabric=shm error=%s", str(error))
         except asyncio.CancelledError:
             if mapping.cancel():
                 os.close(fd)  # the worker never saw it
@@ -313,7 +313,7 @@ class ShmEndpoint:
 
     def _on_lost(self, error: Exception | None) -> None:
         if error is not None:
-            _log.warning("event=shm_link_lost error=%s", error)
+            _log.warning("event=shm_link_lost error=%s", str(error))
         self.discard()
 
     def discard(self) -> None:

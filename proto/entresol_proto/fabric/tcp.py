@@ -239,7 +239,7 @@ class TcpEndpoint:
     def stream_lost(self, stream: DataStream, error: Exception | None) -> None:
         """For the streams: one is gone, so the data path is."""
         if not self._closed and error is not None:
-            _log.warning("event=data_stream_lost error=%s", error)
+            _log.warning("event=data_stream_lost error=%s", str(error))
         broken = isinstance(error, ProtocolError)
         self._fail(Status.FABRIC_ERROR if broken else Status.DISCONNECTED)
 
