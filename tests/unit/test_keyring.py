@@ -447,7 +447,7 @@ def test_receipts_that_were_altered_do_not_verify(tmp_path: Path) -> None:
         ("erased", receipt["erased"][:1]),
         ("public_key", "00"),
         ("signature", "zz"),
-        ("signature", receipt["signature"][:-2] + "00"),
+        ("signature", f"{int(receipt['signature'], 16) ^ 1:0128x}"),
     ):
         changed = receipt.copy()
         changed[field] = value  # type: ignore[literal-required]
@@ -727,6 +727,24 @@ def test_open_survives_a_fault_at_every_call(tmp_path: Path, crash: bool) -> Non
             if calls.count < k:
                 break
         assert k > 8
+
+
+def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None:
+    """A write that failed after its renames is on disk; the next one must be newer than it."""
+    seeded(tmp_path)
+    calls = FaultyCalls(crash=False)
+    ring = open_ring(tmp_path, calls=calls)
+    calls.count, calls.k = 0, 12  # the last call of a change: the flush of the second rename
+    with pytest.raises(KeyringError):
+        ring.rotate("acme", now_unix_s=7)
+    failed = decode((tmp_path / "keyring.json.bak").read_bytes())
+    assert failed.tenants["acme"].active == 3
+    calls.k = -1
+    ring.set_quota("acme", TenantQuota(weight=5))
+    ring.close()
+    after = decode((tmp_path / "keyring.json").read_bytes())
+    assert after.tenants["acme"].active == 2
+    assert after.generation > failed.generation
 
 
 def test_content_is_flushed_before_and_the_folder_after_each_rename(tmp_path: Path) -> None:
