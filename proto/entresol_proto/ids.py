@@ -1,8 +1,8 @@
 """Names of things: namespaces, blocks, tenants, and how they are derived.
 
-Invariant: two different (tenant, model, layout, salt, ...) descriptors never give the same bytes, so
-they never share a block. The encoding is length-framed: no choice of field values can imitate
-another (facts: `("org_1", "2345")` against `("org_12345", "")`). Test vectors: tests/vectors/ids.json.
+Invariant: two different (tenant, model, layout, salt, ...) descriptors never give the same bytes,
+so they never share a block. The encoding is length-framed: no choice of field values can imitate
+another (`("org_1", "2345")` against `("org_12345", "")`). Test vectors: tests/vectors/ids.json.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ EngineKey = NewType("EngineKey", bytes)  # 8..64 bytes, as the inference engine 
 TenantName = NewType("TenantName", str)
 
 NAMESPACE_SECRET_BYTES = 32
+_OPTIONAL = frozenset({"lora", "cache_salt"})
 _DESCRIPTOR_LABEL = b"entresol/ns/v1"
 _TENANT_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 
@@ -87,15 +88,22 @@ class NamespaceDescriptor:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name in _OPTIONAL:
+                continue
+            if isinstance(value, str) is isinstance(field.default, int) or value is None:
+                raise BadKeyError(f"namespace field {field.name} is a {type(value).__name__}")
             if isinstance(value, str):
-                size = len(value.encode())
+                try:
+                    size = len(value.encode())
+                except UnicodeEncodeError:
+                    raise BadKeyError(f"namespace field {field.name} is not UTF-8 text") from None
                 if not 0 < size <= limits.DESCRIPTOR_TEXT_BYTES_MAX:
                     raise BadKeyError(
                         f"namespace field {field.name} is {size} bytes",
                         hint=f"give 1 to {limits.DESCRIPTOR_TEXT_BYTES_MAX} bytes, "
                         "or leave an optional field out",
                     )
-            elif isinstance(value, int) and not 0 <= value < 2**32:
+            elif not isinstance(value, int) or not 0 <= value < 2**32:
                 raise BadKeyError(f"namespace field {field.name} is {value}, not 0..2^32-1")
         if not 0 < self.block_tokens <= limits.TOKENS_PER_BLOCK_MAX:
             raise BadKeyError(f"block_tokens is {self.block_tokens}")

@@ -1,7 +1,8 @@
 """Every named limit that both sides share, in one place.
 
 Invariant: a queue, message, table or retry loop of the protocol has its bound here, with its unit
-last in the name. Daemon-only limits live in `entresol_daemon.config`, where an operator can set them.
+last in the name. Daemon-only limits live in `entresol_daemon.config`, where an operator can set
+them.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ TICKET_BYTES = 16  # one-time, random, names one fabric offer
 OFFERS_OPEN_MAX = 1_024  # unanswered fabric offers per server
 DATA_STREAMS_DEFAULT = 2  # tcp connections per session
 DATA_STREAMS_PENDING_MAX = 256  # data connections that have not shown a ticket yet, per server
-DATA_PIECE_BYTES_MAX = 512 * KIB  # of one span handed to the transport at a time
-DATA_QUEUE_BYTES_MAX = 1 * MIB  # per stream: above it no further piece is handed to the transport
+DATA_PIECE_BYTES_MAX = 1024 * KIB  # of one span handed to the transport at a time
+DATA_QUEUE_BYTES_MAX = 4096 * KIB  # per stream: above it no further piece is handed to the transport
 READS_PER_STREAM_MAX = 256  # read requests outstanding on one data stream
 SPANS_PER_STREAM_MAX = 16_384  # their spans
 MAPPED_BYTES_PER_SESSION_MAX = 256 * GIB  # peer memory mapped by shm; a daemon passes less

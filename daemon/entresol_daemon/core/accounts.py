@@ -39,6 +39,8 @@ class PutBudget:
         """Charge one put if it fits. QUOTA when it never can, BUSY when not now."""
         if account.flash_quota_bytes and record_bytes > account.flash_quota_bytes:
             return Status.QUOTA
+        if record_bytes > self.bytes_max or not self.blocks_max:
+            return Status.QUOTA
         if self.used_blocks >= self.blocks_max or self.used_bytes + record_bytes > self.bytes_max:
             return Status.BUSY
         self.used_bytes += record_bytes
@@ -53,8 +55,8 @@ class PutBudget:
         self.used_blocks -= 1
         account.put_bytes -= record_bytes
         account.put_blocks -= 1
-        assert self.used_bytes >= 0, "put bytes refunded twice"
-        assert account.put_bytes >= 0, "put bytes refunded twice"
+        assert min(self.used_bytes, self.used_blocks) >= 0, "put refunded twice"
+        assert min(account.put_bytes, account.put_blocks) >= 0, "put refunded twice"
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Accounts:
     def add(self, account: Account) -> None:
         """Enter a tenant; its name and stream must be new."""
         assert account.name not in self.by_name, account.name
+        assert account.stream not in self.by_stream, account.name
         self.by_name[account.name] = account
         self.by_stream[account.stream] = account
 

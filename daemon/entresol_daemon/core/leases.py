@@ -1,7 +1,8 @@
 """Leases: how long a host may read what it was granted. Pure; time comes in as `now_ns`.
 
 Invariant: a lease ends exactly once, by release, by expiry or with its session, and whoever made it
-gets its payload back at that moment to let go of the memory.
+gets its payload back at that moment to let go of the memory. What a table holds is bounded by its
+living leases: deadlines of ended ones are swept out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Generic, TypeVar
 from entresol_proto.status import QuotaError, Status
 
 T = TypeVar("T")
+
+STALE_DEADLINES_MAX = 1_024  # beyond as many as there are living leases; then they are swept out
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +104,6 @@ class LeaseTable(Generic[T]):
         held.discard(lease.lease_id)
         if not held:
             del self._by_session[lease.session]
+        if len(self._deadlines) > 2 * len(self._leases) + STALE_DEADLINES_MAX:
+            self._deadlines = [row for row in self._deadlines if row[1] in self._leases]
+            heapq.heapify(self._deadlines)

@@ -83,12 +83,14 @@ def take_window(
     owner_bytes_max: int,
     budget_bytes: int,
     load_bytes_max: int,
+    prefix: bool = False,
 ) -> Window:
     """Pop what can be served or loaded now off `pending`; pins every resident it returns.
 
     `shapes` belong to `pending`, in order. Stops at the first block that does not fit; an empty
     window means: wait for memory. The first block is taken even if it exceeds the byte budgets, so
-    that a block larger than a budget can be served alone.
+    that a block larger than a budget can be served alone. With `prefix`, a block that went away
+    since `plan_fetch` is a gap like any other: the rest of `pending` is answered GAP.
     """
     window = Window()
     loading = 0
@@ -97,6 +99,10 @@ def take_window(
         if shape.slot < 0:
             window.misses.append((index, Status.MISS))
             pending.popleft()
+            if prefix:
+                window.misses += [(later, Status.GAP) for later in pending]
+                pending.clear()
+                break
             continue
         if window.taken_bytes and window.taken_bytes + shape.record_bytes > budget_bytes:
             break

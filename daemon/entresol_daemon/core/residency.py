@@ -13,6 +13,7 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from entresol_daemon.memory.ranges import align_up
 from entresol_daemon.memory.slabs import Extent, SlabPool
 
 
@@ -62,17 +63,21 @@ class Residency:
     def allocate(self, owner: bytes, length_bytes: int, owner_bytes_max: int) -> Extent | None:
         """Memory for a record, evicting idle residents if needed; None when all is pinned.
 
-        An owner at its own limit only displaces its own; otherwise the owner with the most idle
-        bytes gives way first.
+        An owner at its own limit only displaces its own; otherwise the owner that holds the most
+        memory gives way first, of those with anything idle. A record that cannot fit in any case
+        displaces nothing.
         """
+        length = align_up(length_bytes)
+        if length > min(owner_bytes_max, self.pool.budget_bytes):
+            return None
         while True:
             own = self.pool.used_bytes(owner)
-            over = own + length_bytes > owner_bytes_max
+            over = own + length > owner_bytes_max
             if not over:
-                extent = self.pool.allocate(owner, length_bytes)
+                extent = self.pool.allocate(owner, length)
                 if extent is not None:
                     return extent
-            if not self._evict_one(owner if over else self._most_idle(owner)):
+            if not self._evict_one(owner if over else self._giving_way(owner)):
                 return None
 
     def add(self, resident: Resident) -> None:
@@ -83,8 +88,9 @@ class Residency:
             self._rest(resident)
 
     def pin(self, resident: Resident) -> None:
-        """Keep it until `unpin`."""
-        if resident.pins == 0 and resident.state is not ResidentState.DEAD:
+        """Keep it until `unpin`. Its memory must not have been freed yet."""
+        assert resident.pins or resident.state is not ResidentState.DEAD, resident.slot
+        if resident.pins == 0:
             self._wake(resident)
         resident.pins += 1
 
@@ -132,7 +138,7 @@ class Residency:
             del self._idle[resident.owner]
         self.idle_bytes -= resident.extent.length_bytes
 
-    def _most_idle(self, asking: bytes) -> bytes:
+    def _giving_way(self, asking: bytes) -> bytes:
         if not self._idle:
             return asking
         return max(self._idle, key=lambda owner: (self.pool.used_bytes(owner), owner))

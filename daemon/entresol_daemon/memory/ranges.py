@@ -59,6 +59,7 @@ class RangeAllocator:
         place = bisect_left(self._free, offset_bytes)
         start, size = offset_bytes, length_bytes
         end = offset_bytes + length_bytes
+        assert 0 <= offset_bytes < end, (offset_bytes, length_bytes)
         assert end <= self.size_bytes, (offset_bytes, length_bytes)
         if place < len(self._free):
             after = self._free[place]

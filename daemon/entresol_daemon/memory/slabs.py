@@ -48,6 +48,7 @@ class Extent:
     offset_bytes: int
     length_bytes: int
     view: memoryview = field(repr=False)
+    freed: bool = False
 
 
 class SlabPool:
@@ -89,7 +90,9 @@ class SlabPool:
         return None if fresh is None else self._take(fresh, length)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back. Its view must not be used afterwards."""
+        """Give an extent back, once. Its view must not be used afterwards."""
+        assert not extent.freed, "extent is freed twice"
+        extent.freed = True
         extent.view.release()
         extent.slab.ranges.free(extent.offset_bytes, extent.length_bytes)
         self.allocated_bytes -= extent.length_bytes
@@ -99,6 +102,7 @@ class SlabPool:
     def shrink(self, extent: Extent, length_bytes: int) -> None:
         """Keep only the first `length_bytes` (rounded up) of an extent."""
         keep = align_up(length_bytes)
+        assert not extent.freed, "extent is freed already"
         assert 0 < keep <= extent.length_bytes, (keep, extent.length_bytes)
         rest = extent.length_bytes - keep
         if rest == 0:
@@ -129,6 +133,8 @@ class SlabPool:
         return Extent(slab, offset, length, slab.buffer.view[offset : offset + length])
 
     def _new_slab(self, owner: bytes, size_bytes: int) -> Slab | None:
+        if size_bytes > self.budget_bytes:
+            return None
         while self.mapped_bytes + size_bytes > self.budget_bytes:
             empty = self._find_empty()
             if empty is None:

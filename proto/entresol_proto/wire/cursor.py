@@ -12,6 +12,9 @@ from typing import Any
 
 from entresol_proto.status import ProtocolError
 
+TEXT_BYTES_MAX = 1024  # of a message or hint
+NAME_BYTES_MAX = 255  # of a shard, tenant or client name
+
 
 class Cursor:
     """Reads a payload front to back."""
@@ -51,12 +54,25 @@ class Cursor:
         if count > count_max:
             raise ProtocolError(f"{self._what} has {count} items, at most {count_max} allowed")
 
-    def text(self, length: int) -> str:
-        """UTF-8 text. Raises: ProtocolError."""
+    def text(self, length: int, bytes_max: int = TEXT_BYTES_MAX) -> str:
+        """UTF-8 text of at most `bytes_max` bytes, as `text16` wrote it. Raises: ProtocolError."""
+        if length > bytes_max:
+            raise ProtocolError(f"{self._what} has a text of {length} bytes, {bytes_max} allowed")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
             raise ProtocolError(f"{self._what} holds text that is not UTF-8") from None
+
+    def flag(self, value: int) -> bool:
+        """A boolean byte. Raises: ProtocolError unless it is 0 or 1."""
+        if value > 1:
+            raise ProtocolError(f"{self._what} has a flag of {value}, not 0 or 1")
+        return value == 1
+
+    def zero(self, value: int) -> None:
+        """A reserved field. Raises: ProtocolError unless it is 0."""
+        if value:
+            raise ProtocolError(f"{self._what} has {value} in a reserved field")
 
     def rest(self) -> bytes:
         """Everything that is left."""
@@ -68,7 +84,10 @@ class Cursor:
             raise ProtocolError(f"{self._what} has {len(self._raw) - self._at} bytes too many")
 
 
-def text16(value: str, bytes_max: int = 1024) -> bytes:
-    """`u16 length, UTF-8`, cut at a character boundary to at most `bytes_max` bytes."""
-    raw = value.encode()[:bytes_max].decode(errors="ignore").encode()
+def text16(value: str, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
+    """`u16 length, UTF-8`, cut at a character boundary to at most `bytes_max` bytes.
+
+    What UTF-8 cannot say (lone surrogates, as in a file name that is no text) becomes `?`.
+    """
+    raw = value.encode(errors="replace")[:bytes_max].decode(errors="ignore").encode()
     return struct.pack("<H", len(raw)) + raw

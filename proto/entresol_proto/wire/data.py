@@ -93,10 +93,11 @@ class Fetch:
     @classmethod
     def decode(cls, raw: bytes) -> Fetch:
         cursor = Cursor(raw, "FETCH")
-        handle, open_at, prefix, _, deadline_ns = cursor.unpack(cls._FIXED)
+        handle, open_at, prefix, reserved, deadline_ns = cursor.unpack(cls._FIXED)
+        cursor.zero(reserved)
         _check_deadline(deadline_ns)
         keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
-        return cls(handle, _open_at(open_at), bool(prefix), deadline_ns, keys)
+        return cls(handle, _open_at(open_at), cursor.flag(prefix), deadline_ns, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ class Grant:
 
     TYPE: ClassVar[FrameType] = FrameType.GRANT
     _FIXED: ClassVar[struct.Struct] = struct.Struct("<BBHIQQQ")
-    _ITEM: ClassVar[struct.Struct] = struct.Struct("<IB3xIQII32s16s")
-    _MISS: ClassVar[struct.Struct] = struct.Struct("<IB3x")
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<IIIQII32s16s")
+    _MISS: ClassVar[struct.Struct] = struct.Struct("<II")
 
     final: bool
     lease_id: int
@@ -159,7 +160,8 @@ class Grant:
     @classmethod
     def decode(cls, raw: bytes) -> Grant:
         cursor = Cursor(raw, "GRANT")
-        final, _, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
+        final, reserved, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
+        cursor.zero(reserved)
         items = tuple(
             GrantItem(index, _tier(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
             for index, tier, rkey, address, size, plain, key, commitment in cursor.table(
@@ -171,7 +173,7 @@ class Grant:
             for index, status in cursor.table(cls._MISS, missed, limits.BLOCKS_PER_FETCH_MAX)
         )
         cursor.done()
-        return cls(bool(final), lease_id, lease_ns, expires_ns, items, misses)
+        return cls(cursor.flag(final), lease_id, lease_ns, expires_ns, items, misses)
 
 
 def _tier(value: int) -> Tier:
@@ -190,7 +192,7 @@ class Release:
     TYPE: ClassVar[FrameType] = FrameType.RELEASE
     _FIXED: ClassVar[struct.Struct] = struct.Struct("<II")
     _LEASE: ClassVar[struct.Struct] = struct.Struct("<Q")
-    _REPORT: ClassVar[struct.Struct] = struct.Struct("<QIB3x")
+    _REPORT: ClassVar[struct.Struct] = struct.Struct("<QII")
 
     lease_ids: tuple[int, ...]
     reports: tuple[tuple[int, int, Status], ...] = ()
@@ -258,7 +260,8 @@ class Reserve:
     @classmethod
     def decode(cls, raw: bytes) -> Reserve:
         cursor = Cursor(raw, "RESERVE")
-        handle, ack, _, count, deadline_ns = cursor.unpack(cls._FIXED)
+        handle, ack, reserved, count, deadline_ns = cursor.unpack(cls._FIXED)
+        cursor.zero(reserved)
         cursor.check_count(count, limits.BLOCKS_PER_PUT_MAX)
         _check_deadline(deadline_ns)
         items = []
@@ -286,7 +289,7 @@ class Reserved:
     """Daemon: one answer per item. OK carries a put id and, for host sealing, a single-use key."""
 
     TYPE: ClassVar[FrameType] = FrameType.RESERVED
-    _ITEM: ClassVar[struct.Struct] = struct.Struct("<B3xIQ32s32s16s")
+    _ITEM: ClassVar[struct.Struct] = struct.Struct("<IIQ32s32s16s")
 
     @dataclass(frozen=True, slots=True)
     class Item:
@@ -459,7 +462,7 @@ class Stage:
     """Host: bring these up ahead of use and hold them for `hold_ns`."""
 
     TYPE: ClassVar[FrameType] = FrameType.STAGE
-    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IB3xQQ")
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IIQQ")
 
     handle: int
     open_at: OpenAt

@@ -84,11 +84,12 @@ class FrameDecoder:
     stranger can make us hold only a few KiB.
     """
 
-    __slots__ = ("_buffer", "_payload_bytes_max")
+    __slots__ = ("_broken", "_buffer", "_payload_bytes_max")
 
     def __init__(self, payload_bytes_max: int = limits.FRAME_PAYLOAD_BYTES_BEFORE_OPEN_MAX) -> None:
         self._payload_bytes_max = payload_bytes_max
         self._buffer = bytearray()
+        self._broken = False
 
     def allow(self, payload_bytes_max: int) -> None:
         """Change the largest accepted payload."""
@@ -101,9 +102,19 @@ class FrameDecoder:
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Add received bytes, return the frames they complete.
 
-        Raises: ProtocolError on wrong magic, checksum, version, type or length. The decoder is
-        useless afterwards; the stream must be closed.
+        Raises: ProtocolError on wrong magic, checksum, version, type or length. The decoder holds
+        and accepts nothing afterwards; the stream must be closed.
         """
+        if self._broken:
+            raise ProtocolError("the stream is broken already")
+        try:
+            return self._feed(data)
+        except ProtocolError:
+            self._broken = True
+            self._buffer.clear()
+            raise
+
+    def _feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         self._buffer += data
         frames: list[Frame] = []
         at = 0

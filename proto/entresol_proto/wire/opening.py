@@ -13,7 +13,7 @@ from typing import ClassVar
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.status import ProtocolError, Status
-from entresol_proto.wire.cursor import Cursor, text16
+from entresol_proto.wire.cursor import NAME_BYTES_MAX, Cursor, text16
 from entresol_proto.wire.frames import FrameType
 
 PROTOCOL_MIN = 1
@@ -49,16 +49,17 @@ class Hello:
         return (
             self._FIXED.pack(self.protocol_min, self.protocol_max, self.open_threads, 0)
             + self.host_id
-            + text16(self.client, 255)
+            + text16(self.client, NAME_BYTES_MAX)
         )
 
     @classmethod
     def decode(cls, raw: bytes) -> Hello:
         cursor = Cursor(raw, "HELLO")
-        low, high, threads, _ = cursor.unpack(cls._FIXED)
+        low, high, threads, reserved = cursor.unpack(cls._FIXED)
+        cursor.zero(reserved)
         host_id = cursor.take(16)
         (size,) = cursor.unpack(_U16)
-        name = cursor.text(size)
+        name = cursor.text(size, NAME_BYTES_MAX)
         cursor.done()
         return cls(low, high, host_id, threads, name)
 
@@ -98,8 +99,8 @@ class Welcome:
                 self.host_id,
                 len(self.offers),
             ),
-            text16(self.shard, 255),
-            text16(self.tenant, 255),
+            text16(self.shard, NAME_BYTES_MAX),
+            text16(self.tenant, NAME_BYTES_MAX),
         ]
         parts += [struct.pack("<BH", o.kind, len(o.params)) + o.params for o in self.offers]
         return b"".join(parts)
@@ -107,11 +108,12 @@ class Welcome:
     @classmethod
     def decode(cls, raw: bytes) -> Welcome:
         cursor = Cursor(raw, "WELCOME")
-        (protocol, _, session_id, incarnation, lease_ns, frame_max, block_max, fetch_max, inflight,
-         host_id, count) = cursor.unpack(cls._FIXED)  # fmt: skip
+        (protocol, reserved, session_id, incarnation, lease_ns, frame_max, block_max, fetch_max,
+         inflight, host_id, count) = cursor.unpack(cls._FIXED)  # fmt: skip
+        cursor.zero(reserved)
         cursor.check_count(count, OFFERS_MAX)
-        shard = cursor.text(cursor.unpack(_U16)[0])
-        tenant = cursor.text(cursor.unpack(_U16)[0])
+        shard = cursor.text(cursor.unpack(_U16)[0], NAME_BYTES_MAX)
+        tenant = cursor.text(cursor.unpack(_U16)[0], NAME_BYTES_MAX)
         offers = []
         for _index in range(count):
             kind, size = cursor.unpack(_OFFER)
@@ -205,9 +207,10 @@ class NamespaceOpened:
     @classmethod
     def decode(cls, raw: bytes) -> NamespaceOpened:
         cursor = Cursor(raw, "NAMESPACE_OPENED")
-        handle, ns_id, secret, codec_id, at_host, _, chunk = cursor.unpack(cls._FIXED)
+        handle, ns_id, secret, codec_id, at_host, reserved, chunk = cursor.unpack(cls._FIXED)
+        cursor.zero(reserved)
         cursor.done()
-        return cls(handle, ns_id, secret, codec_id, bool(at_host), chunk)
+        return cls(handle, ns_id, secret, codec_id, cursor.flag(at_host), chunk)
 
 
 @dataclass(frozen=True, slots=True)

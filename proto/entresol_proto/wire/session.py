@@ -6,8 +6,9 @@ which the machine is CLOSED and refuses everything. The tables below are the who
 tests walk every (state, frame) pair of both.
 
 Invariants owned here:
-- a request id is in flight at most once, and at most `requests_in_flight_max` are;
+- a request id is in flight at most once and never 0, and at most `requests_in_flight_max` are;
 - an answer belongs to a request in flight and has a type its request allows;
+- `send` changes nothing when it raises, so that an answer that does not fit can become an ERROR;
 - until the session is open, a peer can make us hold only FRAME_PAYLOAD_BYTES_BEFORE_OPEN_MAX bytes.
 """
 
@@ -35,7 +36,8 @@ class State(enum.Enum):
     """Where a session stands; the same names on both sides."""
 
     START = "start"  # nothing said yet
-    GREETED = "greeted"  # HELLO sent or received, WELCOME due or done
+    GREETED = "greeted"  # HELLO sent or received, WELCOME due
+    WELCOMED = "welcomed"  # WELCOME sent or received; a data path may be attached
     ATTACHING = "attaching"  # data path being set up
     OPEN = "open"
     DRAINING = "draining"  # a GOODBYE was said; requests in flight are finished
@@ -56,7 +58,8 @@ _DECODERS: dict[FrameType, Any] = {
     )
 }  # fmt: skip
 
-# Which answers end or continue a request. ERROR may answer any of them.
+# Which answers end or continue a request. ERROR may answer any of them; an ERROR with request id 0
+# answers none, is about the session and ends it.
 ANSWERS: dict[FrameType, FrameType] = {
     F.HELLO: F.WELCOME,
     F.ATTACH: F.ATTACHED,
@@ -78,8 +81,7 @@ _WORK = frozenset(REQUESTS - {F.HELLO, F.ATTACH})
 # (state, frame from host) -> state after. The daemon applies it on receipt, the host on sending.
 HOST_FRAMES: dict[tuple[State, FrameType], State] = {
     (S.START, F.HELLO): S.GREETED,
-    (S.GREETED, F.ATTACH): S.ATTACHING,
-    (S.GREETED, F.GOODBYE): S.DRAINING,
+    (S.WELCOMED, F.ATTACH): S.ATTACHING,
     (S.OPEN, F.RELEASE): S.OPEN,
     (S.OPEN, F.GOODBYE): S.DRAINING,
     (S.DRAINING, F.RELEASE): S.DRAINING,
@@ -90,12 +92,15 @@ HOST_FRAMES: dict[tuple[State, FrameType], State] = {
 }
 # (state, frame from daemon) -> state after. The host applies it on receipt, the daemon on sending.
 DAEMON_FRAMES: dict[tuple[State, FrameType], State] = {
-    (S.GREETED, F.WELCOME): S.GREETED,
+    (S.GREETED, F.WELCOME): S.WELCOMED,
     (S.GREETED, F.ERROR): S.CLOSED,
-    (S.GREETED, F.GOODBYE): S.DRAINING,
+    (S.WELCOMED, F.ERROR): S.CLOSED,  # with request id 0 only: nothing is in flight
     (S.ATTACHING, F.ATTACHED): S.OPEN,
-    (S.ATTACHING, F.ERROR): S.GREETED,  # this data path failed; the host may try the next
-    (S.ATTACHING, F.GOODBYE): S.DRAINING,
+    (S.ATTACHING, F.ERROR): S.WELCOMED,  # this data path failed; the host may try the next
+    # Before it is open a session has nothing to finish: a goodbye ends it.
+    (S.GREETED, F.GOODBYE): S.CLOSED,
+    (S.WELCOMED, F.GOODBYE): S.CLOSED,
+    (S.ATTACHING, F.GOODBYE): S.CLOSED,
     (S.OPEN, F.GOODBYE): S.DRAINING,
     (S.DRAINING, F.GOODBYE): S.DRAINING,
     **{(S.OPEN, kind): S.OPEN for kind in {ANSWERS[w] for w in _WORK} | {F.ERROR}},
@@ -109,6 +114,9 @@ class Received:
 
     request_id: int
     message: Any
+
+
+_HANDSHAKE = frozenset({S.START, S.GREETED, S.WELCOMED, S.ATTACHING})
 
 
 class _Machine:
@@ -150,8 +158,7 @@ class _Machine:
 
     def deadline_ns(self) -> int | None:
         """When `handle_timer` wants to be called, or None."""
-        waiting = self.state in (State.START, State.GREETED, State.ATTACHING)
-        return self._handshake_until_ns if waiting else None
+        return self._handshake_until_ns if self.state in _HANDSHAKE else None
 
     def close(self) -> None:
         """Forget everything; idempotent."""
@@ -164,20 +171,45 @@ class _Machine:
     def _decode(self, frame: Frame) -> Received:
         return Received(frame.request_id, _DECODERS[frame.type](frame.payload))
 
-    def _step(self, table: dict[tuple[State, FrameType], State], kind: FrameType) -> None:
+    def _after(
+        self,
+        table: dict[tuple[State, FrameType], State],
+        kind: FrameType,
+        status: Status = Status.BAD_REQUEST,
+    ) -> State:
+        """The state a frame leads to. Raises: ProtocolError when it is not allowed now."""
         after = table.get((self.state, kind))
         if after is None:
-            raise ProtocolError(f"{kind.name} is not allowed in state {self.state.value}")
+            raise ProtocolError(
+                f"{kind.name} is not allowed in state {self.state.value}", status=status
+            )
+        return after
+
+    def _enter(self, after: State) -> None:
+        if after is State.CLOSED:
+            self.close()
+            return
         if after is State.OPEN and self.state is not State.OPEN:
             self._decoder.allow(limits.FRAME_PAYLOAD_BYTES_MAX)
         self.state = after
 
-    def _finish(self, request_id: int, kind: FrameType, final: bool) -> None:
+    def _check_answer(self, request_id: int, kind: FrameType) -> None:
+        """Raises: ProtocolError for a frame of the daemon that belongs to no request in flight."""
+        if kind is F.GOODBYE or (kind is F.ERROR and request_id == 0):
+            if request_id:
+                raise ProtocolError(f"{kind.name} with request id {request_id}, not 0")
+            return
         request = self.in_flight.get(request_id)
         if request is None or (kind is not F.ERROR and ANSWERS[request] is not kind):
             raise ProtocolError(f"{kind.name} answers no request of this session")
-        if final:
-            del self.in_flight[request_id]
+
+    def _answered(self, request_id: int, message: Any, after: State) -> None:
+        """Apply a frame of the daemon that `_after` and `_check_answer` let pass."""
+        if message.TYPE is F.ERROR and request_id == 0:
+            after = State.CLOSED
+        if getattr(message, "final", True):
+            self.in_flight.pop(request_id, None)  # a GOODBYE has none
+        self._enter(after)
 
 
 class ServerSession(_Machine):
@@ -185,8 +217,9 @@ class ServerSession(_Machine):
 
     def _accept(self, frame: Frame) -> Received:
         kind = frame.type
-        if (self.state, kind) not in HOST_FRAMES:
-            raise ProtocolError(f"{kind.name} is not allowed in state {self.state.value}")
+        after = self._after(HOST_FRAMES, kind)
+        if (kind in REQUESTS) is (frame.request_id == 0):
+            raise ProtocolError(f"{kind.name} with request id {frame.request_id}")
         if kind in REQUESTS:
             if frame.request_id in self.in_flight:
                 raise ProtocolError(f"request id {frame.request_id} is in flight already")
@@ -196,22 +229,23 @@ class ServerSession(_Machine):
                     status=Status.BUSY,
                 )
         received = self._decode(frame)
-        self._step(HOST_FRAMES, kind)
+        self._enter(after)
         if kind in REQUESTS:
             self.in_flight[frame.request_id] = kind
         return received
 
     def send(self, message: Message, request_id: int = 0) -> bytes:
-        """Bytes of an answer (or a GOODBYE, request id 0).
+        """Bytes of an answer; with request id 0 of a GOODBYE, or of an ERROR that ends the session.
 
-        Raises: ProtocolError if the protocol does not allow it now: a bug of the caller.
+        Raises: ProtocolError if the protocol does not allow it now or it is too long for a frame:
+        a bug of the caller. Nothing has changed then, the request can still be answered.
         """
         kind = message.TYPE
-        if kind is not F.GOODBYE:
-            final = getattr(message, "final", True)
-            self._finish(request_id, kind, final)
-        self._step(DAEMON_FRAMES, kind)
-        return encode_frame(kind, request_id, message.encode())
+        after = self._after(DAEMON_FRAMES, kind)
+        self._check_answer(request_id, kind)
+        raw = encode_frame(kind, request_id, message.encode())
+        self._answered(request_id, message, after)
+        return raw
 
 
 class ClientSession(_Machine):
@@ -228,11 +262,7 @@ class ClientSession(_Machine):
         Raises: ProtocolError if it is not allowed now (Status.BUSY: too many in flight).
         """
         kind = message.TYPE
-        if (self.state, kind) not in HOST_FRAMES:
-            raise ProtocolError(
-                f"{kind.name} is not allowed in state {self.state.value}",
-                status=Status.DISCONNECTED,
-            )
+        after = self._after(HOST_FRAMES, kind, Status.DISCONNECTED)
         request_id = 0
         if kind in REQUESTS:
             if len(self.in_flight) >= self.requests_in_flight_max:
@@ -242,7 +272,7 @@ class ClientSession(_Machine):
                 self._next_id = self._next_id % 0xFFFF_FFFF + 1
             request_id = self._next_id
         raw = encode_frame(kind, request_id, message.encode())
-        self._step(HOST_FRAMES, kind)
+        self._enter(after)
         if kind in REQUESTS:
             self.in_flight[request_id] = kind
         return request_id, raw
@@ -259,14 +289,10 @@ class ClientSession(_Machine):
         return request_id in self._abandoned
 
     def _accept(self, frame: Frame) -> Received:
-        kind = frame.type
-        if (self.state, kind) not in DAEMON_FRAMES:
-            raise ProtocolError(f"{kind.name} is not allowed in state {self.state.value}")
+        after = self._after(DAEMON_FRAMES, frame.type)
+        self._check_answer(frame.request_id, frame.type)
         received = self._decode(frame)
-        if kind is not F.GOODBYE and not (kind is F.ERROR and frame.request_id == 0):
-            final = getattr(received.message, "final", True)
-            self._finish(frame.request_id, kind, final)
-        self._step(DAEMON_FRAMES, kind)
+        self._answered(frame.request_id, received.message, after)
         if isinstance(received.message, opening.Welcome):
             self.requests_in_flight_max = min(
                 self.requests_in_flight_max, max(1, received.message.requests_in_flight_max)
