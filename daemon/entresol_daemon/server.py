@@ -222,7 +222,7 @@ class Daemon:
         self._on_close("grpc", self.grpc.close)
         self.http = HttpServer(
             self.metrics,
-            ready=self.admin.reasons_not_ready,
+            self.admin.reasons_not_ready,
             host=listen.metrics_host,
             port=listen.metrics_port,
         )

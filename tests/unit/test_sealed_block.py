@@ -456,7 +456,7 @@ def test_seal_refuses_what_it_cannot_seal() -> None:
         (plain, {"meta": replace(META, position=-1)}, Status.BAD_REQUEST),
         (plain, {"meta": replace(META, token_ids=(2**32,))}, Status.BAD_REQUEST),
         (plain, {"meta": replace(META, token_ids=(0,) * 2049)}, Status.TOO_LARGE),
-        (plain, {"meta": replace(META, parent=b"")}, Status.BAD_REQUEST),
+        (plain, {"meta": replace(META, parent=b"short")}, Status.BAD_REQUEST),
     ):
         with pytest.raises(SealError) as caught:
             block.seal_into(memoryview(out), memoryview(source), **(good | change))
@@ -521,7 +521,13 @@ def test_texts_show_no_secrets() -> None:
 def test_meta_round_trip_and_refusals() -> None:
     raw = META.encode()
     assert block.BlockMeta.decode(raw) == META
-    for bad in (b"", raw[:-1], raw + b"\0", raw[:27], raw[:24] + b"\xff\xff\xff\xff" + raw[28:]):
+    root = replace(META, parent=b"")
+    assert block.BlockMeta.decode(root.encode()) == root
+    count, short, loose = bytearray(raw), bytearray(raw), bytearray(raw)
+    count[12:16] = b"\xff\xff\xff\xff"
+    short[0] = 7
+    loose[79] = 1
+    for bad in (b"", raw[:-1], raw + b"\0", raw[:79], count, short, loose):
         with pytest.raises(SealError):
             block.BlockMeta.decode(bad)
 

@@ -67,8 +67,8 @@ def whole(plain_bytes: int, chunk_bytes: int) -> dict[str, Any]:
             whole(2 * CHUNK, CHUNK),
             whole(2 * CHUNK, CHUNK) | {"chunk_stored_bytes": [CHUNK + 17, CHUNK + 15]},
         ),
-        ({"meta_bytes": 44}, {"meta_bytes": 43}),
-        ({"meta_bytes": 44 + 4 * 2048}, {"meta_bytes": 45 + 4 * 2048}),
+        ({"meta_bytes": 96}, {"meta_bytes": 95}),
+        ({"meta_bytes": 96 + 4 * 2048}, {"meta_bytes": 97 + 4 * 2048}),
         (
             {"plain_bytes": 2 * CHUNK + 1, "chunk_stored_bytes": [17, 17, 17]},
             {"plain_bytes": 2 * CHUNK, "chunk_stored_bytes": [17, 17, 17]},

@@ -53,7 +53,7 @@ def inputs(case: dict[str, Any]) -> dict[str, Any]:
     meta = None
     if case["name"] != "raw":
         tokens = tuple(range(1000, 1016))
-        meta = block.BlockMeta(digest("parent", 16), 4096, 16, tokens)
+        meta = block.BlockMeta(digest("parent", 32), 256, 16, tokens)
     identity = block.BlockIdentity(
         namespace_id=digest("namespace", 16),
         wire_key=digest("wire key", 16),

@@ -254,9 +254,8 @@ class ShardAdmin:
         if resident is not None:
             head = bytes(resident.extent.view[: limits.ALIGN_BYTES * 4])
         else:
-            try:
-                head = await parts.engine.read_head(slot)
-            except EntresolError:
+            head = await parts.engine.read_head(slot)
+            if not head:
                 return None
         sealed = memoryview(head)[RECORD_HEADER_BYTES:]
         try:

@@ -396,6 +396,9 @@ class PutPath:
             namespace_id, item.key, extent.view, pull.sealed_bytes, item.plain_bytes, item.position
         )
         slot, flushed = parts.engine.append(account.stream, record)
+        if slot < 0:
+            pull.status = flushed.result()
+            return None
         pull.extent = None  # the resident's now
         header = pull.header
         assert header is not None

@@ -52,7 +52,7 @@ class Removal:
         self._budget = ReinsertBudget()
         self._ranking = SegmentRanking(self._median_of)
         self._reported_by_host = False
-        parts.engine.on_removed = self.gone
+        parts.engine.listen(self.gone)
 
     def inserted(self, record_bytes: int) -> None:
         """A new record was appended: reinsertion may follow in proportion."""
@@ -113,7 +113,7 @@ class Removal:
 
     def _median_of(self, segment: int) -> int:
         engine = self._parts.engine
-        return median_touch(engine.index.last_touch[engine.live_slots(segment)])
+        return median_touch(engine.index.last_touch[engine.segment_slots(segment)])
 
     def _keep_none(self, slots: Slots) -> Slots:
         return slots[:0]

@@ -26,7 +26,7 @@ TAG_BYTES = 16
 
 _FIXED = struct.Struct("<4sHBBIIQQIIII16s16s32s16sB7s64s")
 _CRC = struct.Struct("<I")
-_META_FIXED = struct.Struct("<16sIII")
+_META_FIXED = struct.Struct("<B3xIII64s")
 _DTYPES = {int(dtype): dtype for dtype in DType}
 
 HEADER_BYTES_MIN = _FIXED.size + 4 + _CRC.size
@@ -63,8 +63,8 @@ def _engine_key_bytes_ok(size: int) -> bool:
 class BlockMeta:
     """What routers need to know about a block. Sealed, because token ids are the prompt."""
 
-    parent: bytes  # wire key of the parent block, 16 bytes; zeros for a root
-    position: int  # of the block's first token in its sequence, in tokens
+    parent: bytes  # engine key of the block before it, 8 to 64 bytes; empty at the root
+    position: int  # index of the block in its sequence
     block_tokens: int
     token_ids: tuple[int, ...] = field(repr=False)
 
@@ -74,12 +74,13 @@ class BlockMeta:
         Raises: SealError (BAD_REQUEST, TOO_LARGE) when a field is out of range.
         """
         count = len(self.token_ids)
-        if len(self.parent) != limits.WIRE_KEY_BYTES:
-            raise SealError("parent key is not 16 bytes", status=Status.BAD_REQUEST)
+        size = len(self.parent)
+        if size and not limits.ENGINE_KEY_BYTES_MIN <= size <= limits.ENGINE_KEY_BYTES_MAX:
+            raise SealError(f"parent key is {size} bytes", status=Status.BAD_REQUEST)
         if count > limits.TOKENS_PER_BLOCK_MAX:
             raise SealError(f"{count} token ids in one block", status=Status.TOO_LARGE)
         try:
-            fixed = _META_FIXED.pack(self.parent, self.position, self.block_tokens, count)
+            fixed = _META_FIXED.pack(size, self.position, self.block_tokens, count, self.parent)
             return fixed + struct.pack(f"<{count}I", *self.token_ids)
         except struct.error:
             raise SealError("block meta is out of range", status=Status.BAD_REQUEST) from None
@@ -92,7 +93,11 @@ class BlockMeta:
         """
         if not META_BYTES_FIXED <= len(raw) <= META_BYTES_MAX:
             raise SealError(f"block meta of {len(raw)} bytes")
-        parent, position, block_tokens, count = _META_FIXED.unpack_from(raw)
+        size, position, block_tokens, count, padded = _META_FIXED.unpack_from(raw)
+        parent = padded[:size]
+        sane = size == 0 or limits.ENGINE_KEY_BYTES_MIN <= size <= limits.ENGINE_KEY_BYTES_MAX
+        if not sane or any(padded[size:]) or any(raw[1:4]):
+            raise SealError("block meta has a malformed parent key")
         if len(raw) != META_BYTES_FIXED + 4 * count:
             raise SealError("block meta has a wrong token count")
         token_ids = struct.unpack_from(f"<{count}I", raw, META_BYTES_FIXED)

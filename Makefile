@@ -1,0 +1,46 @@
+# Every verb does its own set-up: `make demo` on a bare clone is enough.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint generate clean
+
+help: ## Show the verbs
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Entresol needs Python 3.11 or newer; try: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing the distribution's python3-venv"; \
+	    apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null && \
+	    $(PYTHON) -m venv --clear $(VENV); \
+	  else \
+	    echo "python cannot make virtual environments here; as root: apt-get install python3-venv"; exit 1; \
+	  fi
+	@echo "installing Entresol and its tools into $(VENV) (about a minute)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]'
+	@touch $@
+
+demo: $(READY) ## The whole story on real KV, in about a minute
+	@$(BIN)/entresol demo $(ARGS)
+
+test: $(READY) ## All tests at commit size; ends with what did not run here
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY) ## Budgets as ratios within one run; writes bench/results.json
+	@$(BIN)/python -m bench $(ARGS)
+
+lint: $(READY) ## Style and types
+	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy
+
+generate: $(READY) ## Rewrite generated files: protobuf code, CONFIG.md, METRICS.md
+	@$(BIN)/python proto/generate.py
+	@$(BIN)/python -m entresol_daemon.config_reference
+
+clean: ## Remove what the verbs made
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
