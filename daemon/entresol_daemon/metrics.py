@@ -12,11 +12,8 @@ Updates are thread-safe; `refresh` and `follow` belong to the event loop's threa
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -24,6 +21,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from entresol_daemon.control.admin import ShardState
 from entresol_daemon.events.types import GapReason, Kind, Reason
+from entresol_daemon.metric_families import Domain, Family, M, Spec, TenantLabels, table
 from entresol_proto.fabric.base import FabricKind
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import Status
@@ -32,8 +30,6 @@ from entresol_proto.wire.frames import FrameType
 log = logging.getLogger("entresol.metrics")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-TENANT_LABELS_MAX = 64
-OTHER_TENANT = "_other"  # not a tenant name: those begin with a letter or digit
 OTHER = "other"
 
 LATENCY_BUCKETS_SECONDS = (
@@ -56,92 +52,7 @@ CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label)
 QUOTA_RESOURCES = ("flash", "dram", "in_flight", "index", "sessions", "leases")
 DTYPES = (*(dtype.label for dtype in DType), OTHER)
 
-M = TypeVar("M", Counter, Gauge, Histogram)
-Value = str | enum.Enum
-Key = Value | tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Domain:
-    """The values a label can take. `fallback` stands in for any other; without it they are bugs."""
-
-    values: tuple[str, ...]
-    fallback: str | None = None
-
-
-class _Tenants:
-    """Which tenants have a label of their own; first come, first served."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def label(self, name: str) -> str:
-        if name not in self.names:
-            if len(self.names) >= TENANT_LABELS_MAX:
-                return OTHER_TENANT
-            self.names.add(name)
-        return name
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One row of METRICS.md."""
-
-    name: str
-    kind: str
-    labels: dict[str, Domain | _Tenants] = field(compare=False)
-    help: str
-
-
-class Family(dict[Key, M], Generic[M]):
-    """The children of one labelled metric, bound on first use: `family["fetch", "ok"]`.
-
-    Keys are one value, or a tuple in the order of the labels; enum members stand for their label.
-    Raises: KeyError for a value outside a closed domain, which is a bug of the caller.
-    """
-
-    def __init__(self, parent: M, labels: dict[str, Domain | _Tenants]) -> None:
-        super().__init__()
-        self._parent: M = parent
-        self._domains = tuple(labels.values())
-
-    def __missing__(self, key: Key) -> M:
-        values = key if isinstance(key, tuple) else (key,)
-        if len(values) != len(self._domains):
-            raise KeyError(f"{len(values)} label values for {len(self._domains)} labels")
-        stands_in = False
-        labels = []
-        for value, domain in zip(values, self._domains, strict=True):
-            text = _text(value)
-            if isinstance(domain, _Tenants):
-                label = domain.label(text)
-            elif text in domain.values:
-                label = text
-            elif domain.fallback is not None:
-                label = domain.fallback
-            else:
-                raise KeyError(f"{text!r} is not among {domain.values}")
-            stands_in |= label != text
-            labels.append(label)
-        child: M = self._parent.labels(*labels)
-        if not stands_in:  # strangers are not remembered, or this dict would grow without bound
-            self[key] = child
-        return child
-
-    def forget(self, tenant: str) -> None:
-        """Drop the series of one tenant (the first label)."""
-        for key in [key for key in self if isinstance(key, tuple) and key[0] == tenant]:
-            self._parent.remove(*(_text(value) for value in key))
-            del self[key]
-        if self.pop(tenant, None) is not None:
-            self._parent.remove(tenant)
-
-
-def _text(value: Value) -> str:
-    if isinstance(value, enum.Enum):
-        label = getattr(value, "label", None)
-        return label if isinstance(label, str) else value.name.lower()
-    return value
+_STATUS_DOMAIN = Domain(STATUSES, words="status labels")
 
 
 class _WithoutCreated:
@@ -162,7 +73,7 @@ class Metrics:
     def __init__(self, *, version: str = "", shard: str = "") -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.specs: list[Spec] = []
-        self._tenants = _Tenants()
+        self._tenants = TenantLabels()
         self._tenant_families: list[Family[Counter] | Family[Gauge]] = []
         self._hooks: list[Callable[[], None]] = []
         self._sealed: dict[str, tuple[int, int]] = {}  # dtype label: plain, stored bytes
@@ -174,15 +85,16 @@ class Metrics:
         info = self._gauges(
             "build_info",
             "Always 1: says what runs here.",
-            version=Domain((version,)),
-            shard=Domain((shard,)),
+            version=Domain((version,), words="of the daemon"),
+            shard=Domain((shard,), words="its name"),
         )
         info[version, shard].set(1)
 
     # ------------------------------------------------------------------------- definitions
 
     def _define_requests(self) -> None:
-        types, statuses = Domain(REQUEST_TYPES), Domain(STATUSES)
+        types = Domain(REQUEST_TYPES, words="request frame types, lower case")
+        statuses = _STATUS_DOMAIN
         self.sessions = self._gauges("sessions", "Open sessions.", fabric=Domain(FABRICS))
         self.sessions_opened = self._counters(
             "sessions_opened_total", "Sessions that reached the open state.", fabric=Domain(FABRICS)
@@ -212,7 +124,7 @@ class Metrics:
         )
 
     def _define_tenants(self) -> None:
-        tenant, statuses = self._tenants, Domain(STATUSES)
+        tenant, statuses = self._tenants, _STATUS_DOMAIN
         self.blocks_served = self._counters(
             "blocks_served_total",
             "Blocks granted, by where they were found and who opens them.",
@@ -224,7 +136,7 @@ class Metrics:
             "blocks_missed_total",
             "Blocks not served, by cause (a status label).",
             tenant=tenant,
-            cause=Domain(STATUSES[1:]),
+            cause=statuses,
         )
         self.put_blocks = self._counters(
             "put_blocks_total", "Blocks offered for storing.", tenant=tenant, status=statuses
@@ -262,7 +174,7 @@ class Metrics:
         )
 
     def _define_storage(self) -> None:
-        statuses, reasons = Domain(STATUSES), Domain(tuple(r.label for r in Reason))
+        statuses, reasons = _STATUS_DOMAIN, Domain(tuple(r.label for r in Reason))
         self.dram_bytes = self._gauges(
             "dram_bytes", "The memory budget, by what it is used for.", state=Domain(DRAM_STATES)
         )
@@ -338,7 +250,9 @@ class Metrics:
 
     # ------------------------------------------------------------------------------ makers
 
-    def _spec(self, name: str, kind: str, text: str, labels: dict[str, Domain | _Tenants]) -> Spec:
+    def _spec(
+        self, name: str, kind: str, text: str, labels: dict[str, Domain | TenantLabels]
+    ) -> Spec:
         spec = Spec(name, kind, labels, text)
         self.specs.append(spec)
         return spec
@@ -346,7 +260,7 @@ class Metrics:
     def _family(
         self,
         parent: M,
-        labels: dict[str, Domain | _Tenants],
+        labels: dict[str, Domain | TenantLabels],
         eager: bool,
     ) -> Family[M]:
         family = Family(parent, labels)
@@ -358,7 +272,7 @@ class Metrics:
         return family
 
     def _counters(
-        self, name: str, text: str, *, eager: bool = False, **labels: Domain | _Tenants
+        self, name: str, text: str, *, eager: bool = False, **labels: Domain | TenantLabels
     ) -> Family[Counter]:
         name = f"entresol_{name}"
         self._spec(name, "counter", text, labels)
@@ -369,7 +283,7 @@ class Metrics:
         return family
 
     def _gauges(
-        self, name: str, text: str, *, eager: bool = False, **labels: Domain | _Tenants
+        self, name: str, text: str, *, eager: bool = False, **labels: Domain | TenantLabels
     ) -> Family[Gauge]:
         name = f"entresol_{name}"
         self._spec(name, "gauge", text, labels)
@@ -379,7 +293,9 @@ class Metrics:
             self._tenant_families.append(family)
         return family
 
-    def _histograms(self, name: str, text: str, **labels: Domain | _Tenants) -> Family[Histogram]:
+    def _histograms(
+        self, name: str, text: str, **labels: Domain | TenantLabels
+    ) -> Family[Histogram]:
         name = f"entresol_{name}"
         self._spec(name, "histogram", text, labels)
         parent = Histogram(
@@ -419,6 +335,18 @@ class Metrics:
         self.sealed_stored_bytes[label].inc(stored_bytes)
         plain, stored = self._sealed.get(label, (0, 0))
         self._sealed[label] = (plain + plain_bytes, stored + stored_bytes)
+
+    def set_tenant_bytes(self, flash: Mapping[str, int], dram: Mapping[str, int]) -> None:
+        """Show what every tenant holds now; tenants without a label of their own are added up."""
+        for family, found in ((self.tenant_flash_bytes, flash), (self.tenant_dram_bytes, dram)):
+            sums: dict[str, int] = {}
+            for tenant, size_bytes in found.items():
+                label = self._tenants.label(tenant)
+                sums[label] = sums.get(label, 0) + size_bytes
+            for gone in family.keys() - sums.keys():
+                family[gone].set(0)
+            for label, size_bytes in sums.items():
+                family[label].set(size_bytes)
 
     def set_state(self, state: ShardState) -> None:
         """Show `state` and no other."""
@@ -493,21 +421,6 @@ class LoopLagProbe:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _domain_text(domain: Domain | _Tenants) -> str:
-    if isinstance(domain, _Tenants):
-        return f"tenant names, {TENANT_LABELS_MAX} at most, then `{OTHER_TENANT}`"
-    return ", ".join(f"`{value}`" for value in domain.values)
-
-
-def table(specs: Iterable[Spec]) -> str:
-    """METRICS.md's table: one row per metric, sorted by name."""
-    rows = ["| Metric | Type | Labels | Meaning |", "|---|---|---|---|"]
-    for spec in sorted(specs, key=lambda spec: spec.name):
-        labels = "; ".join(f"`{n}`: {_domain_text(d)}" for n, d in spec.labels.items())
-        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import certs
 import grpc
@@ -31,7 +32,11 @@ from entresol_daemon.control.admin import (
     TenantRecord,
 )
 from entresol_daemon.control.grpc_server import GrpcLimits, GrpcServer
-from entresol_daemon.control.grpc_services import GRPC_CODES, SNAPSHOTS_PER_TENANT_MAX
+from entresol_daemon.control.grpc_services import (
+    GRPC_CODES,
+    SNAPSHOTS_PER_TENANT_MAX,
+    tenant_of_certificate,
+)
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.events.log import EventLimits, EventLog
 from entresol_daemon.events.types import (
@@ -279,6 +284,24 @@ async def test_certificates_that_name_no_tenant_of_ours(tmp_path, uris, words):
             code, details = await refusal(call)
             assert code is grpc.StatusCode.PERMISSION_DENIED
             assert words in details
+
+
+@pytest.mark.parametrize("version", [b"TLSv1.2", b"TLSv1.1", b"SSLv3"])
+def test_an_older_tls_is_refused_whatever_the_certificate(version):
+    pair = certs.make_ca("pod").issue("a", spiffe_uri=f"spiffe://{DOMAIN}/tenant/a")
+
+    class Call:  # what grpc says about a connection that its own client would not make
+        facts: ClassVar = {"x509_pem_cert": [pair.cert_pem], "ssl_tls_version": [version]}
+
+        def auth_context(self) -> dict[str, list[bytes]]:
+            return self.facts
+
+    identify = tenant_of_certificate(DOMAIN)
+    with pytest.raises(EntresolError, match="too old") as caught:
+        identify(Call())
+    assert caught.value.status is Status.FORBIDDEN
+    Call.facts["ssl_tls_version"] = [b"TLSv1.3"]
+    assert identify(Call()) == "a"
 
 
 async def test_a_client_refuses_a_server_of_another_ca(tmp_path):

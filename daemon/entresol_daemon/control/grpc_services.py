@@ -71,10 +71,21 @@ def operator(_: Any) -> None:
 
 
 def tenant_of_certificate(trust_domain: str) -> Identify:
-    """`Identify` of the TCP server: the tenant in the client certificate, over TLS 1.3 only."""
+    """`Identify` of the TCP server: the tenant in the client certificate, over TLS 1.3 only.
+
+    gRPC's Python interface cannot set a minimum version for the handshake, so an older connection
+    is refused at its first call.
+    """
 
     def identify(context: Any) -> TenantName:
         facts = context.auth_context()
+        version = next(iter(facts.get("ssl_tls_version", ())), b"")
+        if version not in (b"TLSv1.3", b""):  # b"": a grpc too old to say
+            raise EntresolError(
+                f"{version.decode(errors='replace')} is too old",
+                hint="use TLS 1.3",
+                status=Status.FORBIDDEN,
+            )
         certificate = next(iter(facts.get("x509_pem_cert", ())), None)
         return tenant_from_cert(certificate, trust_domain)
 
