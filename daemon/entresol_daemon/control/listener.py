@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from typing import cast
 
 from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_daemon.shard.shard import Shard
@@ -36,7 +37,7 @@ class _Connection(asyncio.Protocol):
         self.finished: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not say so
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES_MAX)
         shard = self._listener.shard

@@ -100,6 +100,11 @@ class Index:
         """All slots in use are below this: `column[:high]` is the used part of a column."""
         return self._high
 
+    @property
+    def now_touch(self) -> int:
+        """The newest tick of the touch clock."""
+        return self._tick
+
     def memory_bytes(self) -> int:
         """Bytes of all columns and buckets at full capacity."""
         arrays = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,14 @@ class Removed:
     wire_key: bytes
     slot: int
     reason: RemoveReason
+    extent_bytes: int  # what its record took on flash
+
+
+RemovedHook = Callable[[Sequence[Removed]], None]
+
+
+def ignore_removed(_removed: Sequence[Removed]) -> None:
+    """The hook of an engine nobody listens to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
-"""The data file's bytes: superblock, segment header, records, tombstones, footer. Pure functions.
+"""The data file's bytes: segment header, records, tombstones, footer, scan. Pure functions.
 
-DATA_FILE.md is the specification; this file is its only implementation. Invariants: nothing decodes
-unless its check matches; checks are keyed with a random secret of the file, so bytes that a tenant
-chose can never pass for a structure of ours; a decoder never raises on any input except
-`FormatError` for a superblock of another version.
+DATA_FILE.md is the specification; this file and superblock.py are its only implementation.
+Invariants: nothing decodes unless its check matches; checks are keyed with a random secret of the
+file, so bytes that a tenant chose can never pass for a structure of ours; no decoder raises.
 """
 
 from __future__ import annotations
@@ -13,38 +12,55 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from entresol_daemon.flash.device import BLOCK, round_up
-from entresol_proto.status import FormatError
+from entresol_daemon.flash.superblock import (
+    DATA_OFFSET,
+    FORMAT_VERSION,
+    RECORD_HEADER_BYTES,
+    SEGMENT_BYTES_MAX,
+    SEGMENT_BYTES_MIN,
+    SEGMENTS_MIN,
+    Superblock,
+    block_is_valid,
+    choose_superblock,
+    close_block,
+    decode_superblock,
+    encode_superblock,
+    version_of,
+)
 
-FORMAT_VERSION = 1
-DATA_OFFSET = 64 * 1024  # where segment 0 begins; the superblock copies are the first two blocks
-RECORD_HEADER_BYTES = 96
+__all__ = [
+    "DATA_OFFSET",
+    "FORMAT_VERSION",
+    "RECORD_HEADER_BYTES",
+    "SEGMENTS_MIN",
+    "SEGMENT_BYTES_MAX",
+    "SEGMENT_BYTES_MIN",
+    "Superblock",
+    "choose_superblock",
+    "decode_superblock",
+    "encode_superblock",
+    "version_of",
+]
+
 ROW_BYTES = 64
 TOMBSTONE_BYTES = 56
 TOMBSTONES_PER_RECORD_MAX = 1024
-SEGMENT_BYTES_MIN = 32 * 1024
-SEGMENT_BYTES_MAX = 1024 * 1024 * 1024
-SEGMENTS_MIN = 4
 
-_CHECK_AT = 496
-_CHECK_BYTES = 16
-_SUPER_MAGIC = b"ENTRESOL"
 _SEGMENT_MAGIC = b"ENTRSEGM"
 _TRAILER_MAGIC = b"ENTRTRLR"
 _RECORD_MAGIC = 0x52544E45  # "ENTR"
-_SUPER = struct.Struct("<8sII16s32sQQIIQQ32sII")
 _SEGMENT = struct.Struct("<8sII16sIIQ16s")
 _TRAILER = struct.Struct("<8sII16sIIQ16sQQQ16s")
 _RECORD = struct.Struct("<IBBHQQII16s16sIIQQ")
 _RECORD_CHECK = struct.Struct("<8s")
 _TOMBSTONE = struct.Struct("<16s16sQQII")
-_CLEAN = 1
 
 # One row of a footer table, also the shape in which recovery handles records.
 ROW = np.dtype(
@@ -91,134 +107,6 @@ class TombstoneKind(enum.IntEnum):
     NAMESPACE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Superblock:
-    """What the file is. `check_key` keys every other check; `generation` counts openings."""
-
-    uuid: bytes
-    check_key: bytes
-    segment_bytes: int
-    segment_count: int
-    data_offset: int = DATA_OFFSET
-    generation: int = 0
-    clean: bool = False
-    checkpoint_bytes: int = 0
-    checkpoint_digest: bytes = bytes(32)
-
-    def segment_at(self, segment: int) -> int:
-        """Device offset of a segment."""
-        return self.data_offset + segment * self.segment_bytes
-
-
-def _block_check(block: bytes, key: bytes, person: bytes) -> bytes:
-    mac = hashlib.blake2b(block[:_CHECK_AT], digest_size=_CHECK_BYTES, key=key, person=person)
-    mac.update(block[_CHECK_AT + _CHECK_BYTES :])
-    return mac.digest()
-
-
-def _close_block(fields: bytes, key: bytes, person: bytes) -> bytes:
-    block = bytearray(BLOCK)
-    block[: len(fields)] = fields
-    block[_CHECK_AT : _CHECK_AT + _CHECK_BYTES] = _block_check(bytes(block), key, person)
-    return bytes(block)
-
-
-def _block_is_valid(block: bytes, key: bytes, person: bytes) -> bool:
-    return len(block) == BLOCK and hmac.compare_digest(
-        block[_CHECK_AT : _CHECK_AT + _CHECK_BYTES], _block_check(block, key, person)
-    )
-
-
-# -- superblock
-
-
-def encode_superblock(superblock: Superblock, copy: int) -> bytes:
-    """One of the two copies (0 and 1), a whole block."""
-    s = superblock
-    fields = _SUPER.pack(
-        _SUPER_MAGIC,
-        FORMAT_VERSION,
-        _CLEAN if s.clean else 0,
-        s.uuid,
-        s.check_key,
-        s.segment_bytes,
-        s.data_offset,
-        s.segment_count,
-        RECORD_HEADER_BYTES,
-        s.generation,
-        s.checkpoint_bytes,
-        s.checkpoint_digest,
-        copy,
-        0,
-    )
-    return _close_block(fields, b"", b"entresol-super")
-
-
-def decode_superblock(block: bytes, copy: int) -> Superblock | None:
-    """The copy, or None when it is blank, damaged or of an unknown version (see `version_of`)."""
-    if version_of(block) != FORMAT_VERSION or not _block_is_valid(block, b"", b"entresol-super"):
-        return None
-    (_, _, flags, uuid, check_key, segment_bytes, data_offset, segment_count, header_bytes) = (
-        _SUPER.unpack_from(block)[:9]
-    )
-    generation, checkpoint_bytes, checkpoint_digest, found_copy, _ = _SUPER.unpack_from(block)[9:]
-    sane = (
-        header_bytes == RECORD_HEADER_BYTES
-        and found_copy == copy
-        and SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX
-        and segment_bytes % BLOCK == 0
-        and data_offset % BLOCK == 0
-        and data_offset >= 2 * BLOCK
-        and segment_count >= SEGMENTS_MIN
-    )
-    if not sane:
-        return None
-    return Superblock(
-        uuid=uuid,
-        check_key=check_key,
-        segment_bytes=segment_bytes,
-        segment_count=segment_count,
-        data_offset=data_offset,
-        generation=generation,
-        clean=bool(flags & _CLEAN),
-        checkpoint_bytes=checkpoint_bytes,
-        checkpoint_digest=checkpoint_digest,
-    )
-
-
-def version_of(block: bytes) -> int | None:
-    """The format version a superblock copy claims, None when it is not one."""
-    if block[:8] != _SUPER_MAGIC:
-        return None
-    return int.from_bytes(block[8:12], "little")
-
-
-def choose_superblock(first: bytes, second: bytes) -> tuple[Superblock | None, bool]:
-    """The newest valid copy, and whether both are valid and equal (else `clean` is not trusted).
-
-    (None, True) for a blank pair. Raises: FormatError when neither is usable and not blank.
-    """
-    found = [decode_superblock(first, 0), decode_superblock(second, 1)]
-    valid = [s for s in found if s is not None]
-    if valid:
-        best = max(valid, key=lambda s: s.generation)
-        agree = len(valid) == 2 and valid[0] == valid[1]
-        return (best if agree else replace(best, clean=False)), agree
-    if not any(first) and not any(second):
-        return None, True
-    versions = {version_of(first), version_of(second)} - {None, FORMAT_VERSION}
-    if versions:
-        raise FormatError(
-            f"data file has format version {max(v for v in versions if v is not None)}, "
-            f"this build reads version {FORMAT_VERSION}",
-            hint="start the version that wrote it, or give an empty file",
-        )
-    raise FormatError(
-        "not an Entresol data file, or both superblock copies are damaged",
-        hint="check the path; to start empty, remove the file or zero the device's first 64 KiB",
-    )
-
-
 # -- segment header and trailer
 
 
@@ -262,12 +150,12 @@ def encode_header(superblock: Superblock, header: SegmentHeader) -> bytes:
         header.sequence,
         header.stream,
     )
-    return _close_block(fields, superblock.check_key, b"entresol-segm")
+    return close_block(fields, superblock.check_key, b"entresol-segm")
 
 
 def decode_header(superblock: Superblock, segment: int, block: bytes) -> SegmentHeader | None:
     """The header, or None unless it is intact and belongs to this segment of this file."""
-    if block[:8] != _SEGMENT_MAGIC or not _block_is_valid(
+    if block[:8] != _SEGMENT_MAGIC or not block_is_valid(
         block, superblock.check_key, b"entresol-segm"
     ):
         return None
@@ -315,13 +203,13 @@ def encode_footer(
         used_bytes,
         _table_check(superblock, sequence, table),
     )
-    trailer = _close_block(fields, superblock.check_key, b"entresol-trlr")
+    trailer = close_block(fields, superblock.check_key, b"entresol-trlr")
     return table_offset, table.ljust(total - BLOCK, b"\0") + trailer
 
 
 def decode_trailer(superblock: Superblock, segment: int, block: bytes) -> Trailer | None:
     """The trailer, or None unless it is intact and belongs to this segment of this file."""
-    if block[:8] != _TRAILER_MAGIC or not _block_is_valid(
+    if block[:8] != _TRAILER_MAGIC or not block_is_valid(
         block, superblock.check_key, b"entresol-trlr"
     ):
         return None

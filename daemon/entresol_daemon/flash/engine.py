@@ -1,0 +1,475 @@
+"""The flash engine: append, read, remove, touch, evict, recover. The one door to the package.
+
+It knows streams, namespaces and keys as opaque bytes; no tenants, no policy, no secrets of theirs.
+Invariants: a read gives exactly the bytes appended under the key, or a status; a block whose future
+said OK survives a crash; a block removed before a `barrier` that returned never comes back.
+
+All calls belong to one event loop. Nothing here makes threads: the device and `compute` have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from entresol_daemon.compute import Compute
+from entresol_daemon.flash import checkpoint
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.evict import Evictor, Keep
+from entresol_daemon.flash.group import Pending
+from entresol_daemon.flash.index import PENDING, Index, Slots
+from entresol_daemon.flash.model import (
+    EngineOptions,
+    EngineStats,
+    RandomBytes,
+    Record,
+    RecoveryKind,
+    RecoveryReport,
+    Removed,
+    RemovedHook,
+    RemoveReason,
+    SegmentInfo,
+    SegmentState,
+    default_random_bytes,
+)
+from entresol_daemon.flash.reader import Reader
+from entresol_daemon.flash.recovery import Found, Recovery
+from entresol_daemon.flash.segment import (
+    DATA_OFFSET,
+    RECORD_HEADER_BYTES,
+    SEGMENTS_MIN,
+    RecordKind,
+    Superblock,
+    Tombstone,
+    TombstoneKind,
+    choose_superblock,
+    encode_superblock,
+    extent_bytes,
+)
+from entresol_daemon.flash.space import SegmentTable
+from entresol_daemon.flash.writer import Writer
+from entresol_proto.status import DeviceError, FormatError, Status
+
+__all__ = [
+    "RECORD_HEADER_BYTES",
+    "Engine",
+    "EngineOptions",
+    "EngineStats",
+    "Record",
+    "RecoveryKind",
+    "RecoveryReport",
+    "RemoveReason",
+    "Removed",
+    "SegmentInfo",
+    "SegmentState",
+    "extent_bytes",
+]
+
+
+class Engine:
+    """See the module. Make one with `open`; the device stays the caller's to close."""
+
+    def __init__(
+        self,
+        device: Device,
+        options: EngineOptions,
+        superblock: Superblock,
+        compute: Compute,
+        log: logging.Logger,
+    ) -> None:
+        """Use `open`."""
+        seed = hashlib.blake2b(superblock.check_key, person=b"entresol-seed").digest()
+        self.index = Index(options.blocks_max, seed=seed)
+        self.options = options
+        self.stats = EngineStats()
+        self.recovery = RecoveryReport()
+        self._device = device
+        self._compute = compute
+        self._superblock = superblock
+        self._log = log
+        self._closing = False
+        self._table = SegmentTable(superblock, options, self.index, self.stats)
+        self._writer = Writer(
+            device, superblock, options, compute, self.index, self._table, self.stats, log
+        )
+        self._reader = Reader(
+            device, compute, self.index, self._table, self._writer, self.stats,
+            options.verify_reads,
+        )  # fmt: skip
+        self._evictor = Evictor(
+            device, self.index, self._table, self._writer, self._reader, self.stats, log
+        )
+
+    @classmethod
+    async def open(
+        cls,
+        device: Device,
+        options: EngineOptions,
+        *,
+        compute: Compute,
+        now_ns: Callable[[], int],
+        random_bytes: RandomBytes = default_random_bytes,
+        log: logging.Logger | None = None,
+    ) -> Engine:
+        """Format a blank device, or recover what one holds; `recovery` then tells how it went.
+
+        Raises: FormatError when the device holds something else, another version, or is damaged
+        beyond use; DeviceError when it cannot be read or written.
+        """
+        began = now_ns()
+        logger = log if log is not None else logging.getLogger("entresol.flash")
+        found, copies, agree = await _read_superblock(device)
+        blank = found is None
+        superblock = found if found is not None else _new_superblock(device, options, random_bytes)
+        _check_fit(device, superblock)
+        opened = replace(
+            superblock,
+            generation=superblock.generation + 1,
+            clean=False,
+            checkpoint_bytes=0,
+            checkpoint_digest=bytes(32),
+        )
+        engine = cls(device, options, opened, compute, logger)
+        engine.recovery.superblock_copies = copies
+        handed = Found()
+        if blank:
+            engine._table.free.extend(range(superblock.segment_count))
+            engine.recovery.segments = superblock.segment_count
+        else:
+            if superblock.segment_bytes != options.segment_bytes:
+                logger.warning(
+                    "event=segment_bytes_kept file=%d configured=%d",
+                    superblock.segment_bytes, options.segment_bytes,
+                )  # fmt: skip
+            handed = await engine._recover(superblock, agree)
+        # From here on the old checkpoint is stale; both copies must say so before any other write.
+        await _write_superblock(device, opened)
+        engine._writer.start()
+        for segment in handed.to_footer:
+            engine._writer.owe_footer(segment)
+        for segment in handed.to_free:
+            engine._writer.free(segment)
+        engine.recovery.elapsed_ns = now_ns() - began
+        logger.info(
+            "event=engine_open kind=%s segments=%d scanned=%d damaged=%d blocks=%d elapsed_ms=%d",
+            engine.recovery.kind, engine.recovery.segments, engine.recovery.segments_scanned,
+            engine.recovery.segments_damaged, engine.recovery.blocks,
+            engine.recovery.elapsed_ns // 1_000_000,
+        )  # fmt: skip
+        return engine
+
+    async def _recover(self, superblock: Superblock, agree: bool) -> Found:
+        """Checkpoint if it can be believed, footers otherwise."""
+        path = self.options.checkpoint_path
+        parts = (self._device, self._compute, self.index, self._table, self.recovery, self._log)
+        refused = ""
+        if path is not None and superblock.clean and agree:
+            try:
+                loaded = await self._compute.run(checkpoint.load, path, superblock)
+                refused = await Recovery(*parts).from_checkpoint(loaded)
+                if not refused:
+                    return Found()
+            except FormatError as error:
+                refused = str(error)
+        elif path is not None:
+            refused = "the last close was not clean"
+        self.recovery.checkpoint_refused = refused
+        if refused:
+            self._log.info("event=checkpoint_refused reason=%r", refused)
+        return await Recovery(*parts).from_footers()
+
+    def listen(self, hook: RemovedHook) -> None:
+        """Call `hook` with whatever leaves the index, in the moment it does: slots are reused.
+
+        It must not raise, nor call back into the engine.
+        """
+        self._table.on_removed = hook
+
+    # -- room
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all segments."""
+        return self._superblock.segment_count * self._superblock.segment_bytes
+
+    @property
+    def failed(self) -> bool:
+        """True after too many failed groups: nothing is written any more, reads go on."""
+        return self._writer.failed
+
+    @property
+    def segment_bytes(self) -> int:
+        """Segment size of this data file."""
+        return self._superblock.segment_bytes
+
+    @property
+    def sealed_bytes_max(self) -> int:
+        """Longest sealed block that fits a segment."""
+        return self._table.extent_bytes_max - RECORD_HEADER_BYTES
+
+    @property
+    def free_segments(self) -> int:
+        """Segments ready to be written, the engine's own reserve included."""
+        return len(self._table.free)
+
+    def room_for(self, stream: bytes, extent_bytes: int) -> bool:
+        """True when an append of this size to this stream would be placed without an eviction."""
+        return (
+            not (self._writer.failed or self._closing)
+            and self.index.free > 0
+            and self._table.has_room(stream, extent_bytes, self.options.free_segments_min)
+        )
+
+    # -- blocks
+
+    def append(self, stream: bytes, record: Record) -> tuple[int, asyncio.Future[Status]]:
+        """Place a block. It is found and read at once; the future tells when it is durable.
+
+        Returns the slot and a future: OK when flushed, IO_ERROR when the device would not take it
+        (the block is then out of the index). With slot -1 nothing was placed and the future is
+        done: NO_SPACE, TOO_LARGE, IO_ERROR (failed engine) or DRAINING. A key that is in the index
+        already is the caller's bug and asserts. For `record.extent` see `Record`.
+        """
+        extent = record.extent
+        size = extent.nbytes
+        assert len(stream) == 16, "a stream is 16 bytes"
+        assert size == extent_bytes(record.sealed_bytes), "extent is not the record's length"
+        future: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        refused = self._refusal(size)
+        segment = None
+        if refused is None:
+            segment = self._table.open_for(stream, size, self.options.free_segments_min)
+        if segment is None:
+            self.stats.append_failures += 1
+            future.set_result(refused if refused is not None else Status.NO_SPACE)
+            return -1, future
+        lsn = self._table.next_lsn()
+        sizes = (size, record.sealed_bytes, record.plain_bytes, record.position)
+        slot = self.index.insert(
+            record.namespace_id,
+            record.wire_key,
+            segment=segment.index,
+            offset=segment.used_bytes // BLOCK,
+            sealed_bytes=record.sealed_bytes,
+            plain_bytes=record.plain_bytes,
+            position=record.position,
+            flags=PENDING,
+        )
+        offset = self._table.place(
+            segment, RecordKind.BLOCK, record.namespace_id, record.wire_key, sizes, lsn
+        )
+        self._table.add_live(segment, slot, size)
+        self.stats.appends += 1
+        self.stats.appended_bytes += size
+        pending = Pending(
+            RecordKind.BLOCK, stream, record.namespace_id, record.wire_key, extent,
+            record.sealed_bytes, record.plain_bytes, record.position, slot, segment, offset, lsn,
+            future,
+        )  # fmt: skip
+        self._writer.submit(pending)
+        return slot, future
+
+    def _refusal(self, extent_bytes: int) -> Status | None:
+        if self._writer.failed:
+            return Status.IO_ERROR
+        if self._closing:
+            return Status.DRAINING
+        if extent_bytes > self._table.extent_bytes_max:
+            return Status.TOO_LARGE
+        return Status.NO_SPACE if self.index.free == 0 else None
+
+    async def read(self, ops: Sequence[tuple[int, memoryview]]) -> list[Status]:
+        """Read whole records: `(slot, extent)` with `extent_bytes(sealed_bytes)` aligned bytes.
+
+        OK: the sealed bytes follow the header's (wiped) RECORD_HEADER_BYTES, exactly as appended.
+        MISS: the slot holds no block, or another one by now. CORRUPT: what is on flash is not the
+        record, asked twice; the caller removes it. IO_ERROR: the device refuses. BUSY or DRAINING:
+        no compute. With anything but OK the extent's content is undefined. The extents belong to
+        the caller, who leaves them alone until this returns.
+        """
+        return await self._reader.read(ops)
+
+    async def read_head(self, slot: int) -> bytes:
+        """The record's first block: header, then the first sealed bytes. Its header is verified,
+        the sealed bytes are not. Empty when it cannot be had."""
+        return (await self._reader.heads([slot]))[0]
+
+    async def read_heads(self, slots: Sequence[int]) -> list[bytes]:
+        """`read_head` of many, in one batch of I/O."""
+        return await self._reader.heads(slots)
+
+    def remove(self, slot: int, reason: RemoveReason) -> Removed:
+        """Forget a live block at once; a tombstone follows in the next group commit."""
+        index = self.index
+        segment = self._table.segments[index.m_segment[slot]]
+        size = extent_bytes(index.m_sealed_bytes[slot])
+        gone = Removed(index.namespace_of(slot), index.key_of(slot), slot, reason, size)
+        self._unhand(slot)
+        index.remove(slot)
+        self._table.add_dead(segment, size)
+        self._bury(TombstoneKind.BLOCK, gone.namespace_id, gone.wire_key, segment.sequence)
+        self._table.on_removed([gone])
+        return gone
+
+    def drop_namespace(self, namespace_id: bytes) -> list[Removed]:
+        """Forget all blocks of a namespace at once, under one tombstone."""
+        index = self.index
+        slots = index.slots_of(namespace_id)
+        reason = RemoveReason.NAMESPACE_DROPPED
+        removed = []
+        for slot in slots.tolist():
+            size = extent_bytes(index.m_sealed_bytes[slot])
+            removed.append(Removed(namespace_id, index.key_of(slot), slot, reason, size))
+            self._unhand(slot)
+            self._table.add_dead(self._table.segments[index.m_segment[slot]], size)
+        index.remove_many(slots)
+        self._table.on_removed(removed)
+        self._bury(TombstoneKind.NAMESPACE, namespace_id, bytes(16), self._table.sequence)
+        return removed
+
+    def _unhand(self, slot: int) -> None:
+        """A block leaves the index while its record is on the way."""
+        pending = self._writer.pending.pop(slot, None)
+        if pending is not None:
+            pending.dead = True
+
+    def _bury(self, kind: TombstoneKind, namespace_id: bytes, wire_key: bytes, cover: int) -> None:
+        self.stats.tombstones += 1
+        lsn = self._table.next_lsn()
+        self._writer.bury([Tombstone(kind, namespace_id, wire_key, lsn, cover)])
+
+    async def barrier(self) -> None:
+        """Return when every removal so far is durable.
+
+        Raises: DeviceError; with status NO_SPACE an eviction makes room for the tombstones.
+        """
+        await self._writer.barrier()
+
+    def touch(self, slots: Sequence[int] | Slots) -> None:
+        """Mark live blocks as used, in the order given: later means more recent."""
+        if not len(slots):
+            return
+        chosen = np.asarray(slots, np.int64)
+        ticks = self.index.touch(chosen)
+        segments = self._table.segments
+        for number, tick in zip(self.index.segment[chosen].tolist(), ticks.tolist(), strict=True):
+            segments[number].last_touch = tick
+
+    # -- segments
+
+    def segments(self) -> list[SegmentInfo]:
+        """Every segment, free ones included, by number."""
+        return self._table.infos()
+
+    def segment_info(self, segment: int) -> SegmentInfo:
+        """One of them."""
+        return self._table.info(self._table.segments[segment])
+
+    def segment_slots(self, segment: int) -> Slots:
+        """Slots of the blocks that live in a segment, in the order of their places."""
+        return self._evictor.live_slots(self._table.segments[segment])
+
+    async def evict(self, segment: int, keep: Keep = ()) -> list[Removed]:
+        """Free a segment; `keep` (slots, or a function of the live slots) is appended again.
+
+        Returns what is gone from the index: reason EVICTED for what was not kept; CORRUPT,
+        IO_ERROR or NO_SPACE for kept blocks that could not be copied. When this returns the segment
+        is FREE, unless the device fails or its tombstones cannot be carried on right now: then it
+        is empty but still used, and a later call tries again (at most EVICT_TRIES_MAX times, then
+        it is freed regardless). Never raises for device faults.
+        """
+        return await self._evictor.evict(segment, keep)
+
+    # -- end
+
+    async def close(self, *, clean: bool = True) -> None:
+        """Stop. `clean` first makes everything durable and writes the checkpoint.
+
+        Pending futures end as OK (clean) or IO_ERROR. Idempotent. Raises only what a broken writer
+        task raised.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            if clean and not self._writer.failed:
+                for segment in list(self._table.open.values()):
+                    self._table.close(segment)
+                await self._writer.drain()
+                if self._writer.idle and not self._writer.failed:
+                    await self._write_checkpoint()
+        finally:
+            await self._writer.stop()
+
+    async def _write_checkpoint(self) -> None:
+        path = self.options.checkpoint_path
+        if path is None:
+            return
+        try:
+            raw = await self._compute.run(
+                checkpoint.encode, self._superblock, self.index, self._table
+            )
+            digest = await self._compute.run(checkpoint.save, path, self._superblock, raw)
+            clean = replace(
+                self._superblock, clean=True, checkpoint_bytes=len(raw), checkpoint_digest=digest
+            )
+            await _write_superblock(self._device, clean)
+        except ImportError as error:
+            self._log.warning("event=no_checkpoint reason=%r", str(error))
+        except (OSError, DeviceError) as error:
+            self._log.warning("event=checkpoint_failed error=%s", error)
+
+
+def _new_superblock(
+    device: Device, options: EngineOptions, random_bytes: RandomBytes
+) -> Superblock:
+    count = (device.size_bytes - DATA_OFFSET) // options.segment_bytes
+    if count < max(SEGMENTS_MIN, options.free_segments_min + 2):
+        raise DeviceError(
+            f"{device.name} has room for {max(0, count)} segments",
+            hint="use a larger data file or smaller segments",
+            status=Status.NO_SPACE,
+        )
+    return Superblock(random_bytes(16), random_bytes(32), options.segment_bytes, count)
+
+
+def _check_fit(device: Device, superblock: Superblock) -> None:
+    needed = superblock.segment_at(superblock.segment_count)
+    if device.size_bytes < needed:
+        raise FormatError(
+            f"{device.name} has {device.size_bytes} bytes, its superblock says {needed}",
+            hint="the file was cut short: restore its size, or start with an empty one",
+        )
+
+
+async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:
+    """(superblock or None for a blank device, valid copies, whether both agree)."""
+    if device.size_bytes < 2 * BLOCK:
+        raise DeviceError(f"{device.name} is smaller than a superblock")
+    buffer = aligned_buffer(2 * BLOCK)
+    ops = [IoOp(0, buffer[:BLOCK]), IoOp(BLOCK, buffer[BLOCK:])]
+    statuses = await device.read(ops)
+    if any(status is not Status.OK for status in statuses):
+        statuses = await device.read(ops)
+    lost = sum(status is not Status.OK for status in statuses)
+    for op, status in zip(ops, statuses, strict=True):
+        if status is not Status.OK:
+            op.view[:] = b"\xff" * BLOCK  # neither valid nor blank
+    if lost == 2:
+        raise DeviceError(f"{device.name}: no superblock copy can be read")
+    superblock, agree = choose_superblock(bytes(buffer[:BLOCK]), bytes(buffer[BLOCK:]))
+    return superblock, 2 if agree else 1, agree
+
+
+async def _write_superblock(device: Device, superblock: Superblock) -> None:
+    """Both copies, one flushed before the other is touched."""
+    for copy in (0, 1):
+        buffer = aligned_buffer(BLOCK)
+        buffer[:] = encode_superblock(superblock, copy)
+        await device.write([IoOp(copy * BLOCK, buffer)])
+        await device.flush()

@@ -1,0 +1,289 @@
+"""Freeing one segment: drop most of its blocks, copy the kept ones, carry its tombstones on.
+
+Invariants: a segment is freed only after its kept blocks and still-needed tombstones are durable
+elsewhere and nobody reads from it; a tombstone is dropped only when no copy it covers can be left
+on flash; eviction always ends, whatever the device does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.group import Pending
+from entresol_daemon.flash.index import PENDING, Index, Slots
+from entresol_daemon.flash.model import (
+    COPY_BYTES_MAX,
+    EVICT_TRIES_MAX,
+    EngineStats,
+    Removed,
+    RemoveReason,
+    SegmentState,
+)
+from entresol_daemon.flash.reader import Expected, Reader
+from entresol_daemon.flash.segment import (
+    RECORD_HEADER_BYTES,
+    RecordKind,
+    Tombstone,
+    TombstoneKind,
+    decode_record_header,
+    decode_tombstones,
+    extent_bytes,
+    payload_hash,
+)
+from entresol_daemon.flash.space import COPY_RESERVE, Segment, SegmentTable
+from entresol_daemon.flash.writer import Writer
+from entresol_proto.status import DeviceError, Status
+
+Keep = Callable[[Slots], "Slots | Sequence[int]"] | Sequence[int] | Slots
+TOMBSTONE_READ_TRIES_MAX = 3
+
+
+class Evictor:
+    """See the module; one eviction per segment at a time."""
+
+    def __init__(
+        self,
+        device: Device,
+        index: Index,
+        table: SegmentTable,
+        writer: Writer,
+        reader: Reader,
+        stats: EngineStats,
+        log: logging.Logger,
+    ) -> None:
+        self._device = device
+        self._index = index
+        self._table = table
+        self._writer = writer
+        self._reader = reader
+        self._stats = stats
+        self._log = log
+        self._running: set[int] = set()
+
+    async def evict(self, number: int, keep: Keep) -> list[Removed]:
+        """See `Engine.evict`."""
+        segment = self._table.segments[number]
+        if segment.state in (SegmentState.FREE, SegmentState.FREEING) or number in self._running:
+            return []
+        self._running.add(number)
+        try:
+            if segment.state is SegmentState.OPEN:
+                self._table.close(segment)
+            segment.footer_due = False  # it would only be written to be freed
+            while segment.unflushed:
+                self._writer.kick()
+                await segment.quiet()
+            return await self._empty(segment, keep)
+        finally:
+            self._running.discard(number)
+
+    async def _empty(self, segment: Segment, keep: Keep) -> list[Removed]:
+        # From here on it holds copies of blocks that the index does not know in this place.
+        segment.shadows = True
+        live = self.live_slots(segment)
+        chosen = keep(live) if callable(keep) else keep
+        kept = np.asarray(chosen, np.int64)
+        kept = kept[np.isin(kept, live)]
+        dropped = live[~np.isin(live, kept)]
+        removed = self._drop(dropped, RemoveReason.EVICTED)
+        self._stats.evicted_blocks += len(dropped)
+        removed += await self._copy(segment, kept.tolist())
+        if not await self._carry(segment):
+            return removed
+        await segment.quiet()
+        if await self._writer.free(segment):
+            self._stats.evicted_segments += 1
+        return removed
+
+    def live_slots(self, segment: Segment) -> Slots:
+        """Slots of the blocks that live in the segment, in the order of their places."""
+        slots = np.unique(np.frombuffer(segment.slots, np.uint32).astype(np.int64))
+        here = (self._index.segment[slots] == segment.index) & (self._index.flags[slots] != 0)
+        slots = slots[here]
+        ordered: Slots = slots[np.argsort(self._index.offset[slots], kind="stable")]
+        return ordered
+
+    def _drop(self, slots: Slots, reason: RemoveReason) -> list[Removed]:
+        """Take durable blocks out of the index, without tombstones: their segment goes."""
+        index, removed = self._index, []
+        for slot in slots.tolist():
+            size = extent_bytes(index.m_sealed_bytes[slot])
+            key = index.key_of(slot)
+            removed.append(Removed(index.namespace_of(slot), key, slot, reason, size))
+            self._table.add_dead(self._table.segments[index.m_segment[slot]], size)
+        index.remove_many(slots)
+        self._table.on_removed(removed)
+        return removed
+
+    # -- kept blocks
+
+    async def _copy(self, segment: Segment, slots: list[int]) -> list[Removed]:
+        """Append kept blocks again, batch by batch; returns those that did not make it."""
+        removed: list[Removed] = []
+        while slots:
+            batch: list[int] = []
+            size = 0
+            while slots:
+                more = extent_bytes(self._index.m_sealed_bytes[slots[0]])
+                if batch and size + more > COPY_BYTES_MAX:
+                    break
+                batch.append(slots.pop(0))
+                size += more
+            removed += await self._copy_batch(segment, batch, size)
+        return removed
+
+    async def _copy_batch(self, segment: Segment, slots: list[int], size: int) -> list[Removed]:
+        scratch = aligned_buffer(size)
+        items: list[tuple[int, Expected, memoryview]] = []
+        at = 0
+        for slot in slots:
+            if not self._is_here(slot, segment):
+                continue  # removed while an earlier batch was copied
+            expected = self._reader.expect(slot)
+            end = at + extent_bytes(expected.sealed_bytes)
+            items.append((slot, expected, scratch[at:end]))
+            at = end
+        statuses = await self._reader.read([(slot, view) for slot, _, view in items])
+        removed: list[Removed] = []
+        moving: list[tuple[Expected, int, asyncio.Future[Status]]] = []
+        for (slot, expected, view), status in zip(items, statuses, strict=True):
+            if not self._is_here(slot, segment) or self._index.key_of(slot) != expected.wire_key:
+                continue
+            if status is not Status.OK:
+                reason = RemoveReason.CORRUPT if status is Status.CORRUPT else RemoveReason.IO_ERROR
+                removed += self._drop(np.array([slot]), reason)
+                continue
+            future = self._move(segment, slot, expected, view)
+            if future is None:
+                removed += self._drop(np.array([slot]), RemoveReason.NO_SPACE)
+            else:
+                moving.append((expected, slot, future))
+        self._writer.kick()
+        for expected, slot, future in moving:
+            if await future is not Status.OK:
+                reason = RemoveReason.IO_ERROR  # the writer told it already
+                size = extent_bytes(expected.sealed_bytes)
+                key = expected.wire_key
+                removed.append(Removed(expected.namespace_id, key, slot, reason, size))
+            else:
+                self._stats.copied_blocks += 1
+                self._stats.copied_bytes += extent_bytes(expected.sealed_bytes)
+        return removed
+
+    def _is_here(self, slot: int, segment: Segment) -> bool:
+        index = self._index
+        return (
+            index.is_live(slot)
+            and index.m_segment[slot] == segment.index
+            and not index.m_flags[slot] & PENDING
+        )
+
+    def _move(
+        self, segment: Segment, slot: int, expected: Expected, view: memoryview
+    ) -> asyncio.Future[Status] | None:
+        """Place a copy; the slot stays, its location changes. None when nothing has room."""
+        size = view.nbytes
+        target = self._table.open_for(segment.stream, size, COPY_RESERVE)
+        if target is None:
+            return None
+        lsn = self._table.next_lsn()
+        e = expected
+        sizes = (size, e.sealed_bytes, e.plain_bytes, e.position)
+        offset = self._table.place(target, RecordKind.BLOCK, e.namespace_id, e.wire_key, sizes, lsn)
+        self._table.add_dead(segment, size)
+        self._index.m_segment[slot] = target.index
+        self._index.m_offset[slot] = offset
+        self._index.m_flags[slot] |= PENDING
+        self._table.add_live(target, slot, size)
+        future: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        pending = Pending(
+            RecordKind.BLOCK, segment.stream, e.namespace_id, e.wire_key, view, e.sealed_bytes,
+            e.plain_bytes, e.position, slot, target, offset, lsn, future,
+        )  # fmt: skip
+        self._writer.submit(pending)
+        return future
+
+    # -- tombstones
+
+    async def _carry(self, segment: Segment) -> bool:
+        """Make the tombstones that are still needed durable elsewhere.
+
+        False when that is not possible now; after EVICT_TRIES_MAX evictions it is given up.
+        """
+        if not segment.tombstone_offsets:
+            return True
+        segment.evict_tries += 1
+        last_try = segment.evict_tries >= EVICT_TRIES_MAX
+        tombstones, unreadable = await self._tombstones(segment)
+        if unreadable and not last_try:
+            return False
+        needed = self._needed(tombstones, segment)
+        if needed:
+            self._writer.bury(needed)
+            try:
+                await self._writer.barrier()
+            except DeviceError as error:
+                self._log.warning(
+                    "event=tombstones_stuck segment=%d error=%s", segment.index, error
+                )
+                if not last_try or self._writer.failed:
+                    return False
+                self._stats.tombstones_lost += len(needed)
+            self._stats.tombstones_carried += len(needed)
+        self._stats.tombstones_lost += unreadable
+        return True
+
+    async def _tombstones(self, segment: Segment) -> tuple[list[Tombstone], int]:
+        """All entries of the segment, and how many records the device refused to give.
+
+        A record that arrives but does not verify is destroyed: no later opening would find it.
+        """
+        found: list[Tombstone] = []
+        unreadable = 0
+        superblock = self._table.superblock
+        base = superblock.segment_at(segment.index)
+        limit = superblock.segment_bytes
+        for offset in segment.tombstone_offsets:
+            for attempt in range(TOMBSTONE_READ_TRIES_MAX):
+                head = aligned_buffer(BLOCK)
+                status = (await self._device.read([IoOp(base + offset * BLOCK, head)]))[0]
+                header = decode_record_header(head, superblock.check_key)
+                buffer = head
+                size = BLOCK if header is None else header.extent_bytes
+                if header is not None and BLOCK < size <= limit - offset * BLOCK:
+                    buffer = aligned_buffer(size)
+                    status = (await self._device.read([IoOp(base + offset * BLOCK, buffer)]))[0]
+                if (
+                    status is Status.OK
+                    and header is not None
+                    and header.kind is RecordKind.TOMBSTONES
+                    and (header.sequence, header.offset) == (segment.sequence, offset)
+                    and size == buffer.nbytes
+                    and payload_hash(buffer, header.sealed_bytes) == header.payload_hash
+                ):
+                    end = RECORD_HEADER_BYTES + header.sealed_bytes
+                    found += decode_tombstones(buffer[RECORD_HEADER_BYTES:end])
+                    break
+                if attempt == TOMBSTONE_READ_TRIES_MAX - 1:
+                    unreadable += status is not Status.OK
+                    self._stats.tombstones_lost += status is Status.OK
+        return found, unreadable
+
+    def _needed(self, tombstones: list[Tombstone], segment: Segment) -> list[Tombstone]:
+        """Those that may still cover something on flash outside `segment`."""
+        others = [other for other in self._table.used() if other is not segment]
+        if any(other.shadows for other in others):
+            return tombstones
+        sequences = {other.sequence for other in others}
+        oldest = min(sequences, default=0)
+        return [
+            t
+            for t in tombstones
+            if t.cover in sequences
+            or (t.kind is TombstoneKind.NAMESPACE and sequences and oldest <= t.cover)
+        ]

@@ -1,0 +1,95 @@
+"""What one group commit writes, and how its bytes are made. Pure, except that it fills buffers.
+
+Invariant: `fill` touches only the header bytes of extents and the scratch it was given, so it may
+run in a thread while the event loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from entresol_daemon.flash.device import BLOCK
+from entresol_daemon.flash.segment import (
+    RECORD_HEADER_BYTES,
+    HeaderState,
+    RecordHeader,
+    RecordKind,
+    SegmentHeader,
+    Superblock,
+    Tombstone,
+    encode_footer,
+    encode_header,
+    encode_record_header,
+    payload_hash,
+)
+from entresol_daemon.flash.space import Segment
+from entresol_proto.status import Status
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A record on its way: placed in a segment, not durable."""
+
+    kind: RecordKind
+    stream: bytes
+    namespace_id: bytes
+    wire_key: bytes
+    extent: memoryview
+    sealed_bytes: int
+    plain_bytes: int
+    position: int
+    slot: int  # -1 for tombstones
+    segment: Segment
+    offset: int  # in blocks
+    lsn: int
+    future: asyncio.Future[Status] | None
+    tries: int = 1
+    dead: bool = False  # removed from the index meanwhile
+    tombstones: list[Tombstone] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Group:
+    records: list[Pending] = field(default_factory=list)
+    headers: list[Segment] = field(default_factory=list)
+    footers: list[Segment] = field(default_factory=list)
+    frees: list[Segment] = field(default_factory=list)
+
+
+def fill(
+    superblock: Superblock,
+    records: list[Pending],
+    headers: list[SegmentHeader],
+    footers: list[tuple[int, int, bytes, int, bytes]],
+    scratch: memoryview,
+) -> list[tuple[int, int, int]]:
+    """Hash payloads and write record headers into their extents; encode the rest into `scratch`.
+
+    Returns (device offset, start, end) for each piece of `scratch`. Runs in a thread.
+    """
+    for p in records:
+        header = RecordHeader(
+            p.kind, p.segment.sequence, p.lsn, p.offset, p.sealed_bytes, p.namespace_id,
+            p.wire_key, p.plain_bytes, p.position, payload_hash(p.extent, p.sealed_bytes),
+        )  # fmt: skip
+        p.extent[:RECORD_HEADER_BYTES] = encode_record_header(header, superblock.check_key)
+    pieces: list[tuple[int, int, int]] = []
+    at = 0
+
+    def put(offset: int, raw: bytes) -> None:
+        nonlocal at
+        scratch[at : at + len(raw)] = raw
+        pieces.append((offset, at, at + len(raw)))
+        at += len(raw)
+
+    for head in headers:
+        raw = encode_header(superblock, head)
+        start = superblock.segment_at(head.segment)
+        put(start, raw)
+        if head.state is HeaderState.FREE:
+            put(start + superblock.segment_bytes - BLOCK, raw)
+    for segment, sequence, stream, used_bytes, table in footers:
+        offset, raw = encode_footer(superblock, segment, sequence, stream, used_bytes, table)
+        put(superblock.segment_at(segment) + offset, raw)
+    return pieces

@@ -1,0 +1,218 @@
+"""Reading records back and proving that they are the ones asked for.
+
+Invariant: OK means that the header's keyed check, the segment's sequence, the place, the key, the
+lengths and (unless switched off) the payload's hash all agree. Anything else is CORRUPT, IO_ERROR
+or MISS, and the buffer's content is then undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entresol_daemon.compute import Compute, ComputeError
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.index import Index
+from entresol_daemon.flash.model import EngineStats
+from entresol_daemon.flash.segment import (
+    RECORD_HEADER_BYTES,
+    RecordHeader,
+    RecordKind,
+    decode_record_header,
+    extent_bytes,
+    payload_hash,
+)
+from entresol_daemon.flash.space import Segment, SegmentTable
+from entresol_daemon.flash.writer import Writer
+from entresol_proto.status import Status
+
+READ_TRIES_MAX = 2  # a misdirected read is transient: ask once more before calling it corrupt
+_WIPE = bytes(RECORD_HEADER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A record as the index knows it, remembered before the read."""
+
+    segment: Segment
+    sequence: int
+    offset: int  # in blocks
+    namespace_id: bytes
+    wire_key: bytes
+    sealed_bytes: int
+    plain_bytes: int
+    position: int
+
+    def is_in(self, header: RecordHeader | None) -> bool:
+        """True when the header is this record's."""
+        return (
+            header is not None
+            and header.kind is RecordKind.BLOCK
+            and header.sequence == self.sequence
+            and header.offset == self.offset
+            and header.wire_key == self.wire_key
+            and header.namespace_id == self.namespace_id
+            and header.sealed_bytes == self.sealed_bytes
+            and header.plain_bytes == self.plain_bytes
+            and header.position == self.position
+        )
+
+
+def _verify(
+    items: list[tuple[Expected, memoryview]], check_key: bytes, payloads: bool
+) -> list[bool]:
+    """Whether each buffer holds its record. Runs in a thread."""
+    good = []
+    for expected, view in items:
+        header = decode_record_header(view, check_key)
+        good.append(
+            header is not None
+            and expected.is_in(header)
+            and (not payloads or payload_hash(view, header.sealed_bytes) == header.payload_hash)
+        )
+    return good
+
+
+class Reader:
+    """Reads by slot; see the module."""
+
+    def __init__(
+        self,
+        device: Device,
+        compute: Compute,
+        index: Index,
+        table: SegmentTable,
+        writer: Writer,
+        stats: EngineStats,
+        verify_payloads: bool,
+    ) -> None:
+        self._device = device
+        self._compute = compute
+        self._index = index
+        self._table = table
+        self._writer = writer
+        self._stats = stats
+        self._verify_payloads = verify_payloads
+
+    def expect(self, slot: int) -> Expected:
+        """What a live slot promises."""
+        index = self._index
+        segment = self._table.segments[index.m_segment[slot]]
+        return Expected(
+            segment,
+            segment.sequence,
+            index.m_offset[slot],
+            index.namespace_of(slot),
+            index.key_of(slot),
+            index.m_sealed_bytes[slot],
+            index.m_plain_bytes[slot],
+            index.m_position[slot],
+        )
+
+    async def read(
+        self, ops: Sequence[tuple[int, memoryview]], *, wipe: bool = True
+    ) -> list[Status]:
+        """Whole records into whole extents; see `Engine.read`. `wipe` clears the header bytes."""
+        statuses = [Status.MISS] * len(ops)
+        self._stats.reads += len(ops)
+        names: list[tuple[bytes, bytes] | None] = [
+            (self._index.namespace_of(slot), self._index.key_of(slot))
+            if self._index.is_live(slot)
+            else None
+            for slot, _ in ops
+        ]
+        todo = list(range(len(ops)))
+        for attempt in range(READ_TRIES_MAX):
+            self._stats.read_retries += len(todo) if attempt else 0
+            await self._attempt(ops, names, todo, statuses)
+            todo = [number for number in todo if statuses[number] is Status.CORRUPT]
+            if not todo:
+                break
+        self._stats.corrupt_reads += sum(s is Status.CORRUPT for s in statuses)
+        self._stats.io_error_reads += sum(s is Status.IO_ERROR for s in statuses)
+        if wipe:
+            for _, extent in ops:
+                extent[:RECORD_HEADER_BYTES] = _WIPE
+        return statuses
+
+    async def _attempt(
+        self,
+        ops: Sequence[tuple[int, memoryview]],
+        names: list[tuple[bytes, bytes] | None],
+        todo: list[int],
+        statuses: list[Status],
+    ) -> None:
+        """Look the wanted slots up again (an eviction may have moved them) and read them."""
+        wanted: list[tuple[int, Expected, memoryview]] = []
+        for number in todo:
+            slot, extent = ops[number]
+            statuses[number] = Status.MISS
+            if names[number] is None or not self._index.is_live(slot):
+                continue
+            expected = self.expect(slot)
+            if (expected.namespace_id, expected.wire_key) != names[number]:
+                continue
+            size = extent_bytes(expected.sealed_bytes)
+            assert extent.nbytes == size, "extent is not the record's length"
+            pending = self._writer.pending.get(slot)
+            if pending is not None:
+                extent[RECORD_HEADER_BYTES:] = pending.extent[RECORD_HEADER_BYTES:]
+                statuses[number] = Status.OK
+            else:
+                wanted.append((number, expected, extent))
+        if wanted:
+            found = await self._once([(e, view) for _, e, view in wanted], self._verify_payloads)
+            for (number, _, view), status in zip(wanted, found, strict=True):
+                statuses[number] = status
+                if status is Status.OK:
+                    self._stats.read_bytes += view.nbytes
+
+    async def heads(self, slots: Sequence[int]) -> list[bytes]:
+        """The first block of each record, empty where it cannot be had or is not the record's."""
+        result = [b""] * len(slots)
+        todo: list[tuple[int, Expected, memoryview]] = []
+        scratch = aligned_buffer(BLOCK * len(slots))
+        for number, slot in enumerate(slots):
+            if not self._index.is_live(slot):
+                continue
+            pending = self._writer.pending.get(slot)
+            if pending is not None:
+                result[number] = bytes(pending.extent[:BLOCK])
+            else:
+                view = scratch[number * BLOCK : (number + 1) * BLOCK]
+                todo.append((number, self.expect(slot), view))
+        if todo:
+            statuses = await self._once([(e, view) for _, e, view in todo], False)
+            for (number, _, view), status in zip(todo, statuses, strict=True):
+                if status is Status.OK:
+                    result[number] = bytes(view)
+        return result
+
+    async def _once(self, items: list[tuple[Expected, memoryview]], payloads: bool) -> list[Status]:
+        """Read and verify; the segments cannot be freed meanwhile."""
+        superblock = self._table.superblock
+        for expected, _ in items:
+            expected.segment.readers += 1
+        try:
+            io = [
+                IoOp(superblock.segment_at(e.segment.index) + e.offset * BLOCK, view)
+                for e, view in items
+            ]
+            statuses = await self._device.read(io)
+            arrived = [n for n, status in enumerate(statuses) if status is Status.OK]
+            args = ([items[n] for n in arrived], superblock.check_key, payloads)
+            try:
+                good = await self._compute.run(_verify, *args)
+            except ComputeError as error:
+                good = [True] * len(arrived)
+                for n in arrived:
+                    statuses[n] = error.status
+            for n, is_good in zip(arrived, good, strict=True):
+                if not is_good:
+                    statuses[n] = Status.CORRUPT
+            return statuses
+        finally:
+            for expected, _ in items:
+                expected.segment.readers -= 1
+                if not expected.segment.readers:
+                    expected.segment.changed()

@@ -1,0 +1,443 @@
+"""Finding the blocks again at opening: from the checkpoint, else from footers and scans.
+
+Invariants: recovery only reads; what it cannot verify it leaves out and counts; it never raises for
+damaged content. A segment is sealed when its header and trailer agree on the sequence, and scanned
+when they do not. Memory is bounded by RECOVERY_BATCH_BYTES, one segment, and 64 bytes per record.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from entresol_daemon.compute import Compute
+from entresol_daemon.flash.checkpoint import Checkpoint
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.index import U32, U64, Index, Slots
+from entresol_daemon.flash.model import (
+    RECOVERY_BATCH_BYTES,
+    RecoveryKind,
+    RecoveryReport,
+    SegmentState,
+)
+from entresol_daemon.flash.resolve import resolve
+from entresol_daemon.flash.segment import (
+    RECORD_HEADER_BYTES,
+    ROW,
+    HeaderState,
+    RecordKind,
+    Rows,
+    SegmentHeader,
+    Superblock,
+    Tombstone,
+    Trailer,
+    decode_header,
+    decode_record_header,
+    decode_table,
+    decode_tombstones,
+    decode_trailer,
+    footer_bytes,
+    payload_hash,
+    scan_segment,
+)
+from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
+from entresol_proto.status import Status
+
+_SCAN_OP_BYTES = 1 << 20
+_BATCH_OPS = RECOVERY_BATCH_BYTES // BLOCK
+_Edges = tuple[SegmentHeader | None, Trailer | None]
+
+
+@dataclass(slots=True)
+class Found:
+    """What opening must hand to the writer."""
+
+    to_free: list[Segment] = field(default_factory=list)
+    to_footer: list[Segment] = field(default_factory=list)
+
+
+def _decode_edges(
+    superblock: Superblock, first: int, headers: list[bytes | None], trailers: list[bytes | None]
+) -> list[_Edges]:
+    return [
+        (
+            None if head is None else decode_header(superblock, first + n, head),
+            None if tail is None else decode_trailer(superblock, first + n, tail),
+        )
+        for n, (head, tail) in enumerate(zip(headers, trailers, strict=True))
+    ]
+
+
+def _payload_of(
+    superblock: Superblock, sequence: int, offset: int, raw: memoryview
+) -> list[Tombstone] | None:
+    """The tombstones of a record read whole, None when it does not verify."""
+    header = decode_record_header(raw, superblock.check_key)
+    if (
+        header is None
+        or header.kind is not RecordKind.TOMBSTONES
+        or (header.sequence, header.offset) != (sequence, offset)
+        or header.extent_bytes != raw.nbytes
+        or payload_hash(raw, header.sealed_bytes) != header.payload_hash
+    ):
+        return None
+    return decode_tombstones(raw[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + header.sealed_bytes])
+
+
+class Recovery:
+    """One opening's search. Fills `table`, `index` and `report`."""
+
+    def __init__(
+        self,
+        device: Device,
+        compute: Compute,
+        index: Index,
+        table: SegmentTable,
+        report: RecoveryReport,
+        log: logging.Logger,
+    ) -> None:
+        self._device = device
+        self._compute = compute
+        self._index = index
+        self._table = table
+        self._superblock = table.superblock
+        self._report = report
+        self._log = log
+        self._rows: list[Rows] = []
+        self._where: list[tuple[int, int, int]] = []  # segment, sequence, count per part of rows
+        self._tombstones: list[Tombstone] = []
+        self._found = Found()
+
+    # -- with a checkpoint
+
+    async def from_checkpoint(self, checkpoint: Checkpoint) -> str:
+        """Take the checkpoint's word if every segment's header agrees; else say why not."""
+        if len(checkpoint.key0) > self._index.capacity:
+            return "more blocks than blocks_max"
+        count = self._superblock.segment_count
+        raw = await self._blocks([self._superblock.segment_at(n) for n in range(count)])
+        no_trailers: list[bytes | None] = [None] * count
+        edges = await self._compute.run(_decode_edges, self._superblock, 0, raw, no_trailers)
+        notes = {note.segment: note for note in checkpoint.segments}
+        for number, (header, _) in enumerate(edges):
+            note = notes.pop(number, None)
+            block = raw[number]
+            if note is None:
+                if block is None or (
+                    any(block) and (header is None or header.state is not HeaderState.FREE)
+                ):
+                    return f"segment {number} was free and is not"
+            elif header is None or (header.state, header.sequence) != (
+                HeaderState.OPEN,
+                note.sequence,
+            ):
+                return f"segment {number} is not the one of the checkpoint"
+        if notes:
+            return "it names segments that do not exist"
+        for note in checkpoint.segments:
+            segment = self._table.segments[note.segment]
+            state = SegmentState.CONDEMNED if note.condemned else SegmentState.SEALED
+            self._adopt(segment, state, note.stream, note.sequence)
+            segment.shadows = note.shadows
+            segment.blocks = note.blocks
+            segment.tombstone_offsets = note.tombstone_offsets
+        self._collect_free()
+        numbers = np.array([self._index.intern(name) for name in checkpoint.names], np.uint32)
+        slots = self._index.insert_many(
+            numbers[checkpoint.namespace] if len(numbers) else checkpoint.namespace,
+            checkpoint.key0,
+            checkpoint.key1,
+            segment=checkpoint.columns["segment"],
+            offset=checkpoint.columns["offset"],
+            sealed_bytes=checkpoint.columns["sealed_bytes"],
+            plain_bytes=checkpoint.columns["plain_bytes"],
+            position=checkpoint.columns["position"],
+            last_touch=checkpoint.last_touch,
+        )
+        self._assign(slots)
+        self._report.kind = RecoveryKind.CHECKPOINT
+        return ""
+
+    # -- without
+
+    async def from_footers(self) -> Found:
+        """Read headers, trailers and footers; scan the segments that have none."""
+        self._report.kind = RecoveryKind.FOOTERS
+        count = self._superblock.segment_count
+        sealed: list[Trailer] = []
+        to_scan: list[tuple[Segment, int]] = []
+        step = _BATCH_OPS // 2
+        for first in range(0, count, step):
+            last = min(count, first + step)
+            starts = [self._superblock.segment_at(n) for n in range(first, last)]
+            end = self._superblock.segment_bytes - BLOCK
+            heads = await self._blocks(starts)
+            tails = await self._blocks([start + end for start in starts])
+            edges = await self._compute.run(_decode_edges, self._superblock, first, heads, tails)
+            for n, (header, trailer) in enumerate(edges):
+                segment = self._table.segments[first + n]
+                self._classify(segment, header, trailer, heads[n], tails[n], sealed, to_scan)
+        to_scan += await self._read_footers(sealed)
+        await self._read_tombstones()
+        await self._scan(to_scan)
+        self._collect_free()
+        self._build()
+        return self._found
+
+    def _classify(
+        self,
+        segment: Segment,
+        header: SegmentHeader | None,
+        trailer: Trailer | None,
+        head: bytes | None,
+        tail: bytes | None,
+        sealed: list[Trailer],
+        to_scan: list[tuple[Segment, int]],
+    ) -> None:
+        """See DATA_FILE.md, "Reading a segment's edges"."""
+        if header is not None and header.state is HeaderState.FREE:
+            return
+        if trailer is not None and (header is None or header.sequence == trailer.sequence):
+            self._adopt(segment, SegmentState.SEALED, trailer.stream, trailer.sequence)
+            sealed.append(trailer)
+        elif header is not None:
+            self._adopt(segment, SegmentState.SEALED, header.stream, header.sequence)
+            to_scan.append((segment, header.sequence))
+        elif head is not None and not any(head):
+            return  # never used
+        elif head is None or tail is None:
+            self._adopt(segment, SegmentState.CONDEMNED, NO_STREAM, 0)
+            segment.shadows = True
+            self._report.segments_unreadable += 1
+        else:
+            self._adopt(segment, SegmentState.SEALED, NO_STREAM, 0)
+            self._report.segments_damaged += 1
+            self._found.to_free.append(segment)
+
+    async def _read_footers(self, trailers: list[Trailer]) -> list[tuple[Segment, int]]:
+        """Take rows from intact tables; returns the segments to scan instead."""
+        bad: list[tuple[Segment, int]] = []
+        while trailers:
+            batch: list[tuple[Trailer, int, int]] = []
+            size = 0
+            while trailers and (not batch or size < RECOVERY_BATCH_BYTES):
+                trailer = trailers.pop()
+                end = size + footer_bytes(trailer.rows) - BLOCK
+                batch.append((trailer, size, end))
+                size = end
+            buffer = aligned_buffer(size)
+            ops = [
+                IoOp(self._superblock.segment_at(t.segment) + t.table_offset, buffer[start:end])
+                for t, start, end in batch
+                if end > start
+            ]
+            await self._read(ops)
+            tables = await self._compute.run(_decode_tables, self._superblock, batch, buffer)
+            for (trailer, _, _), rows in zip(batch, tables, strict=True):
+                segment = self._table.segments[trailer.segment]
+                if rows is None:
+                    bad.append((segment, trailer.sequence))
+                    continue
+                self._report.segments_from_footer += 1
+                segment.used_bytes = trailer.used_bytes
+                self._take_rows(segment, rows)
+        return bad
+
+    def _take_rows(self, segment: Segment, rows: Rows) -> None:
+        blocks = rows[rows["kind"] == RecordKind.BLOCK]
+        others = rows[rows["kind"] == RecordKind.TOMBSTONES]
+        segment.row_count = len(rows)
+        segment.blocks = len(blocks)
+        segment.tombstone_offsets = others["offset"].tolist()
+        if len(blocks):
+            self._rows.append(blocks)
+            self._where.append((segment.index, segment.sequence, len(blocks)))
+
+    async def _read_tombstones(self) -> None:
+        """Fetch the tombstone records that footers list, one batch per segment."""
+        for segment in self._table.used():
+            for offset in segment.tombstone_offsets:
+                start = self._superblock.segment_at(segment.index) + offset * BLOCK
+                head = (await self._blocks([start]))[0]
+                header = (
+                    None if head is None else decode_record_header(head, self._superblock.check_key)
+                )
+                size = BLOCK if header is None else header.extent_bytes
+                entries = None
+                if offset * BLOCK + size <= self._superblock.segment_bytes:
+                    buffer = aligned_buffer(size)
+                    await self._read([IoOp(start, buffer)])
+                    entries = _payload_of(self._superblock, segment.sequence, offset, buffer)
+                if entries is None:
+                    self._report.records_damaged += 1
+                else:
+                    self._tombstones += entries
+
+    async def _scan(self, segments: list[tuple[Segment, int]]) -> None:
+        """Search whole segments for records; one segment's bytes in memory at a time."""
+        if not segments:
+            return
+        size = self._superblock.segment_bytes
+        buffer = aligned_buffer(size)
+        for segment, sequence in segments:
+            start = self._superblock.segment_at(segment.index)
+            await self._read(
+                [
+                    IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
+                    for at in range(0, size, _SCAN_OP_BYTES)
+                ]
+            )
+            scan = await self._compute.run(scan_segment, self._superblock, sequence, buffer)
+            self._report.segments_scanned += 1
+            self._report.records_damaged += scan.damaged
+            self._tombstones += scan.tombstones
+            table = bytes(scan.table)
+            self._take_rows(segment, np.frombuffer(table, dtype=ROW))
+            segment.used_bytes = scan.used_bytes
+            if not segment.row_count:
+                self._found.to_free.append(segment)
+            else:
+                segment.rows = scan.table
+                segment.footer_due = True
+                self._found.to_footer.append(segment)
+            self._log.info(
+                "event=segment_scanned segment=%d records=%d damaged=%d",
+                segment.index, segment.row_count, scan.damaged,
+            )  # fmt: skip
+
+    def _build(self) -> None:
+        """Decide which records live and put them into the index."""
+        self._report.tombstones = len(self._tombstones)
+        if not self._rows:
+            return
+        rows = np.concatenate(self._rows)
+        counts = [count for _, _, count in self._where]
+        segment: U32 = np.repeat(np.array([s for s, _, _ in self._where], np.uint32), counts)
+        sequence: U64 = np.repeat(np.array([q for _, q, _ in self._where], np.uint64), counts)
+        self._rows.clear()
+        raw = self._superblock.check_key
+        multipliers = np.frombuffer(raw, np.uint64) | np.uint64(1)
+        resolved = resolve(rows, segment, sequence, self._tombstones, multipliers)
+        self._tombstones.clear()
+        self._report.duplicates = resolved.duplicates
+        for number in resolved.shadowed:
+            self._table.segments[number].shadows = True
+        alive = resolved.alive
+        surplus = len(alive) - self._index.capacity
+        if surplus > 0:
+            self._report.blocks_dropped = surplus
+            for number in np.unique(segment[alive[:surplus]]).tolist():
+                self._table.segments[number].shadows = True
+            alive = alive[surplus:]
+        live = rows[alive]
+        slots = self._index.insert_many(
+            self._intern(live),
+            np.ascontiguousarray(live["key0"]),
+            np.ascontiguousarray(live["key1"]),
+            segment=segment[alive],
+            offset=live["offset"],
+            sealed_bytes=live["sealed"],
+            plain_bytes=live["plain"],
+            position=live["position"],
+        )
+        self._assign(slots)
+
+    def _intern(self, rows: Rows) -> U32:
+        """Namespace numbers of rows, one dictionary look-up per distinct namespace."""
+        pairs = np.empty((len(rows), 2), np.uint64)
+        pairs[:, 0], pairs[:, 1] = rows["ns0"], rows["ns1"]
+        names = np.ascontiguousarray(pairs).view("V16").ravel()
+        distinct, inverse = _distinct(pairs)
+        numbers = [self._index.intern(names[row].tobytes()) for row in distinct]
+        return np.array(numbers, np.uint32)[inverse]
+
+    def _assign(self, slots: Slots) -> None:
+        """Tell every segment which blocks live in it. `slots` in order of appending or place."""
+        index = self._index
+        self._report.blocks = len(slots)
+        if not len(slots):
+            return
+        where = index.segment[slots]
+        order = np.argsort(where, kind="stable")
+        slots, where = slots[order], where[order]
+        starts = np.flatnonzero(np.diff(where.astype(np.int64), prepend=-1))
+        ends = np.append(starts[1:], len(slots))
+        sizes = (
+            index.sealed_bytes[slots].astype(np.int64) + RECORD_HEADER_BYTES + BLOCK - 1
+        ) & -BLOCK
+        touch = index.last_touch[slots]
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            segment = self._table.segments[int(where[start])]
+            segment.slots = array("I", slots[start:end].astype(np.uint32).tobytes())
+            segment.live_blocks = end - start
+            segment.live_bytes = int(sizes[start:end].sum())
+            segment.last_touch = int(touch[start:end].max())
+            segment.oldest_touch = int(touch[start:end].min())
+
+    # -- small things
+
+    def _adopt(self, segment: Segment, state: SegmentState, stream: bytes, sequence: int) -> None:
+        segment.reset(state, stream, sequence)
+        segment.header_written = True
+
+    def _collect_free(self) -> None:
+        for segment in self._table.segments:
+            if segment.state is SegmentState.FREE:
+                self._table.free.append(segment.index)
+        self._report.segments = len(self._table.segments)
+
+    async def _blocks(self, offsets: Sequence[int]) -> list[bytes | None]:
+        """One block at each offset; None where the device refuses twice."""
+        found: list[bytes | None] = []
+        for first in range(0, len(offsets), _BATCH_OPS):
+            part = offsets[first : first + _BATCH_OPS]
+            buffer = aligned_buffer(BLOCK * len(part))
+            ops = [
+                IoOp(offset, buffer[BLOCK * n : BLOCK * (n + 1)]) for n, offset in enumerate(part)
+            ]
+            good = await self._read(ops)
+            found += [bytes(op.view) if ok else None for op, ok in zip(ops, good, strict=True)]
+        return found
+
+    async def _read(self, ops: Sequence[IoOp]) -> list[bool]:
+        """Read; refused ops are tried again block by block, lost blocks become zeros.
+
+        Returns per op whether all of it was read.
+        """
+        statuses = await self._device.read(ops)
+        for number, op in enumerate(ops):
+            if statuses[number] is Status.OK:
+                continue
+            pieces = [
+                IoOp(op.offset_bytes + at, op.view[at : at + BLOCK])
+                for at in range(0, op.view.nbytes, BLOCK)
+            ]
+            again = await self._device.read(pieces)
+            for piece, second in zip(pieces, again, strict=True):
+                if second is not Status.OK:
+                    piece.view[:] = bytes(BLOCK)
+                    self._log.warning("event=unreadable_block offset=%d", piece.offset_bytes)
+            if all(second is Status.OK for second in again):
+                statuses[number] = Status.OK
+        return [status is Status.OK for status in statuses]
+
+
+def _decode_tables(
+    superblock: Superblock, batch: list[tuple[Trailer, int, int]], buffer: memoryview
+) -> list[Rows | None]:
+    return [decode_table(superblock, trailer, buffer[start:end]) for trailer, start, end in batch]
+
+
+def _distinct(pairs: U64) -> tuple[list[int], Slots]:
+    """Row numbers of the distinct pairs and, for every row, which of them it is."""
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
+    ordered = pairs[order]
+    new = np.ones(len(pairs), bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    inverse = np.empty(len(pairs), np.int64)
+    inverse[order] = np.cumsum(new) - 1
+    return order[new].tolist(), inverse

@@ -1,0 +1,296 @@
+"""Segments in memory: which are free, open, full; who gets the next place in which.
+
+Invariants: a segment is written only between its opening and its footer; `free` holds only segments
+whose FREE header is durable; user appends leave `free_segments_min` segments for the engine itself;
+sequences and log numbers (lsn) never repeat, because they start with the file's generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict, deque
+
+from entresol_daemon.flash.device import BLOCK
+from entresol_daemon.flash.index import Index
+from entresol_daemon.flash.model import (
+    EngineOptions,
+    EngineStats,
+    RemovedHook,
+    SegmentInfo,
+    SegmentState,
+    ignore_removed,
+)
+from entresol_daemon.flash.segment import (
+    RecordKind,
+    Superblock,
+    footer_bytes,
+    pack_row,
+    record_bytes_max,
+)
+
+NO_STREAM = bytes(16)
+COPY_RESERVE = 1  # free segments that the engine's own copies leave for tombstones
+_SEQUENCE_BITS = 32
+_LSN_BITS = 40
+_REFRESH_PER_CALL = 64  # segments whose oldest_touch one `infos` call recomputes
+
+
+class Segment:
+    """One segment. Offsets are in bytes from its start; `rows` is its future footer table."""
+
+    __slots__ = (
+        "blocks",
+        "evict_tries",
+        "footer_due",
+        "header_written",
+        "index",
+        "last_touch",
+        "live_blocks",
+        "live_bytes",
+        "oldest_touch",
+        "readers",
+        "row_count",
+        "rows",
+        "sequence",
+        "shadows",
+        "slots",
+        "state",
+        "stream",
+        "tombstone_offsets",
+        "unflushed",
+        "used_bytes",
+        "waiters",
+    )
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.evict_tries = 0
+        self.readers = 0  # device reads in flight
+        self.waiters: list[asyncio.Future[None]] = []
+        self.reset(SegmentState.FREE, NO_STREAM, 0)
+
+    def reset(self, state: SegmentState, stream: bytes, sequence: int) -> None:
+        """Begin another life."""
+        self.state = state
+        self.stream = stream
+        self.sequence = sequence
+        self.used_bytes = BLOCK
+        self.rows = bytearray()
+        self.row_count = 0
+        self.slots = array("I")  # of its blocks in order; stale entries stay
+        self.tombstone_offsets: list[int] = []  # in blocks
+        self.blocks = 0
+        self.live_blocks = 0
+        self.live_bytes = 0
+        self.last_touch = 0
+        self.oldest_touch = 0
+        self.unflushed = 0  # records placed here and not durable
+        self.header_written = False
+        self.footer_due = False
+        # May hold copies that are neither in the index nor covered by a tombstone that names this
+        # sequence: while such a segment exists, no tombstone is dropped.
+        self.shadows = False
+        self.evict_tries = 0
+
+    def changed(self) -> None:
+        """Wake whoever waits in `quiet`."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+
+    async def quiet(self) -> None:
+        """Wait until no record of it is being written and nobody reads from it."""
+        while self.unflushed or self.readers:
+            waiter = asyncio.get_running_loop().create_future()
+            self.waiters.append(waiter)
+            await waiter
+
+
+class SegmentTable:
+    """All segments of the file, and the counters that number them."""
+
+    def __init__(
+        self, superblock: Superblock, options: EngineOptions, index: Index, stats: EngineStats
+    ) -> None:
+        self.on_removed: RemovedHook = ignore_removed
+        self.superblock = superblock
+        self.segments = [Segment(number) for number in range(superblock.segment_count)]
+        self.free: deque[int] = deque()
+        self.open: OrderedDict[bytes, Segment] = OrderedDict()  # least recently appended first
+        self.closed: list[Segment] = []  # full, their footers not handed to the writer yet
+        self.extent_bytes_max = record_bytes_max(superblock.segment_bytes)
+        self._options = options
+        self._index = index
+        self._stats = stats
+        self._sequence = superblock.generation << _SEQUENCE_BITS
+        self._lsn = superblock.generation << _LSN_BITS
+        self._refresh_at = 0
+
+    # -- numbers
+
+    @property
+    def sequence(self) -> int:
+        """The highest sequence given out."""
+        return self._sequence
+
+    def next_lsn(self) -> int:
+        """A log number above all earlier ones."""
+        self._lsn += 1
+        return self._lsn
+
+    # -- places
+
+    def fits(self, segment: Segment, extent_bytes: int) -> bool:
+        """True when the extent and the footer that then is due still fit."""
+        end = segment.used_bytes + extent_bytes + footer_bytes(segment.row_count + 1)
+        return end <= self.superblock.segment_bytes
+
+    def has_room(self, stream: bytes, extent_bytes: int, reserve: int) -> bool:
+        """True when `open_for` would give a segment."""
+        segment = self.open.get(stream)
+        if segment is not None and self.fits(segment, extent_bytes):
+            return True
+        return len(self.free) > reserve and extent_bytes <= self.extent_bytes_max
+
+    def open_for(self, stream: bytes, extent_bytes: int, reserve: int) -> Segment | None:
+        """The stream's open segment with room for the extent, opening one if more than `reserve`
+        segments are free. A full one is closed; too many open ones close the idlest."""
+        segment = self.open.get(stream)
+        if segment is not None and self.fits(segment, extent_bytes):
+            self.open.move_to_end(stream)
+            return segment
+        if len(self.free) <= reserve or extent_bytes > self.extent_bytes_max:
+            return None
+        if segment is not None:
+            self.close(segment)
+        if len(self.open) >= self._options.open_segments_max:
+            self.close(next(iter(self.open.values())))
+        fresh = self.segments[self.free.popleft()]
+        self._sequence += 1
+        fresh.reset(SegmentState.OPEN, stream, self._sequence)
+        self.open[stream] = fresh
+        self._stats.opened_segments += 1
+        return fresh
+
+    def open_anywhere(self, stream: bytes, extent_bytes: int) -> Segment | None:
+        """A place for the engine's own record: any open segment, the stream's first."""
+        first = self.open.get(stream)
+        for segment in ([first] if first is not None else []) + list(self.open.values()):
+            if self.fits(segment, extent_bytes):
+                return segment
+        return self.open_for(stream, extent_bytes, 0)
+
+    def place(
+        self,
+        segment: Segment,
+        kind: RecordKind,
+        namespace_id: bytes,
+        wire_key: bytes,
+        sizes: tuple[int, int, int, int],
+        lsn: int,
+    ) -> int:
+        """Take the next place for a record; returns its offset in blocks.
+
+        `sizes` is (extent, sealed, plain bytes, position).
+        """
+        extent, sealed, plain, position = sizes
+        offset = segment.used_bytes // BLOCK
+        segment.used_bytes += extent
+        segment.rows += pack_row(namespace_id, wire_key, lsn, offset, sealed, plain, position, kind)
+        segment.row_count += 1
+        segment.unflushed += 1
+        if kind is RecordKind.TOMBSTONES:
+            segment.tombstone_offsets.append(offset)
+        return offset
+
+    def add_live(self, segment: Segment, slot: int, extent_bytes: int) -> None:
+        """A block in `slot` now lives in the segment."""
+        segment.slots.append(slot)
+        segment.blocks += 1
+        segment.live_blocks += 1
+        segment.live_bytes += extent_bytes
+        touch = self._index.m_last_touch[slot]
+        segment.last_touch = max(segment.last_touch, touch)
+        if segment.oldest_touch == 0 or touch < segment.oldest_touch:
+            segment.oldest_touch = touch
+
+    def add_dead(self, segment: Segment, extent_bytes: int) -> None:
+        """One of the segment's blocks died or moved away."""
+        segment.live_blocks -= 1
+        segment.live_bytes -= extent_bytes
+        assert segment.live_blocks >= 0, "more blocks died than lived in a segment"
+
+    # -- life
+
+    def close(self, segment: Segment) -> None:
+        """No more appends; its footer is written once its records are durable."""
+        assert segment.state is SegmentState.OPEN, "only an open segment can be closed"
+        del self.open[segment.stream]
+        segment.state = SegmentState.SEALED
+        segment.footer_due = True
+        self.closed.append(segment)
+
+    def condemn(self, segment: Segment) -> None:
+        """A flush it needed failed: nothing more is written to it, nothing unflushed is trusted."""
+        if segment.state is SegmentState.OPEN:
+            del self.open[segment.stream]
+        if segment.state is not SegmentState.CONDEMNED:
+            self._stats.condemned += 1
+        segment.state = SegmentState.CONDEMNED
+        segment.footer_due = False
+        segment.shadows = True
+
+    def begin_free(self, segment: Segment) -> None:
+        """Nothing in it lives any more; its FREE header is about to be written."""
+        assert segment.live_blocks == 0, "a segment with live blocks is being freed"
+        if segment.state is SegmentState.OPEN:
+            del self.open[segment.stream]
+        segment.state = SegmentState.FREEING
+        segment.footer_due = False
+        segment.shadows = True
+
+    def end_free(self, segment: Segment) -> None:
+        """Its FREE header is durable."""
+        segment.reset(SegmentState.FREE, NO_STREAM, segment.sequence)
+        self.free.append(segment.index)
+
+    # -- views
+
+    def used(self) -> list[Segment]:
+        """Every segment that is not durably free."""
+        return [s for s in self.segments if s.state is not SegmentState.FREE]
+
+    def info(self, segment: Segment) -> SegmentInfo:
+        """What policies see of one segment."""
+        return SegmentInfo(
+            segment=segment.index,
+            stream=segment.stream,
+            sequence=segment.sequence,
+            state=segment.state,
+            blocks=segment.blocks,
+            live_blocks=segment.live_blocks,
+            live_bytes=segment.live_bytes,
+            last_touch=segment.last_touch,
+            oldest_touch=segment.oldest_touch,
+        )
+
+    def infos(self) -> list[SegmentInfo]:
+        """All segments; refreshes `oldest_touch` of a few, round robin."""
+        count = len(self.segments)
+        for step in range(min(_REFRESH_PER_CALL, count)):
+            self._refresh(self.segments[(self._refresh_at + step) % count])
+        self._refresh_at = (self._refresh_at + _REFRESH_PER_CALL) % count
+        return [self.info(segment) for segment in self.segments]
+
+    def _refresh(self, segment: Segment) -> None:
+        if segment.live_blocks:
+            touch, where, live = (
+                self._index.m_last_touch, self._index.m_segment, self._index.is_live,
+            )  # fmt: skip
+            number = segment.index
+            segment.oldest_touch = min(
+                (touch[slot] for slot in segment.slots if live(slot) and where[slot] == number),
+                default=segment.oldest_touch,
+            )

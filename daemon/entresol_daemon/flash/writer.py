@@ -1,0 +1,456 @@
+"""Group commit: the one task that writes. Records, tombstones, headers and footers leave in groups.
+
+A group is one batch of writes and one flush. Invariants: a future says OK only after the flush that
+covers its record; a footer is written only when all records it lists are durable; a segment is
+reused only after its FREE header is durable; after a failed write or flush the segments whose
+records were in the group are condemned, and those records go elsewhere from memory, never by
+flushing again and believing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from entresol_daemon.compute import Compute, ComputeError
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.group import Group, Pending, fill
+from entresol_daemon.flash.index import PENDING, Index
+from entresol_daemon.flash.model import (
+    APPEND_TRIES_MAX,
+    GROUP_BYTES_MAX,
+    GROUP_FAILURES_MAX,
+    TOMBSTONE_RECORDS_PER_GROUP_MAX,
+    EngineOptions,
+    EngineStats,
+    Removed,
+    RemoveReason,
+    SegmentState,
+)
+from entresol_daemon.flash.segment import (
+    RECORD_HEADER_BYTES,
+    TOMBSTONES_PER_RECORD_MAX,
+    HeaderState,
+    RecordKind,
+    SegmentHeader,
+    Superblock,
+    Tombstone,
+    encode_tombstones,
+    extent_bytes,
+    footer_bytes,
+)
+from entresol_daemon.flash.space import COPY_RESERVE, NO_STREAM, Segment, SegmentTable
+from entresol_proto.status import DeviceError, Status
+
+FAILURE_BACKOFF_NS = 10_000_000  # after the first failed group; doubles with each further one
+_NO_KEY = bytes(16)
+_WIPE = bytes(RECORD_HEADER_BYTES)
+
+
+class Writer:
+    """See the module. All methods but `start` and `stop` are synchronous and cheap."""
+
+    def __init__(
+        self,
+        device: Device,
+        superblock: Superblock,
+        options: EngineOptions,
+        compute: Compute,
+        index: Index,
+        table: SegmentTable,
+        stats: EngineStats,
+        log: logging.Logger,
+    ) -> None:
+        self.failed = False
+        self.pending: dict[int, Pending] = {}  # by slot
+        self._device = device
+        self._superblock = superblock
+        self._options = options
+        self._compute = compute
+        self._index = index
+        self._table = table
+        self._stats = stats
+        self._log = log
+        self._queue: deque[Pending] = deque()
+        self._inflight: list[Pending] = []  # in the group being written
+        self._queued_bytes = 0
+        self._since = 0.0  # loop time of the oldest waiting thing
+        self._tombstones: deque[Tombstone] = deque()
+        self._tombstones_in = 0
+        self._tombstones_out = 0  # durable
+        self._barriers: list[tuple[int, asyncio.Future[None]]] = []
+        self._footers: list[Segment] = []
+        self._frees: dict[int, tuple[Segment, asyncio.Future[bool]]] = {}
+        self._stalled = False  # tombstones wait and no segment has room for them
+        self._urgent = False
+        self._failures = 0
+        self._busy = False
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # -- what the engine calls
+
+    def start(self) -> None:
+        """Begin writing."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="flash-writer")
+
+    async def stop(self) -> None:
+        """End the task; what is pending then ends as IO_ERROR."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._give_up()
+
+    def submit(self, pending: Pending) -> None:
+        """Queue a placed record for the next group."""
+        if not self._queue:
+            self._since = self._now()
+        self._queue.append(pending)
+        self._queued_bytes += pending.extent.nbytes
+        if pending.slot >= 0:
+            self.pending[pending.slot] = pending
+        self._wake.set()
+
+    def bury(self, tombstones: list[Tombstone]) -> None:
+        """Queue tombstones for the next group."""
+        if self.failed or not tombstones:
+            return
+        if not self._queue and not self._tombstones:
+            self._since = self._now()
+        self._tombstones.extend(tombstones)
+        self._tombstones_in += len(tombstones)
+        self._wake.set()
+
+    def free(self, segment: Segment) -> asyncio.Future[bool]:
+        """Write the FREE header of a dead segment; True when durable, False when writing failed."""
+        self._table.begin_free(segment)
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if self.failed:
+            future.set_result(False)
+        else:
+            self._frees[segment.index] = (segment, future)
+            self.kick()
+        return future
+
+    def owe_footer(self, segment: Segment) -> None:
+        """Write the footer of a segment whose records are all durable."""
+        self._footers.append(segment)
+        self.kick()
+
+    def kick(self) -> None:
+        """Do not wait for a fuller group."""
+        self._urgent = True
+        self._wake.set()
+
+    def barrier(self) -> asyncio.Future[None]:
+        """Done when all tombstones queued so far are durable.
+
+        Fails with DeviceError when they cannot be written: the device fails (IO_ERROR), or no
+        segment has room (NO_SPACE; they stay queued until an eviction makes room).
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._tombstones_out >= self._tombstones_in and not self.failed:
+            future.set_result(None)
+        elif self.failed:
+            future.set_exception(DeviceError("the flash engine has stopped writing"))
+        else:
+            self._stalled = False
+            self._barriers.append((self._tombstones_in, future))
+            self.kick()
+        return future
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is queued or being written."""
+        return not (
+            self._busy or self._queue or self._tombstones or self._footers or self._frees
+            or self._table.closed
+        )  # fmt: skip
+
+    async def drain(self) -> None:
+        """Wait until everything queued is durable, or the writer has failed or stalled."""
+        while not (self.failed or self.idle or (self._stalled and not self._queue)):
+            self.kick()
+            await asyncio.sleep(0.0005)
+
+    # -- the task
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _run(self) -> None:
+        try:
+            while not self.failed:
+                await self._wait_for_work()
+                group = self._take()
+                self._busy = True
+                try:
+                    await self._commit(group)
+                finally:
+                    self._busy = False
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._log.exception("event=writer_broke effect=writes_stop")
+            self._give_up()
+            raise
+
+    async def _wait_for_work(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait = self._options.group_commit_ns / 1e9
+        while True:
+            if self._urgent or self._queued_bytes >= self._options.group_commit_bytes:
+                return
+            timer = None
+            if self._queue or (self._tombstones and not self._stalled):
+                if loop.time() >= self._since + wait:
+                    return
+                timer = loop.call_at(self._since + wait, self._wake.set)
+            self._wake.clear()
+            try:
+                await self._wake.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    def _take(self) -> Group:
+        """Decide what goes out together."""
+        self._urgent = False
+        group = Group()
+        size = 0
+        while self._queue and (size == 0 or size + self._queue[0].extent.nbytes <= GROUP_BYTES_MAX):
+            p = self._queue.popleft()
+            group.records.append(p)
+            size += p.extent.nbytes
+        self._queued_bytes -= size
+        self._since = self._now()
+        self._take_tombstones(group)
+        self._inflight = list(group.records)
+        seen: set[int] = set()
+        for p in group.records:
+            if not p.segment.header_written and p.segment.index not in seen:
+                seen.add(p.segment.index)
+                group.headers.append(p.segment)
+        for segment in [s for s in self._table.closed if not s.unflushed]:
+            self._table.closed.remove(segment)
+            self._footers.append(segment)
+        group.footers = [s for s in self._footers if s.footer_due]
+        self._footers.clear()
+        group.frees = [segment for segment, _ in self._frees.values()]
+        return group
+
+    def _take_tombstones(self, group: Group) -> None:
+        for _ in range(TOMBSTONE_RECORDS_PER_GROUP_MAX):
+            if not self._tombstones:
+                break
+            count = min(len(self._tombstones), TOMBSTONES_PER_RECORD_MAX)
+            payload = encode_tombstones(self._tombstones[i] for i in range(count))
+            extent = extent_bytes(len(payload))
+            segment = self._table.open_anywhere(NO_STREAM, extent)
+            if segment is None:
+                self._stall()
+                break
+            buffer = aligned_buffer(extent)
+            buffer[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + len(payload)] = payload
+            taken = [self._tombstones.popleft() for _ in range(count)]
+            lsn = self._table.next_lsn()
+            sizes = (extent, len(payload), 0, 0)
+            offset = self._table.place(segment, RecordKind.TOMBSTONES, _NO_KEY, _NO_KEY, sizes, lsn)
+            record = Pending(
+                RecordKind.TOMBSTONES, segment.stream, _NO_KEY, _NO_KEY, buffer, len(payload),
+                0, 0, -1, segment, offset, lsn, None, tombstones=taken,
+            )  # fmt: skip
+            group.records.append(record)
+
+    def _stall(self) -> None:
+        self._stalled = True
+        waiting, self._barriers = self._barriers, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(
+                    DeviceError("no segment has room for tombstones", status=Status.NO_SPACE)
+                )
+
+    async def _commit(self, group: Group) -> None:
+        headers = [
+            SegmentHeader(HeaderState.OPEN, s.index, s.sequence, s.stream) for s in group.headers
+        ] + [SegmentHeader(HeaderState.FREE, s.index, s.sequence, s.stream) for s in group.frees]
+        footers = [
+            (s.index, s.sequence, s.stream, s.used_bytes, bytes(s.rows)) for s in group.footers
+        ]
+        size = BLOCK * (len(group.headers) + 2 * len(group.frees))
+        size += sum(footer_bytes(s.row_count) for s in group.footers)
+        if not (size or group.records):
+            return
+        scratch = aligned_buffer(size)
+        args = (self._superblock, group.records, headers, footers, scratch)
+        try:
+            pieces = await self._compute.run(fill, *args)
+        except ComputeError:
+            pieces = fill(*args)  # the pool is full or closing; durability does not wait for it
+        ops = [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]
+        for p in group.records:
+            at = self._superblock.segment_at(p.segment.index) + p.offset * BLOCK
+            ops.append(IoOp(at, p.extent))
+        self._stats.groups += 1
+        try:
+            await self._device.write(ops)
+            self._stats.flushes += 1
+            await self._device.flush()
+        except DeviceError as error:
+            self._fail(group, error)
+            if not self.failed:
+                await asyncio.sleep(FAILURE_BACKOFF_NS * 2 ** (self._failures - 1) / 1e9)
+        else:
+            self._stats.written_bytes += sum(op.view.nbytes for op in ops)
+            self._succeed(group)
+
+    # -- outcomes
+
+    def _succeed(self, group: Group) -> None:
+        self._failures = 0
+        self._inflight = []
+        for segment in group.headers:
+            segment.header_written = True
+        touched: dict[int, Segment] = {}
+        for p in group.records:
+            p.segment.unflushed -= 1
+            touched[p.segment.index] = p.segment
+            if p.kind is RecordKind.TOMBSTONES:
+                self._tombstones_out += len(p.tombstones)
+                continue
+            if not p.dead:
+                self._index.m_flags[p.slot] &= ~PENDING & 0xFF
+                del self.pending[p.slot]
+            p.extent[:RECORD_HEADER_BYTES] = _WIPE
+            _resolve(p, Status.OK)
+        for segment in group.footers:
+            segment.footer_due = False
+            segment.rows = bytearray()
+            self._stats.sealed_segments += 1
+        for segment in group.frees:
+            self._table.end_free(segment)
+            _, future = self._frees.pop(segment.index)
+            self._stalled = False
+            if not future.done():
+                future.set_result(True)
+        for segment in touched.values():
+            segment.changed()
+        if any(not s.unflushed for s in self._table.closed):
+            self._urgent = True
+        waiting, self._barriers = self._barriers, []
+        for count, done in waiting:
+            if done.done():
+                continue
+            if count <= self._tombstones_out:
+                done.set_result(None)
+            else:
+                self._barriers.append((count, done))
+                self._urgent = True
+
+    def _fail(self, group: Group, error: DeviceError) -> None:
+        """The group's writes are unknown: condemn, and move what is still in memory."""
+        self._failures += 1
+        self._stats.failed_groups += 1
+        self._log.error("event=group_failed failures=%d error=%s", self._failures, error)
+        self._inflight = []
+        for p in reversed(group.records):  # tombstones return to the front in their old order
+            self._tombstones.extendleft(reversed(p.tombstones))
+            self._table.condemn(p.segment)
+        self._table.closed = [s for s in self._table.closed if s.footer_due]
+        for segment in group.footers:
+            segment.footer_due = False  # its records are durable; recovery scans it
+        if self._failures >= GROUP_FAILURES_MAX:
+            self._log.error("event=engine_failed effect=writes_stop reads=go_on")
+            self.failed = True
+        moving = list(group.records)
+        stay: deque[Pending] = deque()
+        for p in self._queue:
+            (moving if p.segment.state is SegmentState.CONDEMNED else stay).append(p)
+        self._queue = stay
+        self._queued_bytes = sum(p.extent.nbytes for p in stay)
+        for p in moving:
+            self._move(p, error.status)
+        if self.failed:
+            self._give_up()
+        else:
+            self._urgent = True
+
+    def _move(self, p: Pending, status: Status) -> None:
+        """Place a record of a condemned segment elsewhere, or end it."""
+        old = p.segment
+        old.unflushed -= 1
+        old.changed()
+        if p.kind is RecordKind.TOMBSTONES:
+            return  # their entries are queued again
+        p.extent[:RECORD_HEADER_BYTES] = _WIPE
+        size = p.extent.nbytes
+        if p.dead:
+            _resolve(p, Status.IO_ERROR)
+            return
+        target = None
+        if not self.failed and p.tries < APPEND_TRIES_MAX:
+            target = self._table.open_for(p.stream, size, COPY_RESERVE)
+            status = status if target is not None else Status.NO_SPACE
+        self._table.add_dead(old, size)
+        if target is None:
+            self._end(p, status)
+            return
+        p.tries += 1
+        p.lsn = self._table.next_lsn()
+        p.segment = target
+        sizes = (size, p.sealed_bytes, p.plain_bytes, p.position)
+        p.offset = self._table.place(target, p.kind, p.namespace_id, p.wire_key, sizes, p.lsn)
+        self._index.m_segment[p.slot] = target.index
+        self._index.m_offset[p.slot] = p.offset
+        self._table.add_live(target, p.slot, size)
+        if not self._queue:
+            self._since = self._now()
+        self._queue.append(p)
+        self._queued_bytes += size
+
+    def _end(self, p: Pending, status: Status) -> None:
+        """A record that will not become durable: out of the index."""
+        reason = RemoveReason.NO_SPACE if status is Status.NO_SPACE else RemoveReason.IO_ERROR
+        gone = Removed(p.namespace_id, p.wire_key, p.slot, reason, p.extent.nbytes)
+        self._index.remove(p.slot)
+        del self.pending[p.slot]
+        self._stats.append_failures += 1
+        _resolve(p, status)
+        self._table.on_removed([gone])
+
+    def _give_up(self) -> None:
+        """Writing is over: whatever waits is told so."""
+        self.failed = True
+        queued = self._inflight + list(self._queue)
+        self._inflight = []
+        self._queue.clear()
+        self._queued_bytes = 0
+        for p in queued:
+            p.segment.unflushed -= 1
+            if p.dead:
+                _resolve(p, Status.IO_ERROR)
+            elif p.slot >= 0:
+                self._table.add_dead(p.segment, p.extent.nbytes)
+                self._end(p, Status.IO_ERROR)
+            p.segment.changed()
+        self._tombstones.clear()
+        for _, barrier in self._barriers:
+            if not barrier.done():
+                barrier.set_exception(DeviceError("the flash engine has stopped writing"))
+        self._barriers.clear()
+        for _, future in self._frees.values():
+            if not future.done():
+                future.set_result(False)
+        self._frees.clear()
+
+
+def _resolve(p: Pending, status: Status) -> None:
+    if p.future is not None and not p.future.done():
+        p.future.set_result(status)
