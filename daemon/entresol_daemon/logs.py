@@ -37,7 +37,9 @@ SECRET_FIELDS = frozenset(
 
 _BARE = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 # Up to the closing quote or, in a text that was cut, to the end of its line.
-_BYTES_LITERAL = re.compile(r"\bb(?:'(?:[^'\\\n]|\\.)*(?:'|$)|\"(?:[^\"\\\n]|\\.)*(?:\"|$))", re.M)
+_BYTES_LITERAL = re.compile(
+    r"\bb(?:'(?:[^'\\\n]|\\.)*(?:'|\\?$)|\"(?:[^\"\\\n]|\\.)*(?:\"|\\?$))", re.MULTILINE
+)
 _LONG_HEX = re.compile(r"\b(?:0x)?([0-9a-fA-F]{8})[0-9a-fA-F]{24,}\b")
 _NUMBERS = re.compile(r"[\[(]\s*-?\d+(?:\s*,\s*-?\d+){7,}\s*,?\s*[\])]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -77,7 +79,9 @@ def _shown_value(value: object) -> str:
     if isinstance(value, enum.Enum):  # before int: Status and its kin are both
         label = getattr(value, "label", None)
         return label if isinstance(label, str) else value.name.lower()
-    if isinstance(value, bool) or value is None:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return str(value)

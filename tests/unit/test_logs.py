@@ -1,0 +1,286 @@
+"""Logging: formats, one line per record, and no way for block content to get in."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entresol_daemon import logs
+from entresol_daemon.logs import KV, kv, scrub
+from entresol_proto.status import Status
+
+CANARY = b"the prompt of somebody, reconstructed from KV"
+log = logging.getLogger("entresol.test")
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("entresol")
+    handlers, level, own = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    ours.setLevel(own)
+
+
+@pytest.fixture(params=["kv", "json"])
+def lines(request) -> io.StringIO:
+    """What was logged, in both forms."""
+    stream = io.StringIO()
+    logs.configure("debug", request.param, stream=stream)
+    return stream
+
+
+@pytest.fixture
+def text() -> io.StringIO:
+    stream = io.StringIO()
+    logs.configure("info", "kv", stream=stream)
+    return stream
+
+
+@pytest.fixture
+def objects() -> io.StringIO:
+    stream = io.StringIO()
+    logs.configure("info", "json", stream=stream)
+    return stream
+
+
+def test_key_value_lines(text):
+    log.info(kv("lease_expired", tenant="a", blocks=3, late_ms=1.5, again=True, who=None))
+    line = text.getvalue()
+    assert re.fullmatch(
+        r"ts=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=info logger=entresol\.test "
+        r"event=lease_expired tenant=a blocks=3 late_ms=1\.5 again=true who=null\n",
+        line,
+    )
+
+
+def test_values_with_spaces_and_quotes_are_quoted(text):
+    log.info(kv("x", path="/a b", quote='say "hi"', equals="a=b", empty=""))
+    assert r'path="/a b" quote="say \"hi\"" equals="a=b" empty=""' in text.getvalue()
+
+
+def test_json_lines_have_the_fields_as_members(objects):
+    log.warning(kv("put_refused", tenant="a", status=Status.QUOTA, size_bytes=5, level="odd"))
+    line = json.loads(objects.getvalue())
+    assert line.pop("ts").endswith("Z")
+    assert line == {
+        "level": "warning",
+        "logger": "entresol.test",
+        "event": "put_refused",
+        "tenant": "a",
+        "status": "quota",
+        "size_bytes": 5,
+        "level_": "odd",
+    }
+
+
+def test_plain_messages_work_as_ever(lines):
+    log.info("event=x count=%d name=%s", 3, "a")
+    assert "event=x count=3 name=a" in lines.getvalue()
+
+
+@pytest.mark.parametrize("form", sorted(logs.FORMATTERS))
+def test_arguments_that_do_not_fit_are_no_crash(form):
+    # Straight to the handler: pytest's own handler on the root logger raises for such records.
+    stream = io.StringIO()
+    handler = logs.configure("info", form, stream=stream)
+    for message, arguments in (("count=%d", ("three",)), ("nothing", (1, 2))):
+        handler.handle(logging.LogRecord("entresol", logging.INFO, "", 0, message, arguments, None))
+    assert stream.getvalue().count("<arguments do not fit>") == 2
+
+
+def test_levels(text):
+    log.debug("quiet")
+    logging.getLogger("library").info("chatty")
+    logging.getLogger("library").warning("important")
+    assert "quiet" not in text.getvalue()
+    assert "chatty" not in text.getvalue()
+    assert "important" in text.getvalue()
+
+
+def test_a_field_is_only_formatted_if_the_line_is_written(text):
+    class Costly:
+        def __str__(self) -> str:
+            raise AssertionError("formatted")
+
+    log.debug(kv("x", value=Costly()))
+    assert text.getvalue() == ""
+
+
+@pytest.mark.parametrize("level", ["loud", ""])
+def test_unknown_settings_are_refused(level):
+    with pytest.raises(KeyError):
+        logs.configure(level)
+    with pytest.raises(KeyError):
+        logs.configure("info", "xml")
+
+
+# ------------------------------------------------------------------------------- content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        CANARY,
+        bytearray(CANARY),
+        memoryview(CANARY),
+        np.frombuffer(CANARY, np.uint8),
+        [CANARY],
+        (CANARY, 1),
+        {"x": CANARY},
+        {CANARY},
+    ],
+    ids=lambda content: type(content).__name__,
+)
+def test_content_is_never_shown(lines, content):
+    log.info(kv("x", data=content))
+    log.info("data %s", content)
+    log.info("data %r and %s", content, 1)
+    log.info("data %(data)r", {"data": content})
+    log.info(content)
+    log.info(f"data {content!r}")
+    try:
+        raise ValueError(content)
+    except ValueError:
+        log.exception("failed")
+        log.exception(kv("failed", error=sys.exc_info()[1]))
+    shown = lines.getvalue()
+    assert "prompt" not in shown
+    assert CANARY.hex()[:40] not in shown
+    assert ", ".join(str(byte) for byte in CANARY[:12]) not in shown
+    assert shown.count("failed") == 2
+
+
+def test_short_bytes_are_shown_as_ids_are(text):
+    log.info(kv("x", block=bytes(range(16)), long=bytes(17)))
+    assert "block=00010203 long=" in text.getvalue()
+    assert "<17 bytes>" in text.getvalue()
+
+
+def test_long_hex_is_cut(text):
+    log.info("id %s", bytes(range(32)).hex())
+    log.info(kv("x", name=bytes(range(16)).hex(), incarnation=f"{2**63:x}"))
+    assert "id 00010203..\n" in text.getvalue()
+    assert "name=00010203.. incarnation=8000000000000000" in text.getvalue()
+
+
+def test_lists_of_token_ids_are_not_shown(text):
+    tokens = list(range(1000, 1064))
+    log.info("tokens %s", tokens)
+    log.info(f"tokens {tokens}")
+    log.info(f"tokens {tuple(tokens)}")
+    log.info(kv("x", error=ValueError(tokens)))
+    assert "1010" not in text.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(logs.SECRET_FIELDS))
+def test_fields_named_like_secrets_are_blanked(lines, name):
+    log.info(kv("x", **{name: "hunter2"}))
+    log.info(kv("x", **{name: 123456}))
+    assert "hunter2" not in lines.getvalue()
+    assert "123456" not in lines.getvalue()
+    assert lines.getvalue().count("<redacted>") == 2
+
+
+@given(st.binary(min_size=30, max_size=200))
+def test_no_bytes_literal_passes(content):
+    for literal in (repr(content), repr(bytearray(content)), f"x={content!r}, y"):
+        for cut in (len(literal), len(literal) - 3):
+            assert repr(content)[4:24] not in scrub(literal[:cut])
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_one_line(content):
+    for message in (str(kv("x", name=content)), content):
+        record = logging.LogRecord("entresol", logging.INFO, "", 0, message, None, None)
+        for formatter in (logs.KeyValueFormatter(), logs.JsonFormatter()):
+            assert len(formatter.format(record).splitlines()) == 1
+    record = logging.LogRecord("entresol", logging.INFO, "", 0, kv("x", n=content), None, None)
+    assert len(logs.KeyValueFormatter().format(record).splitlines()) == 1
+    assert json.loads(logs.JsonFormatter().format(record))["event"] == "x"
+
+
+def test_a_forged_line_stays_inside_its_field(text):
+    log.info(kv("x", tenant="a\nts=2026 level=error event=fake"))
+    log.info("tenant %s", "a\r\nts=2026 level=error event=fake\x1b[2J")
+    assert len(text.getvalue().splitlines()) == 2
+    assert "\x1b" not in text.getvalue()
+
+
+def test_everything_is_bounded(lines):
+    log.info(kv("x", name="n" * 1_000_000))
+    log.info("%s", "m" * 1_000_000)
+    assert len(lines.getvalue()) < 2 * logs.MESSAGE_SHOWN_MAX
+
+
+def test_scrubbing_hostile_text_is_quick():
+    # Would take minutes with a backtracking expression; the suite's time limit is the judge.
+    for piece in ("b'", "[1,", "[ 1 ,  ", "((((", "\\'", "deadbeef", "b'\\"):
+        scrub(piece * 200_000)
+
+
+def test_tracebacks_are_indented_or_a_member(lines):
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        log.exception(kv("failed", n=1))
+    shown = lines.getvalue().splitlines()
+    if len(shown) == 1:
+        assert "RuntimeError: broken" in json.loads(shown[0])["trace"]
+    else:
+        assert all(line.startswith("    ") for line in shown[1:])
+        assert shown[-1] == "    RuntimeError: broken"
+
+
+def test_messages_are_lazy_objects():
+    message = kv("x", a=1)
+    assert isinstance(message, KV)
+    assert str(message) == "event=x a=1"
+
+
+# ---------------------------------------------------------------------------- robustness
+
+
+@pytest.mark.parametrize("order", ["before", "after", "both"])
+def test_a_library_calling_basicconfig_changes_nothing(order):
+    code = (
+        "import logging, sys\n"
+        "from entresol_daemon import logs\n"
+        f"order = {order!r}\n"
+        "def library():\n"
+        "    logging.basicConfig(level=logging.DEBUG, format='HIJACKED %(message)s')\n"
+        "if order in ('before', 'both'): library()\n"
+        "logs.configure('info', 'kv')\n"
+        "if order in ('after', 'both'): library()\n"
+        "logging.getLogger('entresol.x').info(logs.kv('hello', data=bytes(99)))\n"
+        "logging.getLogger('entresol.x').debug('hidden')\n"
+        "logging.getLogger('library').info('hidden')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+    assert 'event=hello data="<99 bytes>"' in run.stderr
+    assert "HIJACKED" not in run.stderr
+    assert "hidden" not in run.stderr
+
+
+def test_configuring_again_replaces():
+    first, second = io.StringIO(), io.StringIO()
+    logs.configure("info", "kv", stream=first)
+    logs.configure("info", "kv", stream=second)
+    log.info("once")
+    assert first.getvalue() == ""
+    assert second.getvalue().count("once") == 1
