@@ -63,7 +63,7 @@ def _view(buffer: Any) -> memoryview:
     if not view.c_contiguous:
         raise UsageError("the buffer is not contiguous", hint="pass contiguous memory")
     if view.nbytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
@@ -90,7 +90,7 @@ def _from_address(pair: tuple[Any, ...]) -> memoryview:
 
 def _at(address: int, length_bytes: int, owner: object) -> memoryview:
     if length_bytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     memory: Any = (ctypes.c_ubyte * length_bytes).from_address(address)
     memory._owner = owner  # the view keeps `memory` alive, and `memory` its owner
     return _bytes_of(np.frombuffer(memory, dtype=np.uint8))

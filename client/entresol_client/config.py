@@ -123,12 +123,14 @@ class ClientConfig:
         of_tls = {item.name for item in dataclasses.fields(TlsFiles)}
         tls = {key: value for key, value in raw.items() if key in of_tls}
         own = {k: v for k, v in raw.items() if k not in of_tls | {"shards", "breaker"}}
-        return cls(
-            shards=tuple(_build(ShardAddress, "[[shards]]", row, source) for row in rows),
-            tls=_build(TlsFiles, "", tls, source),
-            breaker=_build(BreakerSettings, "[breaker]", raw.get("breaker", {}), source),
-            **_table(cls, "", own, source),
-        )
+        shards = tuple(_build(ShardAddress, "[[shards]]", row, source) for row in rows)
+        files = _build(TlsFiles, "", tls, source)
+        breaker = _build(BreakerSettings, "[breaker]", raw.get("breaker", {}), source)
+        values = _table(cls, "", own, source)
+        try:
+            return cls(shards=shards, tls=files, breaker=breaker, **values)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {Exception.__str__(error)}", hint=error.hint) from None
 
     @classmethod
     def find(cls, path: str | Path | None = None) -> ClientConfig:

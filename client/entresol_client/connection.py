@@ -19,7 +19,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from entresol_client.results import RequestFailedError
 from entresol_proto import limits
@@ -159,13 +159,14 @@ class Connection(asyncio.Protocol):
         self._release_ids: list[int] = []
         self._reports: list[Report] = []
         self._flush_due = False
+        self._why_closed = "closed by the daemon"
 
     # asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_QUEUE_BYTES_MAX)
+        # uvloop's transports do not derive from asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_QUEUE_BYTES_MAX)
 
     def data_received(self, data: bytes) -> None:
         now_ns = self.last_received_ns = time.monotonic_ns()
@@ -182,7 +183,7 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(str(exc) if exc else "closed by the daemon")
+        self._end(str(exc) if exc else self._why_closed)
 
     # Requests --------------------------------------------------------------------------------
 
@@ -315,9 +316,10 @@ class Connection(asyncio.Protocol):
         if not self.lost.done() and self._transport is not None:
             with contextlib.suppress(ProtocolError):  # not far enough for a goodbye
                 self._write(self.session.send(Goodbye())[1])
+            self._why_closed = "closed by this client"
             self._transport.close()
             await asyncio.wait((self.lost,), timeout=0.2)
-        self.drop("closed by this client")
+        self.drop(self._why_closed)
         tasks = [task for task in self._namespaces.values() if not task.done()]
         for task in tasks:
             task.cancel()

@@ -149,7 +149,8 @@ class _Get:
                 usable.append(one)
             else:
                 self._done(lease, [Opened(one, status)])
-        for group in plan_groups(usable, self._link.workers.threads):
+        threads, staging_bytes = self._link.workers.threads, self._link.staging_bytes
+        for group in plan_groups(usable, threads, staging_bytes):
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
             self._groups.add(task)
             task.add_done_callback(functools.partial(self._group_done, lease, group))

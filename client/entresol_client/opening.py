@@ -67,18 +67,22 @@ class OpenContext:
     deadline_ns: int
 
 
-def plan_groups(granted: Sequence[Granted], threads: int) -> list[list[Granted]]:
+def plan_groups(
+    granted: Sequence[Granted], threads: int, staging_bytes: int
+) -> list[list[Granted]]:
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
-    Groups of 1 to 8 MiB of sealed bytes, at least two per thread if the batch is large enough.
+    Groups of 1 to 8 MiB of sealed bytes, at least two per thread if the batch is large enough, and
+    several to the staging memory. A larger block is a group by itself.
     """
     total = sum(g.item.span.length_bytes for g in granted)
-    goal = min(GROUP_BYTES_MAX, max(GROUP_BYTES_MIN, total // (2 * threads)))
+    most = min(GROUP_BYTES_MAX, staging_bytes // 4)
+    goal = min(most, max(GROUP_BYTES_MIN, total // (2 * threads)))
     groups: list[list[Granted]] = []
     held = goal  # so that the first block opens a group
     for one in granted:
         size = one.item.span.length_bytes
-        if held >= goal or held + size > GROUP_BYTES_MAX:
+        if held >= goal or held + size > most:
             groups.append([])
             held = 0
         groups[-1].append(one)

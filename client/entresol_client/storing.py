@@ -212,7 +212,7 @@ class _Put:
         uncommitted = {job.grant.put_id for job in jobs}
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group in _groups(jobs):
+                for group in _groups(jobs, min(GROUP_BYTES_MAX, self._link.staging_bytes // 4)):
                     tasks.create_task(self._group(group, uncommitted))
         finally:
             self._session.connection.give_up(sorted(uncommitted))
@@ -289,12 +289,12 @@ class _Put:
                 self._tally.wire_bytes += span.length_bytes
 
 
-def _groups(jobs: Sequence[_Job]) -> list[list[_Job]]:
+def _groups(jobs: Sequence[_Job], bytes_max: int) -> list[list[_Job]]:
     groups: list[list[_Job]] = []
-    held = GROUP_BYTES_MAX
+    held = bytes_max
     for job in jobs:
         size = len(job.block.plain)
-        if held + size > GROUP_BYTES_MAX:
+        if held + size > bytes_max:
             groups.append([])
             held = 0
         groups[-1].append(job)
