@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def _keygen(path: Path) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # gRPC's C core writes refused handshakes straight to stderr, past our log and its filter.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from entresol_daemon import logs
     from entresol_daemon.config import Config
 

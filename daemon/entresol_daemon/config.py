@@ -129,9 +129,6 @@ class FlashConfig:
     checkpoint: Path | None = setting(
         None, "Index checkpoint of a clean stop; left out: index.arrow in the state folder."
     )
-    scrub_bytes_per_s: int = setting(
-        64 * MIB, "Rate at which stored blocks are re-read and verified; 0 turns it off.", low=0
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +203,8 @@ class LimitsConfig:
         low=100_000_000,
         high=600 * SECOND_NS,
     )
-    inflight_bytes_max: int = setting(
-        512 * MIB, "Bytes being staged from flash or leased, all sessions.", low=1 * MIB
-    )
     inflight_bytes_per_session_max: int = setting(
-        256 * MIB, "The same for one session.", low=1 * MIB
+        256 * MIB, "Bytes one session may have leased or being staged for it.", low=1 * MIB
     )
     put_queue_bytes_max: int = setting(
         256 * MIB, "Bytes of puts accepted and not yet on flash.", low=1 * MIB
@@ -237,7 +231,10 @@ class EventsConfig:
     """The event log."""
 
     history_events_max: int = setting(
-        1_000_000, "Events kept for replay; older consumers take a snapshot.", low=1, high=10**9
+        65_536,
+        "Events of one tenant kept for replay; older consumers take a snapshot.",
+        low=1,
+        high=10_000_000,
     )
 
 
@@ -369,7 +366,6 @@ class Config:
             memory=MemoryConfig(dram_bytes=256 * MIB, slab_bytes=16 * MIB),
             limits=LimitsConfig(
                 block_bytes_max=4 * MIB,
-                inflight_bytes_max=128 * MIB,
                 inflight_bytes_per_session_max=64 * MIB,
                 put_queue_bytes_max=64 * MIB,
             ),

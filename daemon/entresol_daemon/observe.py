@@ -49,9 +49,11 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
 
 def _per_tenant(metrics: Metrics, shard: Shard) -> None:
     pool = shard.parts.residency.pool
-    for account in shard.parts.accounts.by_name.values():
-        metrics.tenant_flash_bytes[account.name].set(account.flash_bytes)
-        metrics.tenant_dram_bytes[account.name].set(pool.owned_bytes(account.stream))
+    accounts = shard.parts.accounts.by_name.values()
+    metrics.set_tenant_bytes(
+        flash={each.name: each.flash_bytes for each in accounts},
+        dram={each.name: pool.owned_bytes(each.stream) for each in accounts},
+    )
     states = Counter(info.state for info in shard.parts.engine.segments())
     for state in (SegmentState.OPEN, SegmentState.SEALED, SegmentState.CONDEMNED):
         metrics.flash_segments[state.value].set(states[state])

@@ -25,7 +25,7 @@ from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
-from entresol_daemon.events.log import EventLog
+from entresol_daemon.events.log import EventLimits, EventLog
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.keys.keyring import Keyring, TenantInfo, TenantQuota
@@ -127,7 +127,12 @@ class Shard:
             compute=compute,
             metrics=metrics,
             meters=Meters(metrics),
-            events=EventLog(number, on_publish=metrics.event_published, on_gap=metrics.event_gap),
+            events=EventLog(
+                number,
+                event_limits=EventLimits(tenant_events_max=config.events.history_events_max),
+                on_publish=metrics.event_published,
+                on_gap=metrics.event_gap,
+            ),
             accounts=Accounts(),
             put_budget=PutBudget(
                 config.limits.put_queue_bytes_max, config.limits.put_queue_blocks_max
