@@ -76,7 +76,9 @@ async def connect(
     except IdentityError as cause:
         error = RequestFailedError(Status.FORBIDDEN, str(cause))
     except OSError as cause:
-        error = RequestFailedError(Status.DISCONNECTED, cause.strerror or str(cause))
+        named = cause.errno is not None and cause.errno > 0
+        reason = os.strerror(cause.errno) if named else cause.strerror or str(cause)
+        error = RequestFailedError(Status.DISCONNECTED, reason)
     except RequestFailedError as cause:
         error = cause
     except BaseException:

@@ -63,8 +63,11 @@ class _LoopThread:
         done = threading.Event()
         tasks: list[asyncio.Task[R]] = []
 
+        async def run() -> R:
+            return await make()
+
         def start() -> None:
-            task = self._loop.create_task(make())
+            task = self._loop.create_task(run())
             task.add_done_callback(lambda _: done.set())
             tasks.append(task)
 

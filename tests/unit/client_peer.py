@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import certs
+
 from entresol_client.config import BreakerSettings, ClientConfig, ShardAddress, TlsFiles
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, Exposure, FabricServer, Offer, ReadOp, RemoteSpan
@@ -355,9 +356,7 @@ class PeerSession(asyncio.Protocol):
             key = derive_block_key(DEK, salt)
             put_id, self._next = self._next, self._next + 1
             self.peer.reserved[put_id] = (item, salt, key)
-            answers.append(
-                data.Reserved.Item(Status.OK, 1, put_id, salt, key.key, key.commitment)
-            )
+            answers.append(data.Reserved.Item(Status.OK, 1, put_id, salt, key.key, key.commitment))
         self.send(data.Reserved(tuple(answers)), request_id)
 
     async def on_commit(self, request_id: int, message: data.Commit) -> None:

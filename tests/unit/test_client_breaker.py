@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from entresol_client.breaker import Breaker, BreakerState
-from entresol_client.config import BreakerSettings
 from hypothesis import given
 from hypothesis import strategies as st
+
+from entresol_client.breaker import Breaker, BreakerState
+from entresol_client.config import BreakerSettings
 
 SETTINGS = BreakerSettings(failures_to_open=3, cooldown_ns_min=1_000_000, cooldown_ns_max=8_000_000)
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
@@ -105,10 +106,10 @@ def test_any_history_ends_in_a_probe_within_the_bound(
     history: list[tuple[str, int, float]],
 ) -> None:
     now_ns = 0
-    jitter = 0.0
-    made = Breaker(SETTINGS, lambda: jitter)
+    drawn = [0.0]
+    made = Breaker(SETTINGS, lambda: drawn[0])
     openings = 0
-    for event, step_ns, jitter in history:
+    for event, step_ns, drawn[0] in history:
         now_ns += step_ns
         if event == "success":
             made.success()

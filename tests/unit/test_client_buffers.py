@@ -6,6 +6,7 @@ import array
 import asyncio
 import ctypes
 import gc
+import itertools
 import mmap
 import time
 import weakref
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from entresol_client.buffers import UsageError, as_view, copy, zero
 from entresol_client.staging import Arena, PrivateMemory, Region, shared_memory
 from entresol_proto import limits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 KIB4 = 4096
 
@@ -75,7 +77,7 @@ def test_views_alias_the_callers_memory() -> None:
 
 
 def test_dtypes_without_a_buffer_format_work() -> None:
-    strange = np.zeros(4, dtype=np.dtype("M8[ns]"))  # memoryview() refuses this one
+    strange: Any = np.zeros(4, dtype=np.dtype("M8[ns]"))  # memoryview() refuses this one
     with pytest.raises(ValueError, match="include dtype"):
         memoryview(strange)
     assert as_view(strange, writable=True).nbytes == 32
@@ -161,7 +163,7 @@ def test_regions_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool,
             elif held:
                 held.pop(number % len(held)).give_back()
             spans = sorted((r.offset, r.offset + r.view.nbytes) for r in held)
-            assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         for region in held:
             region.give_back()
         assert made.used_bytes == 0

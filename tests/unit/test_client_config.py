@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from entresol_client.config import (
     CONFIG_ENV,
     BreakerSettings,
@@ -133,7 +134,9 @@ def test_mistakes_are_refused_with_a_hint(tmp_path: Path, extra: str, expected: 
     assert expected in str(e.value)
 
 
-@pytest.mark.parametrize("text", ["", "cert='c'\nkey='k'\nca='a'", "cert='c'\n[[shards]]\nname='x'"])
+@pytest.mark.parametrize(
+    "text", ["", "cert='c'\nkey='k'\nca='a'", "cert='c'\n[[shards]]\nname='x'"]
+)
 def test_what_must_be_given(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"client\.toml: .*(must be given|0 shards)"):
         ClientConfig.load(write(tmp_path, text))

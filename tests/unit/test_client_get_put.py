@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, serving
+
 from entresol_client import AsyncClient, Namespace, PutBlock, UsageError
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
 from entresol_proto.status import Status
@@ -249,9 +250,7 @@ async def test_a_grant_that_lies_about_the_length_is_corrupt(tmp_path: Path) -> 
         ("tls", "host", OK),  # a private copy that verifies is exact, however late
     ],
 )
-async def test_an_expired_lease(
-    tmp_path: Path, fabric: str, place: Any, expected: Status
-) -> None:
+async def test_an_expired_lease(tmp_path: Path, fabric: str, place: Any, expected: Status) -> None:
     async with opened(tmp_path, fabric) as (peer, ns):
         fill(peer, 2)
         peer.faults.lease_ns = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+
 from entresol_client.placement import Placement
 from entresol_proto.ids import EngineKey
 

@@ -1,0 +1,419 @@
+"""Outages read as misses, in time, and end by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import certs
+import pytest
+from client_peer import DESCRIPTOR, SECRET, TRUST, Peer, config_for, serving
+
+from entresol_client import (
+    AsyncClient,
+    BreakerSettings,
+    ClientConfig,
+    Namespace,
+    PutBlock,
+    ShardAddress,
+    TlsFiles,
+)
+from entresol_proto.identity import IdentityError, shard_uri, tenant_uri
+from entresol_proto.ids import EngineKey, wire_key
+from entresol_proto.status import Status
+from entresol_proto.wire import data, opening
+
+OUTAGE = {Status.DISCONNECTED, Status.DEADLINE, Status.BREAKER_OPEN}
+DEADLINE_NS = 300_000_000
+# A bound for liveness only: far above the deadline, far below a hang.
+LATEST_S = 5.0
+BLOCK = 4096
+
+
+def key(number: int) -> EngineKey:
+    return EngineKey(hashlib.sha256(b"key %d" % number).digest())
+
+
+async def get(ns: Namespace, deadline_ns: int = DEADLINE_NS) -> Status:
+    """One get; its status, after checking that it came back in time with an untouched buffer."""
+    into = bytearray(b"\xa5" * BLOCK)
+    begun = time.monotonic()
+    got = await ns.get_into([key(0)], [into], deadline_ns=deadline_ns)
+    assert time.monotonic() - begun < LATEST_S
+    if got.statuses[0] is not Status.OK:
+        assert set(into) in ({0xA5}, {0})
+    return got.statuses[0]
+
+
+async def until(what: Callable[[], Awaitable[bool]], name: str) -> None:
+    for _ in range(1000):
+        if await what():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never happened: {name}")
+
+
+async def recovers(ns: Namespace) -> None:
+    async def ok() -> bool:
+        return await get(ns, 2_000_000_000) is Status.OK
+
+    await until(ok, "the shard serves again")
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, **changes: Any) -> AsyncIterator[tuple[Peer, Namespace]]:
+    async with serving(folder) as peer:
+        peer.add(wire_key(SECRET, key(0)), key(0), bytes(BLOCK))
+        async with await AsyncClient.open(peer.config(**changes)) as client:
+            ns = await client.namespace(DESCRIPTOR)
+            assert await get(ns, 2_000_000_000) is Status.OK
+            yield peer, ns
+
+
+@contextlib.asynccontextmanager
+async def stranger(
+    folder: Path, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any], *, tls: bool
+) -> AsyncIterator[ClientConfig]:
+    """A listener that is no daemon, and a client config that leads to it."""
+    ca = certs.make_ca()
+    pair = ca.issue("shard0", spiffe_uri=shard_uri(TRUST, "shard0"))
+    paths = ca.issue("tenant", spiffe_uri=tenant_uri(TRUST, "acme")).write(folder)
+    context = certs.server_context(pair, ca) if tls else None
+    writers: list[asyncio.StreamWriter] = []
+
+    async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await serve(reader, writer)
+
+    server = await asyncio.start_server(on_client, "127.0.0.1", 0, ssl=context)
+    try:
+        yield ClientConfig(
+            shards=(ShardAddress("shard0", port=server.sockets[0].getsockname()[1]),),
+            tls=TlsFiles(paths.cert, paths.key, paths.ca, TRUST),
+            connect_deadline_ns=DEADLINE_NS,
+            breaker=BreakerSettings(3, 20_000_000, 200_000_000),
+        )
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def hear_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(3600)
+
+
+async def talk_garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" * 10)
+    await writer.drain()
+    await asyncio.sleep(3600)
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("serve", [hear_nothing, talk_garbage, hang_up])
+@pytest.mark.parametrize("tls", [False, True])
+async def test_strangers_read_as_misses_within_the_deadline(
+    tmp_path: Path, serve: Any, tls: bool
+) -> None:
+    async with stranger(tmp_path, serve, tls=tls) as config:
+        begun = time.monotonic()
+        async with await AsyncClient.open(config) as client:
+            ns = await client.namespace(DESCRIPTOR)
+            assert time.monotonic() - begun < LATEST_S
+            assert await get(ns) in OUTAGE
+            put = await ns.put([PutBlock(key(0), bytes(8))], deadline_ns=DEADLINE_NS)
+            assert put.statuses[0] in OUTAGE
+            exists = await ns.exists([key(0)], deadline_ns=DEADLINE_NS)
+            assert (exists.present, exists.complete) == ([False], False)
+            (explained,) = await ns.explain([key(0)], deadline_ns=DEADLINE_NS)
+            assert explained.status in OUTAGE
+            assert explained.reason is None
+            touched = await ns.touch([key(0)], deadline_ns=DEADLINE_NS)
+            assert (touched.count, touched.complete) == (0, False)
+
+            async def breaker_opens() -> bool:
+                return await get(ns) is Status.BREAKER_OPEN
+
+            await until(breaker_opens, "the breaker opens")
+            report = client.shards()[0]
+            assert not report.connected
+            assert report.last_error
+            assert client.stats()["breaker_openings"] >= 1
+
+
+async def test_an_absent_daemon_then_one_that_comes(tmp_path: Path) -> None:
+    async with serving(tmp_path) as peer:
+        await peer.stop()
+        async with await AsyncClient.open(peer.config()) as client:
+            ns = await client.namespace(DESCRIPTOR)
+            assert await get(ns) in OUTAGE
+            assert "refused" in client.shards()[0].last_error.lower()
+            peer.add(wire_key(SECRET, key(0)), key(0), bytes(BLOCK))
+            await peer.start()
+            await recovers(ns)
+
+
+async def test_a_restart_is_survived_and_namespaces_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        await peer.stop()
+        assert await get(ns) in OUTAGE
+        await peer.start()
+        before = sum(isinstance(seen, opening.OpenNamespace) for seen in peer.seen)
+        await recovers(ns)
+        assert sum(isinstance(seen, opening.OpenNamespace) for seen in peer.seen) == before + 1
+        report = ns._client.shards()[0]
+        assert (report.connects, report.breaker) == (2, "closed")
+
+
+async def test_a_hang_costs_deadlines_then_nothing_then_ends(tmp_path: Path) -> None:
+    async with opened(tmp_path, ping_interval_ns=10**9) as (peer, ns):
+        peer.faults.silent = True
+        first = await get(ns)
+        assert first is Status.DEADLINE
+
+        async def breaker_opens() -> bool:
+            return await get(ns) is Status.BREAKER_OPEN
+
+        await until(breaker_opens, "the breaker opens")
+        begun = time.monotonic()
+        for _ in range(20):
+            assert await get(ns) is Status.BREAKER_OPEN
+        assert time.monotonic() - begun < DEADLINE_NS / 1e9  # at once, not one deadline each
+        peer.faults.silent = False
+        await recovers(ns)
+
+
+async def test_a_hang_without_traffic_is_noticed_and_ends(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        peer.faults.silent = True
+        link = ns._client._links[0]
+
+        async def is_open() -> bool:
+            return not link.breaker.admits
+
+        await until(is_open, "pings open the breaker")
+        peer.faults.silent = False
+
+        async def is_closed() -> bool:
+            return link.breaker.admits
+
+        await until(is_closed, "pings close the breaker")
+        assert await get(ns, 2_000_000_000) is Status.OK
+
+
+async def test_a_session_that_stays_silent_is_replaced(tmp_path: Path) -> None:
+    async with opened(tmp_path, ping_deadline_ns=50_000_000) as (peer, ns):
+        peer.faults.pings_silent = True
+
+        async def replaced() -> bool:
+            return ns._client.shards()[0].connects > 1
+
+        await until(replaced, "a fresh session")
+        peer.faults.pings_silent = False
+        await recovers(ns)
+
+
+async def test_late_grants_are_released_and_land_nowhere(tmp_path: Path) -> None:
+    async with opened(tmp_path, ping_interval_ns=10**9) as (peer, ns):
+        (session,) = peer.sessions
+        serve = session.on_fetch
+
+        async def late(request_id: int, message: data.Fetch) -> None:
+            await asyncio.sleep(0.2)
+            await serve(request_id, message)
+
+        session.on_fetch = late  # type: ignore[method-assign]
+        into = bytearray(b"\xa5" * BLOCK)
+        got = await ns.get_into([key(0)], [into], deadline_ns=50_000_000)
+        assert got.statuses == [Status.DEADLINE]
+
+        async def came_back() -> bool:
+            return ns._client._links[0]._session.connection.late_grants == 1  # type: ignore
+
+        await until(came_back, "the late grant")
+
+        async def released() -> bool:
+            return not session.leases
+
+        await until(released, "its release")
+        assert set(into) == {0xA5}
+
+
+async def test_a_slow_but_living_shard_does_not_trip_the_breaker(tmp_path: Path) -> None:
+    async with opened(tmp_path, ping_interval_ns=20_000_000) as (peer, ns):
+        peer.faults.hold_final = True  # grants come, the end never does
+        for _ in range(6):
+            into = bytearray(BLOCK)
+            got = await ns.get_into([key(0)], [into], deadline_ns=60_000_000)
+            assert got.statuses == [Status.OK]
+        assert ns._client.shards()[0].breaker == "closed"
+
+
+async def test_draining_is_told_and_ended(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        (old,) = peer.sessions
+        old.send(opening.Goodbye(Status.DRAINING, "maintenance"))
+        seen = set()
+
+        async def elsewhere() -> bool:
+            seen.add(await get(ns))
+            return ns._client.shards()[0].connects == 2
+
+        await until(elsewhere, "a new session")
+        assert seen <= {Status.OK, Status.DRAINING}
+        assert ns._client.stats()["breaker_openings"] == 0
+        await recovers(ns)
+
+        async def closed() -> bool:
+            return old not in peer.sessions
+
+        await until(closed, "the old session is closed")
+
+
+async def test_a_get_under_way_survives_the_goodbye(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        (session,) = peer.sessions
+        serve = session.on_fetch
+
+        async def goodbye_first(request_id: int, message: data.Fetch) -> None:
+            session.send(opening.Goodbye(Status.DRAINING, "maintenance"))
+            await asyncio.sleep(0.1)
+            await serve(request_id, message)
+
+        session.on_fetch = goodbye_first  # type: ignore[method-assign]
+        assert await get(ns, 2_000_000_000) is Status.OK
+
+
+async def test_a_lost_session_fails_its_requests_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        peer.faults.silent = True
+        waiting = asyncio.ensure_future(get(ns, 60_000_000_000))
+        await asyncio.sleep(0.05)
+        await peer.stop()
+        begun = time.monotonic()
+        assert await waiting is Status.DISCONNECTED
+        assert time.monotonic() - begun < LATEST_S
+
+
+async def test_a_dead_data_path_brings_a_fresh_session(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        (session,) = peer.sessions
+        assert session.endpoint is not None
+        await session.endpoint.close()
+        assert await get(ns, 2_000_000_000) in {Status.DISCONNECTED, Status.FABRIC_ERROR}
+        await recovers(ns)
+
+
+@pytest.mark.parametrize(
+    ("server_uri", "expected"),
+    [
+        (shard_uri(TRUST, "another"), "shard 'another'"),
+        (tenant_uri(TRUST, "shard0"), "not a shard's"),
+        (shard_uri("evil", "shard0"), "trust domain"),
+    ],
+)
+async def test_nothing_is_said_to_the_wrong_server(
+    tmp_path: Path, server_uri: str, expected: str
+) -> None:
+    heard: list[bytes] = []
+
+    ca = certs.make_ca()
+    pair = ca.issue("server", spiffe_uri=server_uri)
+    tenant = ca.issue("tenant", spiffe_uri=tenant_uri(TRUST, "acme")).write(tmp_path)
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(100))
+        writer.close()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0, ssl=certs.server_context(pair, ca))
+    try:
+        config = ClientConfig(
+            shards=(ShardAddress("shard0", port=server.sockets[0].getsockname()[1]),),
+            tls=TlsFiles(tenant.cert, tenant.key, tenant.ca, TRUST),
+        )
+        async with await AsyncClient.open(config) as client:
+            assert expected in client.shards()[0].last_error
+    finally:
+        server.close()
+    assert b"".join(heard) == b""
+
+
+async def test_a_certificate_nobody_trusts(tmp_path: Path) -> None:
+    async with serving(tmp_path) as peer:
+        (tmp_path / "foreign").mkdir()
+        paths = (
+            certs.make_ca()
+            .issue("tenant", spiffe_uri=tenant_uri(TRUST, "acme"))
+            .write(tmp_path / "foreign")
+        )
+        own = peer.tenant_files()
+        config = peer.config(tls=TlsFiles(paths.cert, paths.key, own.ca, TRUST))
+        async with await AsyncClient.open(config) as client:
+            assert not client.shards()[0].connected
+            assert client.shards()[0].last_error
+        with pytest.raises(IdentityError):
+            await AsyncClient.open(peer.config(tls=TlsFiles(own.cert, own.key, Path("/no"), TRUST)))
+
+
+def keys_by_shard(ns: Namespace, count: int) -> dict[int, list[int]]:
+    placement = ns._client._placement
+    return placement.split(ns._digest, [key(n) for n in range(count)])
+
+
+async def test_three_shards_answer_in_the_callers_order(tmp_path: Path) -> None:
+    async with serving(tmp_path, names=("a", "b", "c")) as peers:
+        async with await AsyncClient.open(config_for(peers)) as client:
+            ns = await client.namespace(DESCRIPTOR)
+            items = [PutBlock(key(n), bytes([n]) * BLOCK, n) for n in range(60)]
+            assert (await ns.put(items)).ok
+            assert all(len(peer.store) > 5 for peer in peers)
+            assert sum(len(peer.store) for peer in peers) == 60
+            into = [bytearray(BLOCK) for _ in range(60)]
+            got = await ns.get_into([key(n) for n in range(60)], into)
+            assert got.ok
+            assert all(into[n] == bytes([n]) * BLOCK for n in range(60))
+            assert (await ns.exists([key(n) for n in range(70)])).prefix_blocks == 60
+
+            # A hole on one shard: the others' blocks behind it are in place, but no prefix.
+            hole = keys_by_shard(ns, 60)[1][3]
+            del peers[1].store[wire_key(SECRET, key(hole))]
+            got = await ns.get_into([key(n) for n in range(60)], into)
+            assert got.prefix_blocks == hole
+            assert got.statuses[hole] is Status.MISS
+            behind = set(got.statuses[hole + 1 :])
+            assert behind == {Status.OK, Status.GAP}
+            exists = await ns.exists([key(n) for n in range(60)])
+            assert exists.prefix_blocks == hole
+            assert exists.present.count(False) == 1
+            forgotten = await ns.forget([key(n) for n in range(60)])
+            assert (forgotten.count, forgotten.complete) == (59, True)
+
+
+async def test_a_dead_shard_is_misses_for_its_keys_only(tmp_path: Path) -> None:
+    async with serving(tmp_path, names=("a", "b", "c")) as peers:
+        async with await AsyncClient.open(config_for(peers)) as client:
+            ns = await client.namespace(DESCRIPTOR)
+            assert (await ns.put([PutBlock(key(n), bytes(BLOCK), n) for n in range(30)])).ok
+            await peers[2].stop()
+            owned = keys_by_shard(ns, 30)
+            got = await ns.get_into(
+                [key(n) for n in range(30)],
+                [bytearray(BLOCK) for _ in range(30)],
+                deadline_ns=2_000_000_000,
+            )
+            for number, positions in owned.items():
+                expected = OUTAGE if number == 2 else {Status.OK}
+                assert {got.statuses[p] for p in positions} <= expected
+            exists = await ns.exists([key(n) for n in range(30)])
+            assert not exists.complete
+            assert exists.prefix_blocks == min(owned[2])

@@ -1,0 +1,212 @@
+"""The facade without asyncio: its life, several threads, interrupts, forks, leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import leaks
+import pytest
+from client_peer import DESCRIPTOR, SECRET, Peer, serving
+
+from entresol_client import Client, ClientConfig, PutBlock, UsageError
+from entresol_proto.ids import BadKeyError, EngineKey, wire_key
+from entresol_proto.status import Status
+
+BLOCK = 64 * 1024
+OK = Status.OK
+
+
+def key(number: int) -> EngineKey:
+    return EngineKey(hashlib.sha256(b"key %d" % number).digest())
+
+
+class PeerThread:
+    """A peer on a loop and thread of its own, as a daemon would be."""
+
+    def __init__(self, folder: Path, fabric: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._folder = folder
+        self._fabric = fabric
+        self._ready = threading.Event()
+        self._end = asyncio.Event()
+        self.peer: Peer
+        self._thread = threading.Thread(target=self._run, name="peer")
+        self._thread.start()
+        assert self._ready.wait(30)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        async with serving(self._folder, fabric=self._fabric) as peer:
+            self.peer = peer
+            self._ready.set()
+            await self._end.wait()
+
+    def call(self, what: Callable[[], Any]) -> None:
+        self._loop.call_soon_threadsafe(what)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def peer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Peer]:
+    thread = PeerThread(tmp_path, request.param)
+    try:
+        yield thread.peer
+    finally:
+        thread.stop()
+
+
+@pytest.fixture
+def config(peer: Peer) -> ClientConfig:
+    return peer.config()
+
+
+def test_every_method(config: ClientConfig) -> None:
+    with Client(config) as client:
+        ns = client.namespace(DESCRIPTOR)
+        keys = [key(n) for n in range(4)]
+        assert ns.put([PutBlock(key(n), bytes([n]) * BLOCK, n) for n in range(4)]).ok
+        into = [bytearray(BLOCK) for _ in keys]
+        assert ns.get_into(keys, into).ok
+        assert all(into[n] == bytes([n]) * BLOCK for n in range(4))
+        assert ns.exists([*keys, key(9)]).prefix_blocks == 4
+        assert ns.stage(keys).prefix_blocks == 4
+        assert ns.touch(keys).count == 4
+        assert len(ns.explain(keys)) == 4
+        assert ns.forget(keys).count == 4
+        assert client.shards()[0].connected
+        assert client.stats()["hits"] == {"memory": 4}
+        with pytest.raises(BadKeyError, match="5 bytes"):
+            ns.exists([b"short"])
+
+
+def test_nothing_is_left_after_close(config: ClientConfig) -> None:
+    with Client(config) as client:  # once before, so that what is cached for good counts as given
+        client.namespace(DESCRIPTOR).exists([key(0)])
+    before = leaks.snapshot()
+    for _ in range(3):
+        with Client(config) as client:
+            ns = client.namespace(DESCRIPTOR)
+            assert ns.put([PutBlock(key(0), bytes(BLOCK))]).ok
+            assert ns.get_into([key(0)], [bytearray(BLOCK)]).ok
+            ns.forget([key(0)])
+        client.close()  # again: idempotent
+    # The peer's side of the last sessions goes in its own thread, a moment later.
+    leaks.assert_no_leaks(before, wait_s=10.0)
+    with pytest.raises(UsageError, match="closed"):
+        ns.exists([key(0)])
+
+
+def test_a_client_that_finds_nobody_leaves_nothing(config: ClientConfig, peer: Peer) -> None:
+    gone = peer.config(shards=(type(peer.address())("shard0", port=1),))
+    before = leaks.snapshot()
+    with Client(gone) as client:
+        assert not client.shards()[0].connected
+        got = client.namespace(DESCRIPTOR).get_into([key(0)], [bytearray(8)])
+        assert got.statuses[0] in {Status.DISCONNECTED, Status.BREAKER_OPEN}
+    leaks.assert_no_leaks(before)
+
+
+def test_many_threads_share_one_client(config: ClientConfig) -> None:
+    failures: list[BaseException] = []
+    with Client(config) as client:
+        ns = client.namespace(DESCRIPTOR)
+
+        def work(worker: int) -> None:
+            try:
+                for step in range(5):
+                    number = worker * 100 + step
+                    body = hashlib.sha256(b"%d" % number).digest() * (BLOCK // 32)
+                    assert ns.put([PutBlock(key(number), body)]).ok
+                    into = bytearray(BLOCK)
+                    assert ns.get_into([key(number)], [into]).ok
+                    assert into == body
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+
+
+def test_an_interrupt_ends_the_call_first(peer: Peer) -> None:
+    peer.add(wire_key(SECRET, key(0)), key(0), bytes(BLOCK))
+    with Client(peer.config(ping_interval_ns=10**10)) as client:
+        ns = client.namespace(DESCRIPTOR)
+        peer.faults.silent = True
+        into = bytearray(b"\xa5" * BLOCK)
+        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ns.get_into([key(0)], [into], deadline_ns=60_000_000_000)
+        timer.join()
+        peer.faults.silent = False
+        assert set(into) == {0xA5}
+        assert ns.get_into([key(0)], [into]).statuses == [OK]
+
+
+def test_after_fork_it_refuses_instead_of_hanging(config: ClientConfig) -> None:
+    with Client(config) as client:
+        ns = client.namespace(DESCRIPTOR)
+        pid = os.fork()
+        if pid == 0:  # the child: only exit codes leave it
+            code = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    ns.exists([key(0)])
+                except UsageError as error:
+                    code = 0 if "fork" in str(error) else 2
+                client.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert ns.exists([key(0)]).complete  # the parent's goes on
+
+
+def test_forgetting_to_close_is_warned_about(config: ClientConfig) -> None:
+    client = Client(config)
+    kept = client._thread, client._client
+    client._client = None  # type: ignore[assignment]
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del client
+        gc.collect()
+    thread, inner = kept
+    thread.call(inner.close)
+    thread.stop()
+
+
+def test_a_bad_certificate_raises_and_leaves_nothing(config: ClientConfig, peer: Peer) -> None:
+    tls = type(config.tls)(Path("/no/cert"), config.tls.key, config.tls.ca, config.tls.trust_domain)
+    before = leaks.snapshot()
+    with pytest.raises(Exception, match="there is no file"):
+        Client(peer.config(tls=tls))
+    leaks.assert_no_leaks(before)
+
+
+def test_deadlines_hold_without_a_loop(peer: Peer) -> None:
+    with Client(peer.config(ping_interval_ns=10**10)) as client:
+        ns = client.namespace(DESCRIPTOR)
+        peer.faults.silent = True
+        begun = time.monotonic()
+        got = ns.get_into([key(0)], [bytearray(8)], deadline_ns=100_000_000)
+        assert got.statuses == [Status.DEADLINE]
+        assert time.monotonic() - begun < 5.0
