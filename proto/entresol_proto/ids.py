@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NewType
 
 from entresol_proto import limits
@@ -72,7 +72,7 @@ class NamespaceDescriptor:
     model: str
     model_revision: str = "main"
     lora: str | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = field(default=None, repr=False)
     dtype: str = "bf16"
     layers: int = 0
     kv_heads: int = 0
@@ -86,25 +86,25 @@ class NamespaceDescriptor:
     pp_world: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name in _OPTIONAL:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is None and one.name in _OPTIONAL:
                 continue
-            if isinstance(value, str) is isinstance(field.default, int) or value is None:
-                raise BadKeyError(f"namespace field {field.name} is a {type(value).__name__}")
+            if isinstance(value, str) is isinstance(one.default, int) or value is None:
+                raise BadKeyError(f"namespace field {one.name} is a {type(value).__name__}")
             if isinstance(value, str):
                 try:
                     size = len(value.encode())
                 except UnicodeEncodeError:
-                    raise BadKeyError(f"namespace field {field.name} is not UTF-8 text") from None
+                    raise BadKeyError(f"namespace field {one.name} is not UTF-8 text") from None
                 if not 0 < size <= limits.DESCRIPTOR_TEXT_BYTES_MAX:
                     raise BadKeyError(
-                        f"namespace field {field.name} is {size} bytes",
+                        f"namespace field {one.name} is {size} bytes",
                         hint=f"give 1 to {limits.DESCRIPTOR_TEXT_BYTES_MAX} bytes, "
                         "or leave an optional field out",
                     )
             elif not isinstance(value, int) or not 0 <= value < 2**32:
-                raise BadKeyError(f"namespace field {field.name} is {value}, not 0..2^32-1")
+                raise BadKeyError(f"namespace field {one.name} is {value}, not 0..2^32-1")
         if not 0 < self.block_tokens <= limits.TOKENS_PER_BLOCK_MAX:
             raise BadKeyError(f"block_tokens is {self.block_tokens}")
 
@@ -114,8 +114,8 @@ class NamespaceDescriptor:
         Field numbers are the order of declaration from 1; integers are u32 little-endian.
         """
         parts = [_DESCRIPTOR_LABEL]
-        for number, field in enumerate(fields(self), start=1):
-            value = getattr(self, field.name)
+        for number, one in enumerate(fields(self), start=1):
+            value = getattr(self, one.name)
             if value is None:
                 continue
             if isinstance(value, int):
@@ -133,7 +133,7 @@ class NamespaceDescriptor:
         """
         if len(raw) > limits.DESCRIPTOR_BYTES_MAX or not raw.startswith(_DESCRIPTOR_LABEL):
             raise BadKeyError("not a namespace descriptor of version 1")
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls)]
         values: dict[str, str | int] = {}
         at = len(_DESCRIPTOR_LABEL)
         try:

@@ -423,6 +423,13 @@ def test_placement_spreads_evenly() -> None:
     assert all(abs(count - 1000) < 5 * 27.4 for count in owned.values()), owned
 
 
+def test_salts_stay_out_of_the_repr() -> None:
+    assert "blue" not in repr(NamespaceDescriptor("m", cache_salt="blue"))
+    with pytest.raises(BadKeyError) as caught:
+        NamespaceDescriptor("m", cache_salt="blue" * 200)
+    assert "blue" not in str(caught.value)
+
+
 def test_short_shows_four_bytes() -> None:
     assert ids.short(bytes(range(16))) == "00010203"
 

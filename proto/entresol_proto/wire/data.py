@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from entresol_proto import limits
@@ -227,7 +227,7 @@ class PutItem:
     plain_bytes: int
     position: int
     parent: bytes
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ checked against named limits, ProtocolError for anything else. Layouts are in pr
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from entresol_proto import limits
@@ -134,7 +134,7 @@ class Attach:
 
     TYPE: ClassVar[FrameType] = FrameType.ATTACH
     kind: int
-    reply: bytes = b""
+    reply: bytes = field(default=b"", repr=False)
 
     def encode(self) -> bytes:
         return struct.pack("<BH", self.kind, len(self.reply)) + self.reply
@@ -172,7 +172,7 @@ class OpenNamespace:
     """Host: I will use blocks of this descriptor (`NamespaceDescriptor.canonical()`)."""
 
     TYPE: ClassVar[FrameType] = FrameType.OPEN_NAMESPACE
-    descriptor: bytes
+    descriptor: bytes = field(repr=False)  # holds the cache salt
 
     def encode(self) -> bytes:
         return self.descriptor
@@ -193,7 +193,7 @@ class NamespaceOpened:
 
     handle: int
     namespace_id: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
     codec_id: int  # what host-side sealing should use
     seal_at_host: bool  # puts on this session are sealed by the host before they are read
     chunk_bytes: int
