@@ -76,8 +76,8 @@ async def connect(
     except IdentityError as cause:
         error = RequestFailedError(Status.FORBIDDEN, str(cause))
     except OSError as cause:
-        named = cause.errno is not None and cause.errno > 0
-        reason = os.strerror(cause.errno) if named else cause.strerror or str(cause)
+        number = cause.errno or 0  # of a name that does not resolve: negative
+        reason = os.strerror(number) if number > 0 else cause.strerror or str(cause)
         error = RequestFailedError(Status.DISCONNECTED, reason)
     except RequestFailedError as cause:
         error = cause

@@ -15,6 +15,7 @@ import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, serving
 
 from entresol_client import AsyncClient, Namespace, PutBlock, UsageError
+from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
 from entresol_proto.status import Status
 from entresol_proto.wire import data
@@ -64,9 +65,11 @@ Opened = tuple[Peer, Namespace]
 async def opened(
     folder: Path, fabric: str | None = "tcp", *, seal_at_host: bool = True, **changes: Any
 ) -> AsyncIterator[Opened]:
-    async with serving(folder, fabric=fabric, seal_at_host=seal_at_host) as peer:
-        async with await AsyncClient.open(peer.config(**changes)) as client:
-            yield peer, await client.namespace(DESCRIPTOR)
+    async with (
+        serving(folder, fabric=fabric, seal_at_host=seal_at_host) as peer,
+        await AsyncClient.open(peer.config(**changes)) as client,
+    ):
+        yield peer, await client.namespace(DESCRIPTOR)
 
 
 async def all_released(peer: Peer) -> None:
@@ -317,9 +320,8 @@ async def test_no_data_path(tmp_path: Path) -> None:
 
 async def test_fabric_choice_falls_back_and_says_why(tmp_path: Path) -> None:
     async with serving(tmp_path, fabric="shm") as peer:
-        await peer.fabrics[0].close()  # offers keep failing: nobody listens on the socket
-        peer.fabrics[0].offer = lambda: _dead_offer  # type: ignore[method-assign]
-        _dead_offer = _shm_offer_to_nowhere(tmp_path)
+        dead = Offer(FabricKind.SHM, b"\1" + bytes(16) + b"/nonexistent/fabric.sock")
+        peer.fabrics[0].offer = lambda: dead
         async with await AsyncClient.open(peer.config()) as client:
             report = client.shards()[0]
             assert report.fabric == "tcp"
@@ -328,13 +330,6 @@ async def test_fabric_choice_falls_back_and_says_why(tmp_path: Path) -> None:
             assert client.shards()[0].fabric == "none"
         async with await AsyncClient.open(peer.config(fabric="tcp")) as client:
             assert client.shards()[0].fabric_reason == "chosen by setting"
-
-
-def _shm_offer_to_nowhere(folder: Path) -> Any:
-    from entresol_proto.fabric.base import FabricKind, Offer
-
-    del folder
-    return Offer(FabricKind.SHM, b"\1" + bytes(16) + b"/nonexistent/fabric.sock")
 
 
 async def test_the_small_requests(tmp_path: Path) -> None:

@@ -371,49 +371,53 @@ def keys_by_shard(ns: Namespace, count: int) -> dict[int, list[int]]:
 
 
 async def test_three_shards_answer_in_the_callers_order(tmp_path: Path) -> None:
-    async with serving(tmp_path, names=("a", "b", "c")) as peers:
-        async with await AsyncClient.open(config_for(peers)) as client:
-            ns = await client.namespace(DESCRIPTOR)
-            items = [PutBlock(key(n), bytes([n]) * BLOCK, n) for n in range(60)]
-            assert (await ns.put(items)).ok
-            assert all(len(peer.store) > 5 for peer in peers)
-            assert sum(len(peer.store) for peer in peers) == 60
-            into = [bytearray(BLOCK) for _ in range(60)]
-            got = await ns.get_into([key(n) for n in range(60)], into)
-            assert got.ok
-            assert all(into[n] == bytes([n]) * BLOCK for n in range(60))
-            assert (await ns.exists([key(n) for n in range(70)])).prefix_blocks == 60
+    async with (
+        serving(tmp_path, names=("a", "b", "c")) as peers,
+        await AsyncClient.open(config_for(peers)) as client,
+    ):
+        ns = await client.namespace(DESCRIPTOR)
+        items = [PutBlock(key(n), bytes([n]) * BLOCK, n) for n in range(60)]
+        assert (await ns.put(items)).ok
+        assert all(len(peer.store) > 5 for peer in peers)
+        assert sum(len(peer.store) for peer in peers) == 60
+        into = [bytearray(BLOCK) for _ in range(60)]
+        got = await ns.get_into([key(n) for n in range(60)], into)
+        assert got.ok
+        assert all(into[n] == bytes([n]) * BLOCK for n in range(60))
+        assert (await ns.exists([key(n) for n in range(70)])).prefix_blocks == 60
 
-            # A hole on one shard: the others' blocks behind it are in place, but no prefix.
-            hole = keys_by_shard(ns, 60)[1][3]
-            del peers[1].store[wire_key(SECRET, key(hole))]
-            got = await ns.get_into([key(n) for n in range(60)], into)
-            assert got.prefix_blocks == hole
-            assert got.statuses[hole] is Status.MISS
-            behind = set(got.statuses[hole + 1 :])
-            assert behind == {Status.OK, Status.GAP}
-            exists = await ns.exists([key(n) for n in range(60)])
-            assert exists.prefix_blocks == hole
-            assert exists.present.count(False) == 1
-            forgotten = await ns.forget([key(n) for n in range(60)])
-            assert (forgotten.count, forgotten.complete) == (59, True)
+        # A hole on one shard: the others' blocks behind it are in place, but no prefix.
+        hole = keys_by_shard(ns, 60)[1][3]
+        del peers[1].store[wire_key(SECRET, key(hole))]
+        got = await ns.get_into([key(n) for n in range(60)], into)
+        assert got.prefix_blocks == hole
+        assert got.statuses[hole] is Status.MISS
+        behind = set(got.statuses[hole + 1 :])
+        assert behind == {Status.OK, Status.GAP}
+        exists = await ns.exists([key(n) for n in range(60)])
+        assert exists.prefix_blocks == hole
+        assert exists.present.count(False) == 1
+        forgotten = await ns.forget([key(n) for n in range(60)])
+        assert (forgotten.count, forgotten.complete) == (59, True)
 
 
 async def test_a_dead_shard_is_misses_for_its_keys_only(tmp_path: Path) -> None:
-    async with serving(tmp_path, names=("a", "b", "c")) as peers:
-        async with await AsyncClient.open(config_for(peers)) as client:
-            ns = await client.namespace(DESCRIPTOR)
-            assert (await ns.put([PutBlock(key(n), bytes(BLOCK), n) for n in range(30)])).ok
-            await peers[2].stop()
-            owned = keys_by_shard(ns, 30)
-            got = await ns.get_into(
-                [key(n) for n in range(30)],
-                [bytearray(BLOCK) for _ in range(30)],
-                deadline_ns=2_000_000_000,
-            )
-            for number, positions in owned.items():
-                expected = OUTAGE if number == 2 else {Status.OK}
-                assert {got.statuses[p] for p in positions} <= expected
-            exists = await ns.exists([key(n) for n in range(30)])
-            assert not exists.complete
-            assert exists.prefix_blocks == min(owned[2])
+    async with (
+        serving(tmp_path, names=("a", "b", "c")) as peers,
+        await AsyncClient.open(config_for(peers)) as client,
+    ):
+        ns = await client.namespace(DESCRIPTOR)
+        assert (await ns.put([PutBlock(key(n), bytes(BLOCK), n) for n in range(30)])).ok
+        await peers[2].stop()
+        owned = keys_by_shard(ns, 30)
+        got = await ns.get_into(
+            [key(n) for n in range(30)],
+            [bytearray(BLOCK) for _ in range(30)],
+            deadline_ns=2_000_000_000,
+        )
+        for number, positions in owned.items():
+            expected = OUTAGE if number == 2 else {Status.OK}
+            assert {got.statuses[p] for p in positions} <= expected
+        exists = await ns.exists([key(n) for n in range(30)])
+        assert not exists.complete
+        assert exists.prefix_blocks == min(owned[2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import os
 import signal
@@ -188,7 +187,6 @@ def test_forgetting_to_close_is_warned_about(config: ClientConfig) -> None:
     client._client = None  # type: ignore[assignment]
     with pytest.warns(ResourceWarning, match="was not closed"):
         del client
-        gc.collect()
     thread, inner = kept
     thread.call(inner.close)
     thread.stop()
