@@ -22,7 +22,7 @@ from entresol_daemon.flash import checkpoint
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.evict import Evictor, Keep
 from entresol_daemon.flash.group import Pending
-from entresol_daemon.flash.index import PENDING, Index, Slots
+from entresol_daemon.flash.index import PENDING, SCALAR_KEYS_MAX, Index, Slots
 from entresol_daemon.flash.model import (
     EngineOptions,
     EngineStats,
@@ -353,6 +353,11 @@ class Engine:
     def touch(self, slots: Sequence[int] | Slots) -> None:
         """Mark live blocks as used, in the order given: later means more recent."""
         if not len(slots):
+            return
+        if len(slots) <= SCALAR_KEYS_MAX:
+            for slot in slots:
+                number = self.index.m_segment[slot]
+                self._table.segments[number].last_touch = self.index.touch_one(slot)
             return
         chosen = np.asarray(slots, np.int64)
         ticks = self.index.touch(chosen)

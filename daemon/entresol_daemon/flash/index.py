@@ -247,6 +247,12 @@ class Index:
         """The namespace id in a live slot."""
         return self._names[self._m_namespace[slot]]
 
+    def touch_one(self, slot: int) -> int:
+        """Make a slot the most recent; returns its new tick."""
+        self._tick += 1
+        self.m_last_touch[slot] = self._tick
+        return self._tick
+
     def touch(self, slots: Sequence[int] | Slots) -> Slots:
         """Make the slots the most recent, the last one most; returns their new ticks."""
         ticks = np.arange(self._tick + 1, self._tick + 1 + len(slots), dtype=np.int64)

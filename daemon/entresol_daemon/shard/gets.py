@@ -11,6 +11,7 @@ is given to a lease or undone; a host that stops reading holds memory no longer 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -38,11 +39,12 @@ from entresol_proto.wire.data import (
     Stage,
     Staged,
     Tier,
-    split_keys,
 )
 
 LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
 WINDOWS_LANDING_MAX = 4  # batches of one request under way
+WINDOW_BLOCKS_MAX = 256
+_KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
 
@@ -69,7 +71,7 @@ class GetPath:
         self._parts = parts
         self._removal = removal
         self._opened = OpenedBlocks(parts)
-        self._loading: dict[int, asyncio.Future[Status]] = {}  # by slot
+        self._loading: dict[Resident, asyncio.Future[Status]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -157,11 +159,13 @@ class GetPath:
         wanted = plan_fetch(slots, prefix=prefix)
         job.misses = wanted.misses
         landing: set[asyncio.Task[None]] = set()
+        known: list[int] | None = slots  # until the first await; slots are reused
         try:
             while wanted.pending:
                 if len(landing) >= WINDOWS_LANDING_MAX:
                     await self._first_of(landing)
-                window = self._window(job, wanted.pending)
+                window = self._window(job, wanted.pending, known)
+                known = None
                 job.misses += window.misses
                 if window.waits:
                     landing.add(asyncio.create_task(self._land(job, window)))
@@ -181,7 +185,8 @@ class GetPath:
                 task.cancel()
             if landing:
                 await asyncio.gather(*landing, return_exceptions=True)
-            self._parts.engine.touch(job.hits[::-1])  # tail first: the prefix is most recent
+            hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
+            self._parts.engine.touch(hits)  # tail first: the prefix is most recent
 
     async def _first_of(self, landing: set[asyncio.Task[None]]) -> None:
         done, _ = await asyncio.wait(landing, return_when=asyncio.FIRST_COMPLETED)
@@ -198,12 +203,15 @@ class GetPath:
             return True
         return await self._parts.room.wait(left_ns)
 
-    def _window(self, job: _Job, pending: deque[int]) -> Window:
+    def _window(self, job: _Job, pending: deque[int], known: list[int] | None) -> Window:
+        """What of `pending` can be served or loaded now; `known` are the slots of all keys."""
         parts = self._parts
-        count = min(len(pending), 256)
-        keys = split_keys(job.keys)
-        part = b"".join(keys[pending[at]] for at in range(count))
-        slots = parts.engine.index.lookup(job.namespace.namespace_id, part).tolist()
+        indices = list(itertools.islice(pending, WINDOW_BLOCKS_MAX))
+        keys = [job.keys[_KEY * index : _KEY * (index + 1)] for index in indices]
+        if known is not None:
+            slots = [known[index] for index in indices]
+        else:
+            slots = parts.engine.index.lookup(job.namespace.namespace_id, b"".join(keys)).tolist()
         bounds = parts.config.limits
         room = bounds.inflight_bytes_per_session_max - job.session.held_bytes
         if room <= 0 or not parts.leases.room(job.session.number):
@@ -211,7 +219,7 @@ class GetPath:
         account = job.session.account
         window = take_window(
             pending,
-            [self._shape(slot, keys[pending[at]]) for at, slot in enumerate(slots)],
+            [self._shape(slot, key) for slot, key in zip(slots, keys, strict=True)],
             parts.residency,
             namespace_id=job.namespace.namespace_id,
             owner=account.stream,
@@ -236,13 +244,13 @@ class GetPath:
         loop = asyncio.get_running_loop()
         for resident in residents:
             self._parts.residency.pin(resident)  # the load's own pin
-            self._loading[resident.slot] = loop.create_future()
+            self._loading[resident] = loop.create_future()
         self._spawn(self._load(residents))
 
     async def _load(self, residents: list[Resident]) -> None:
         parts = self._parts
         started_ns = parts.now_ns()
-        futures = [self._loading[resident.slot] for resident in residents]
+        futures = [self._loading[resident] for resident in residents]
         try:
             statuses = await parts.engine.read([(r.slot, r.extent.view) for r in residents])
         except Exception:
@@ -254,7 +262,7 @@ class GetPath:
                 status = Status.MISS  # removed while it was read; what was read says nothing
             elif status is Status.OK:
                 status = self._admit(resident)
-            del self._loading[resident.slot]
+            del self._loading[resident]
             if status in (Status.CORRUPT, Status.CONFLICT):
                 self._removal.corrupt(resident, where="flash")
             if status is not Status.OK:
@@ -317,7 +325,7 @@ class GetPath:
     async def _arrival(self, resident: Resident, deadline_ns: int) -> Status:
         if resident.state is ResidentState.READY:
             return Status.OK
-        future = self._loading.get(resident.slot)
+        future = self._loading.get(resident)
         if future is None or resident.state is ResidentState.DEAD:
             return Status.MISS
         left_ns = deadline_ns - self._parts.now_ns()
