@@ -3,9 +3,10 @@
     python bench/fabric.py [--rounds 7] [--mib 1] [--count 32] [--json] [--only tcp,shm]
 
 Each path has a server process of its own; the paths take turns within a round, so that a change of
-the machine's mood hits all of them. The ceilings are what two plain processes reach: `blocking` is
-sendall in one and recv_into in the other over one TCP connection, `memcpy` is one process. The
-number that matters is the ratio to the ceiling of the same round.
+the machine's mood hits all of them. The ceilings are what two plain processes reach over one TCP
+connection: `blocking` with sendall and recv_into, `minimal` with the least uvloop protocol that
+does it; `memcpy` is one process. The number that matters is the ratio to the ceiling of the same
+round.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import socket
 import statistics
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import uvloop
@@ -35,7 +38,7 @@ from entresol_proto.fabric.shm import ShmFabricServer
 from entresol_proto.fabric.tcp import TcpFabricServer
 
 _DEADLINE_NS = 60_000_000_000
-_CEILING = {"tcp": "blocking", "shm": "memcpy", "shm-map": "memcpy"}
+_CEILING = {"tcp": "minimal", "minimal": "blocking", "shm": "memcpy"}
 
 
 def measure(
@@ -53,6 +56,7 @@ def measure(
                     "memcpy": stack.enter_context(_memcpy(destination.view)),
                     "blocking": stack.enter_context(_blocking(destination.view)),
                 }
+                paths["minimal"] = await stack.enter_async_context(_minimal(destination.view))
                 for name in ("tcp", "shm"):
                     if only is None or name in only:
                         paths[name] = await stack.enter_async_context(
@@ -101,6 +105,63 @@ def _blocking(view: memoryview) -> Iterator[Callable[[], object]]:
         child.wait(10)
 
 
+class _MinimalReceiver(asyncio.BufferedProtocol):
+    """Receives into one view until it is full."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = len(view)
+        self._spare = memoryview(bytearray(1))
+        self.full: asyncio.Future[None] | None = None
+
+    def begin(self) -> asyncio.Future[None]:
+        self._at = 0
+        self.full = asyncio.get_running_loop().create_future()
+        return self.full
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self._at :] or self._spare  # libuv asks once more when it is full
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._at += nbytes
+        if self._at == len(self._view) and self.full is not None:
+            self.full.set_result(None)
+
+
+class _MinimalSender(asyncio.Protocol):
+    """Answers one byte with everything, a block per write."""
+
+    def __init__(self, payload: memoryview, block_bytes: int) -> None:
+        self._payload = payload
+        self._block_bytes = block_bytes
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for at in range(0, len(self._payload), self._block_bytes):
+            self._transport.write(self._payload[at : at + self._block_bytes])
+
+
+@contextlib.asynccontextmanager
+async def _minimal(view: memoryview) -> AsyncIterator[Callable[[], object]]:
+    with _child("minimal", str(len(view)), str(limits.MIB)) as (_, line):
+        loop = asyncio.get_running_loop()
+        transport, receiver = await loop.create_connection(
+            lambda: _MinimalReceiver(view), "127.0.0.1", int(line)
+        )
+
+        async def call() -> None:
+            full = receiver.begin()
+            transport.write(b"g")
+            await full
+
+        try:
+            yield call
+        finally:
+            transport.abort()
+
+
 @contextlib.asynccontextmanager
 async def _fabric(
     name: str, block_bytes: int, count: int, view: memoryview, streams: int
@@ -147,13 +208,21 @@ def _child(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def _serve_blocking(length: int) -> None:
-    payload = memoryview(_pattern(length))
+    payload = _pattern_memory(length)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         sock, _ = listener.accept()
         with sock:
             while sock.recv(1):
                 sock.sendall(payload)
+
+
+async def _serve_minimal(length: int, block_bytes: int) -> None:
+    payload = _pattern_memory(length)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _MinimalSender(payload, block_bytes), "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()  # until the parent ends us
 
 
 async def _serve_fabric(name: str, length: int, streams: int) -> None:
@@ -167,7 +236,7 @@ async def _serve_fabric(name: str, length: int, streams: int) -> None:
         endpoint: Endpoint = await server.accept(offer, b"", time.monotonic_ns() + _DEADLINE_NS)
         exposure = await endpoint.expose(buffer)
         print(exposure.rkey, exposure.address, exposure.length_bytes, flush=True)
-        while not endpoint.closed:  # noqa: ASYNC110 - a bench child polls for its end
+        while not endpoint.closed:
             await asyncio.sleep(0.05)
         await server.close()
 
@@ -176,6 +245,13 @@ def _server(name: str, folder: Path, streams: int) -> FabricServer:
     if name == "tcp":
         return TcpFabricServer("127.0.0.1", streams=streams)
     return ShmFabricServer(folder)
+
+
+def _pattern_memory(length: int) -> memoryview:
+    """The pattern in memory of the same kind the fabrics send from (small shared pages)."""
+    memory = mmap.mmap(-1, length)
+    memory[:] = _pattern(length)
+    return memoryview(memory)
 
 
 def _pattern(length: int) -> bytes:
@@ -198,6 +274,8 @@ def main() -> None:
     if args.serve:
         if args.serve[0] == "blocking":
             _serve_blocking(int(args.serve[1]))
+        elif args.serve[0] == "minimal":
+            uvloop.run(_serve_minimal(int(args.serve[1]), int(args.serve[2])))
         else:
             uvloop.run(_serve_fabric(args.serve[1], int(args.serve[2]), int(args.serve[3])))
         return

@@ -151,6 +151,7 @@ class DataStream(asyncio.BufferedProtocol):
         self._serving: OrderedDict[int, _Serving] = OrderedDict()
         self._serving_spans = 0
         self._paused = False
+        self._gathers = False
         self._pump_scheduled = False
         self._sent_bytes = 0
         self._last_use: dict[int, int] = {}  # rkey -> `_sent_bytes` after its last piece
@@ -162,6 +163,8 @@ class DataStream(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # uvloop gathers a list into one writev; stock asyncio would join it.
+        self._gathers = not isinstance(transport, asyncio.Transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -191,6 +194,18 @@ class DataStream(asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._sent_bytes += len(data)
             self._transport.write(data)
+
+    def _write_all(self, parts: list[bytes | memoryview]) -> int:
+        """Write parts in order, without joining them; returns their bytes."""
+        size = sum(map(len, parts))
+        if self._transport is not None and not self._transport.is_closing():
+            self._sent_bytes += size
+            if self._gathers:
+                self._transport.writelines(parts)
+            else:
+                for part in parts:
+                    self._transport.write(part)
+        return size
 
     def _break(self, error: ProtocolError) -> None:
         """The peer broke the protocol: end the stream (and with it the session's data path)."""
@@ -349,25 +364,33 @@ class DataStream(asyncio.BufferedProtocol):
         """Hand pieces to the transport until it has enough."""
         self._pump_scheduled = False
         budget = _PUMP_BYTES_MAX
-        transport = self._transport
-        while self._serving and not self._paused and transport is not None:
-            if transport.is_closing():
-                return
-            if transport.get_write_buffer_size() >= limits.DATA_QUEUE_BYTES_MAX:
+        while self._serving and not self._paused and self._transport is not None:
+            room = limits.DATA_QUEUE_BYTES_MAX - self._transport.get_write_buffer_size()
+            if room <= 0 or self._transport.is_closing():
                 return  # resume_writing comes: the high-water mark is below this
             if budget <= 0:
                 self._schedule_pump()
                 return
+            budget -= self._write_all(self._next_answers(room))
+
+    def _next_answers(self, bytes_wanted: int) -> list[bytes | memoryview]:
+        """About so many bytes of answers to the peer's requests, in order; headers and views."""
+        out: list[bytes | memoryview] = []
+        size = 0
+        while self._serving and size < bytes_wanted:
             request, serving = next(iter(self._serving.items()))
-            budget -= self._serve(serving)
+            size += self._answer_next(serving, out, self._sent_bytes + size)
             if serving.cancelled or serving.index == serving.count:
                 del self._serving[request]
                 self._serving_spans -= serving.count
+        return out
 
-    def _serve(self, serving: _Serving) -> int:
-        """Send the next piece or error of a request; returns the bytes it cost."""
+    def _answer_next(
+        self, serving: _Serving, out: list[bytes | memoryview], sent_bytes: int
+    ) -> int:
+        """Append the next piece or error of a request; returns the bytes it takes."""
         if serving.cancelled:
-            self._write(framing.error(serving.request, framing.EVERY_INDEX, Status.DEADLINE))
+            out.append(framing.error(serving.request, framing.EVERY_INDEX, Status.DEADLINE))
             return framing.HEADER.size
         index, at = serving.index, serving.offset
         rkey: int
@@ -378,15 +401,15 @@ class DataStream(asyncio.BufferedProtocol):
         status = span_error(RemoteSpan(rkey, address, length), None if view is None else len(view))
         if status is not Status.OK or view is None:
             serving.index, serving.offset = index + 1, 0
-            self._write(framing.error(serving.request, index, status))
+            out.append(framing.error(serving.request, index, status))
             return framing.HEADER.size
         size = min(length - at, limits.DATA_PIECE_BYTES_MAX)
         serving.offset = at + size
         if serving.offset == length:
             serving.index, serving.offset = index + 1, 0
-        self._write(framing.data(serving.request, index, at, size))
-        self._write(view[address + at : address + at + size])
-        self._last_use[rkey] = self._sent_bytes
+        out.append(framing.data(serving.request, index, at, size))
+        out.append(view[address + at : address + at + size])
+        self._last_use[rkey] = sent_bytes + framing.HEADER.size + size
         return framing.HEADER.size + size
 
     def flushing(self, rkey: int) -> bool:

@@ -1,0 +1,490 @@
+"""shm peers that break the rules: the other side neither crashes nor leaks, and nobody gets in."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import leaks
+import pytest
+import uvloop
+
+from entresol_proto import limits
+from entresol_proto.fabric import registry, shmlink
+from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
+from entresol_proto.fabric.memory import F_SEAL_GROW, F_SEAL_SHRINK, MemfdBuffer
+from entresol_proto.fabric.shm import ShmFabricServer, _Params
+from entresol_proto.fabric.shmendpoint import ShmEndpoint
+from entresol_proto.fabric.shmlink import Kind, Message
+from entresol_proto.status import FabricError, ProtocolError, Status
+
+MIB = limits.MIB
+
+
+@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
+def runner(request: pytest.FixtureRequest) -> object:
+    with asyncio.Runner(loop_factory=request.param) as one:
+        yield one
+
+
+def run(runner: object, scenario: object) -> None:
+    assert isinstance(runner, asyncio.Runner)
+    runner.run(scenario)  # type: ignore[arg-type]
+
+
+def soon(seconds: float = 5.0) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+class RawPeer:
+    """A host made of a plain socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def say(self, packet: bytes, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.sock.sendmsg([packet], rights)
+
+    def expose(self, rkey: int, length: int, *fds: int) -> None:
+        self.say(Message(Kind.EXPOSE, rkey, length_bytes=length).encode(), *fds)
+
+    async def hear(self) -> Message:
+        loop = asyncio.get_running_loop()
+        packet = await asyncio.wait_for(loop.sock_recv(self.sock, 100), 5)
+        return shmlink.parse(packet, [])
+
+    async def cut_off(self) -> None:
+        """Wait until the daemon ends the connection."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):
+            while await asyncio.wait_for(loop.sock_recv(self.sock, 100), 5):
+                pass
+
+
+@contextlib.asynccontextmanager
+async def raw_session(
+    folder: Path, *, mapped_bytes_max: int = 64 * MIB
+) -> AsyncIterator[tuple[ShmEndpoint, RawPeer]]:
+    """A daemon endpoint whose peer is raw. Fails for anything that leaks."""
+    before = leaks.snapshot()
+    server = ShmFabricServer(folder / "run", mapped_bytes_max=mapped_bytes_max)
+    await server.start()
+    offer = server.offer()
+    params = _Params.parse(offer.params)
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, params.path)
+        sock.send(shmlink.hello(params.ticket))
+        assert await asyncio.wait_for(loop.sock_recv(sock, 100), 5) == shmlink.welcome()
+        yield await server.accept(offer, b"", soon()), RawPeer(sock)
+        await server.close()
+    await leaks.settle(before, ignore_threads=["asyncio_"])
+    leaks.assert_no_leaks(before, ignore_threads=["asyncio_"])
+
+
+def memfd(length: int, seals: int = F_SEAL_SHRINK | F_SEAL_GROW) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, length)
+    os.write(fd, b"content")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+# -- what a peer passes -----------------------------------------------------------------------
+
+
+def test_a_good_region_from_a_raw_peer_is_read(runner: object, tmp_path: Path) -> None:
+    """The control: what the refused ones below differ from."""
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            fd = memfd(MIB)
+            peer.expose(5, MIB, fd)
+            os.close(fd)
+            answer = await peer.hear()
+            assert (answer.kind, answer.rkey, answer.status) == (Kind.EXPOSED, 5, Status.OK)
+            into = bytearray(7)
+            op = ReadOp(RemoteSpan(5, 0, 7), memoryview(into))
+            assert await endpoint.read([op], soon()) == [Status.OK]
+            assert into == b"content"
+            peer.say(Message(Kind.REVOKE, 5).encode())
+            assert (await peer.hear()).kind is Kind.REVOKED
+            assert await endpoint.read([op], soon()) == [Status.LEASE_EXPIRED]
+
+    run(runner, scenario())
+
+
+def _shrinkable() -> tuple[int, int]:
+    return memfd(MIB, F_SEAL_GROW), MIB
+
+
+def _short() -> tuple[int, int]:
+    return memfd(4_096), 4_097
+
+
+def _empty() -> tuple[int, int]:
+    return memfd(4_096), 0
+
+
+def _device() -> tuple[int, int]:
+    return os.open("/dev/zero", os.O_RDONLY), 4_096
+
+
+def _file() -> tuple[int, int]:
+    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    os.ftruncate(fd, MIB)
+    return fd, MIB
+
+
+def _folder() -> tuple[int, int]:
+    return os.open("/", os.O_RDONLY | os.O_DIRECTORY), 4_096
+
+
+def _socket() -> tuple[int, int]:
+    with socket.socket() as sock:
+        return os.dup(sock.fileno()), 4_096
+
+
+@pytest.mark.parametrize("make", [_shrinkable, _short, _empty, _device, _file, _folder, _socket])
+def test_descriptors_that_could_hurt_are_refused(
+    runner: object, tmp_path: Path, make: object
+) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            fd, length = make()  # type: ignore[operator]
+            peer.expose(1, length, fd)
+            os.close(fd)
+            answer = await peer.hear()
+            assert (answer.kind, answer.status) == (Kind.EXPOSED, Status.BAD_REQUEST)
+            op = ReadOp(RemoteSpan(1, 0, 1), memoryview(bytearray(1)))
+            assert await endpoint.read([op], soon()) == [Status.LEASE_EXPIRED]
+            assert not endpoint.closed
+
+    run(runner, scenario())
+
+
+def test_memory_and_regions_of_a_peer_are_bounded(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REGIONS_PER_SESSION_MAX", 4)
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path, mapped_bytes_max=4 * MIB) as (endpoint, peer):
+            fd = memfd(8 * MIB)
+            for rkey, length, status in (
+                (1, 4 * MIB + 1, Status.BUSY),
+                (2, 2**64 - 1, Status.BUSY),
+                (3, 4 * MIB, Status.OK),
+                (4, 1, Status.BUSY),
+            ):
+                peer.expose(rkey, length, fd)
+                answer = await peer.hear()
+                assert (answer.rkey, answer.status) == (rkey, status)
+            peer.say(Message(Kind.REVOKE, 3).encode())
+            assert (await peer.hear()).kind is Kind.REVOKED
+            for rkey in range(10, 15):
+                peer.expose(rkey, 4_096, fd)
+            answers = [await peer.hear() for _ in range(5)]
+            assert sorted(answer.status for answer in answers) == [0, 0, 0, 0, Status.BUSY]
+            os.close(fd)
+            assert not endpoint.closed
+
+    run(runner, scenario())
+
+
+def test_exposing_and_revoking_in_a_loop_leaks_nothing(runner: object, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path, mapped_bytes_max=MIB) as (endpoint, peer):
+            fd = memfd(64_000)
+            loop = asyncio.get_running_loop()
+            revoked = 0
+            for turn in range(300):
+                peer.expose(turn, 64_000, fd)
+                peer.say(Message(Kind.REVOKE, turn).encode())
+                if turn % 8 == 7:
+                    while revoked <= turn:
+                        packet = await asyncio.wait_for(loop.sock_recv(peer.sock, 100), 5)
+                        revoked += shmlink.parse(packet, []).kind is Kind.REVOKED
+            os.close(fd)
+            assert endpoint._mapped_bytes == 0
+            assert not endpoint._regions
+            assert not endpoint.closed
+
+    run(runner, scenario())
+
+
+BAD_PACKETS = {
+    "short": b"\x03",
+    "long": Message(Kind.REVOKE, 1).encode() + b"\0",
+    "longer than any": bytes(5_000),
+    "no type": bytes(16),
+    "type past the end": b"\x07" + bytes(15),
+    "greeting": shmlink.hello(bytes(16)),
+    "welcome": shmlink.welcome(),
+    "reserved bytes": b"\x05\0\x01\0" + bytes(12),
+}
+
+
+@pytest.mark.parametrize("how", list(BAD_PACKETS))
+def test_bad_packets_end_the_session(runner: object, tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            peer.say(BAD_PACKETS[how])
+            await peer.cut_off()
+            assert endpoint.closed
+
+    run(runner, scenario())
+
+
+@pytest.mark.parametrize("how", ["none", "two", "many", "unexpected", "twice", "oversized"])
+def test_a_wrong_number_of_descriptors_ends_the_session_and_leaks_none(
+    runner: object, tmp_path: Path, how: str
+) -> None:
+    async def scenario() -> None:
+        fd = memfd(4_096)
+        async with raw_session(tmp_path) as (endpoint, peer):
+            if how == "none":
+                peer.expose(1, 4_096)
+            elif how == "two":
+                peer.expose(1, 4_096, fd, fd)
+            elif how == "many":
+                peer.expose(1, 4_096, *[fd] * 200)
+            elif how == "unexpected":
+                peer.say(Message(Kind.REVOKE, 1).encode(), fd)
+            elif how == "oversized":
+                peer.say(bytes(500), fd)
+            else:
+                peer.expose(1, 4_096, fd)
+                await peer.hear()
+                peer.expose(1, 4_096, fd)
+            os.close(fd)
+            await peer.cut_off()
+            assert endpoint.closed
+
+    run(runner, scenario())
+
+
+def test_random_packets_end_only_that_session(runner: object, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rng = random.Random(5)
+        for _ in range(10):
+            async with raw_session(tmp_path) as (endpoint, peer):
+                with contextlib.suppress(OSError):  # cut off in the middle
+                    for _ in range(50):
+                        peer.say(rng.randbytes(rng.choice([1, 15, 16, 16, 16, 17, 64, 65])))
+                await peer.cut_off()
+                assert endpoint.closed
+
+    run(runner, scenario())
+
+
+def test_answers_nobody_waits_for_are_ignored(runner: object, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            for kind in (Kind.EXPOSED, Kind.REVOKED):
+                peer.say(Message(kind, 77, status=0).encode())
+            peer.say(Message(Kind.REVOKE, 77).encode())
+            assert (await peer.hear()).kind is Kind.REVOKED
+            assert not endpoint.closed
+
+    run(runner, scenario())
+
+
+def test_a_peer_that_does_not_receive_its_answers_is_cut_off(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SHM_MESSAGES_QUEUED_MAX", 50)
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            for _ in range(200_000):
+                if endpoint.closed:
+                    break
+                try:
+                    peer.say(Message(Kind.REVOKE, 1).encode())
+                except BlockingIOError:
+                    await asyncio.sleep(0.001)
+                except OSError:
+                    break
+            await asyncio.sleep(0.01)
+            assert endpoint.closed
+
+    run(runner, scenario())
+
+
+# -- what a peer gets -------------------------------------------------------------------------
+
+
+def test_a_peer_can_only_read_what_it_is_given(runner: object, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            with MemfdBuffer(8_192) as buffer:
+                buffer.seal_for_readers()
+                exposing = asyncio.ensure_future(endpoint.expose(buffer))
+                await asyncio.sleep(0.02)
+                packet, fds, _, _ = socket.recv_fds(peer.sock, 100, 4)
+                message = shmlink.parse(packet, list(fds))
+                assert message.length_bytes == 8_192
+                with pytest.raises(PermissionError):
+                    os.write(message.fd, b"x")
+                with pytest.raises(PermissionError):
+                    os.ftruncate(message.fd, 0)
+                with pytest.raises(PermissionError):
+                    mmap.mmap(message.fd, 8_192, mmap.MAP_SHARED, mmap.PROT_WRITE)
+                os.close(message.fd)
+                peer.say(Message(Kind.EXPOSED, message.rkey).encode())
+                assert (await exposing).rkey == message.rkey
+
+    run(runner, scenario())
+
+
+def test_buffers_a_peer_could_change_are_not_exposed(runner: object, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, _):
+            with MemfdBuffer(4_096) as buffer:
+                for what in (buffer, memoryview(bytearray(10))):
+                    with pytest.raises(FabricError) as caught:
+                        await endpoint.expose(what)
+                    assert caught.value.status is Status.UNSUPPORTED
+
+    run(runner, scenario())
+
+
+@pytest.mark.parametrize("answer", [None, Status.BUSY, Status.BAD_REQUEST, Status.OK])
+def test_a_peer_that_hangs_or_refuses_fails_the_expose_only(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Status | None
+) -> None:
+    monkeypatch.setattr(limits, "EXPOSE_DEADLINE_NS", 100_000_000)
+    monkeypatch.setattr(limits, "REVOKE_DEADLINE_NS", 100_000_000)
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            with MemfdBuffer(4_096) as buffer:
+                buffer.seal_for_readers()
+                exposing = asyncio.ensure_future(endpoint.expose(buffer))
+                await asyncio.sleep(0.02)
+                packet, fds, _, _ = socket.recv_fds(peer.sock, 100, 4)
+                rkey = shmlink.parse(packet, list(fds)).rkey
+                os.close(fds[0])
+                if answer is None:
+                    with pytest.raises(FabricError) as caught:
+                        await exposing
+                    assert caught.value.status is Status.DEADLINE
+                    assert (await peer.hear()).kind is Kind.REVOKE  # taken back
+                elif answer is Status.OK:
+                    peer.say(Message(Kind.EXPOSED, rkey, status=0).encode())
+                    exposure = await exposing
+                    await asyncio.wait_for(endpoint.revoke(exposure), 2)  # no answer: goes on
+                else:
+                    peer.say(Message(Kind.EXPOSED, rkey, status=answer).encode())
+                    with pytest.raises(FabricError) as caught:
+                        await exposing
+                    busy = answer is Status.BUSY
+                    assert caught.value.status is (Status.BUSY if busy else Status.FABRIC_ERROR)
+            assert not endpoint.closed
+
+    run(runner, scenario())
+
+
+# -- the socket -------------------------------------------------------------------------------
+
+
+async def test_only_this_user_can_reach_the_socket(tmp_path: Path) -> None:
+    server = ShmFabricServer(tmp_path / "new" / "run")
+    await server.start()
+    path = tmp_path / "new" / "run" / "fabric.sock"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    await server.close()
+    assert not path.exists()
+
+
+async def test_a_group_can_be_let_in(tmp_path: Path) -> None:
+    server = ShmFabricServer(tmp_path / "run", group=os.getgid())
+    await server.start()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o710
+    assert (tmp_path / "run" / "fabric.sock").stat().st_mode & 0o777 == 0o660
+    await server.close()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o720])
+async def test_a_directory_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(FabricError, match="chmod"):
+        await ShmFabricServer(folder).start()
+
+
+async def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FabricError, match="shorter"):
+        await ShmFabricServer(tmp_path / ("x" * 108)).start()
+
+
+async def test_a_dead_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(folder / "fabric.sock"))
+    first = ShmFabricServer(folder)
+    await first.start()
+    with pytest.raises(FabricError, match="listens"):
+        await ShmFabricServer(folder).start()
+    offer = first.offer()
+    host, _ = await registry.connect(offer, soon())
+    await first.accept(offer, b"", soon())
+    await host.close()
+    await first.close()
+    (folder / "fabric.sock").write_text("not a socket")
+    with pytest.raises(FabricError):
+        await ShmFabricServer(folder).start()
+
+
+async def test_an_offer_from_another_host_is_refused(tmp_path: Path) -> None:
+    server = ShmFabricServer(tmp_path / "run")
+    await server.start()
+    offer = server.offer()
+    moved = Offer(offer.kind, offer.params[:1] + bytes(16) + offer.params[17:])
+    with pytest.raises(FabricError) as caught:
+        await registry.connect(moved, soon())
+    assert caught.value.status is Status.UNSUPPORTED
+    await server.close()
+
+
+async def test_the_host_bounds_what_it_maps_of_the_daemon(tmp_path: Path) -> None:
+    server = ShmFabricServer(tmp_path / "run")
+    await server.start()
+    offer = server.offer()
+    host, _ = await registry.connect(offer, soon(), options=ConnectOptions(mapped_bytes_max=8_192))
+    daemon = await server.accept(offer, b"", soon())
+    with MemfdBuffer(8_192) as fits, MemfdBuffer(1) as too_much:
+        assert fits.seal_for_readers()
+        assert too_much.seal_for_readers()
+        exposure = await daemon.expose(fits)
+        with pytest.raises(FabricError) as caught:
+            await daemon.expose(too_much)
+        assert caught.value.status is Status.BUSY
+        await daemon.revoke(exposure)
+        await daemon.expose(too_much)
+    await host.close()
+    await server.close()
+
+
+def test_hello_is_exact() -> None:
+    ticket = bytes(range(16))
+    good = shmlink.hello(ticket)
+    assert shmlink.parse_hello(good) == ticket
+    for bad in (b"", good[:-1], good + b"x", b"\x02" + good[1:], good[:1] + b"\x02" + good[2:]):
+        with pytest.raises(ProtocolError):
+            shmlink.parse_hello(bad)
