@@ -41,29 +41,31 @@ def cpu_ns(pid: int) -> int:
 async def measure(*, fetches: int = 400, rounds: int = 5) -> dict[str, list[float]]:
     """Microseconds of daemon CPU per round: `per_block_us`, `per_fetch_us`, `idle_us_per_s`."""
     results: dict[str, list[float]] = {"per_block_us": [], "per_fetch_us": []}
-    with tempfile.TemporaryDirectory(prefix="ent-bench-") as folder:
-        with DaemonProcess(Path(folder) / "d") as daemon:
-            assert daemon.process is not None
-            pid = daemon.process.pid
-            config = daemon.client_config(fabric="shm", fallback=False)
-            async with await AsyncClient.open(config) as client:
-                ns = await client.namespace(NamespaceDescriptor(model="bench"))
-                gets = {}
-                for count in (SMALL, LARGE):
-                    batch = make_batch(count, 64 * limits.KIB, seed=count)
-                    await _put(ns, batch)
-                    gets[count] = _get(ns, batch, "host")
-                for round_ in range(rounds + 1):
-                    cost = {}
-                    for count, get in gets.items():
-                        before = cpu_ns(pid)
-                        for _ in range(fetches):
-                            await get()
-                        cost[count] = (cpu_ns(pid) - before) / fetches / 1000
-                    if round_:
-                        slope = (cost[LARGE] - cost[SMALL]) / (LARGE - SMALL)
-                        results["per_block_us"].append(slope)
-                        results["per_fetch_us"].append(cost[SMALL] - SMALL * slope)
+    with (
+        tempfile.TemporaryDirectory(prefix="ent-bench-") as folder,
+        DaemonProcess(Path(folder) / "d") as daemon,
+    ):
+        assert daemon.process is not None
+        pid = daemon.process.pid
+        config = daemon.client_config(fabric="shm", fallback=False)
+        async with await AsyncClient.open(config) as client:
+            ns = await client.namespace(NamespaceDescriptor(model="bench"))
+            gets = {}
+            for count in (SMALL, LARGE):
+                batch = make_batch(count, 64 * limits.KIB, seed=count)
+                await _put(ns, batch)
+                gets[count] = _get(ns, batch, "host")
+            for round_ in range(rounds + 1):
+                cost = {}
+                for count, get in gets.items():
+                    before = cpu_ns(pid)
+                    for _ in range(fetches):
+                        await get()
+                    cost[count] = (cpu_ns(pid) - before) / fetches / 1000
+                if round_:
+                    slope = (cost[LARGE] - cost[SMALL]) / (LARGE - SMALL)
+                    results["per_block_us"].append(slope)
+                    results["per_fetch_us"].append(cost[SMALL] - SMALL * slope)
     return results
 
 

@@ -42,6 +42,7 @@ from entresol_proto.status import Status
 from tests.harness import DaemonProcess
 
 MIB = limits.MIB
+STAGE_HOLD_NS = 400_000_000
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -92,10 +93,12 @@ def _get(ns: Namespace, batch: Batch, place: str) -> Callable[[], Awaitable[None
 @contextlib.contextmanager
 def _aes(batch: Batch) -> Iterator[Callable[[], None]]:
     key, nonce, chunk = AESGCM(bytes(32)), bytes(12), limits.CHUNK_BYTES_DEFAULT
-    sealed = [
-        [key.encrypt(nonce, block[at : at + chunk].tobytes(), b"") for at in range(0, block.nbytes, chunk)]
-        for block in batch.blocks
-    ]  # fmt: skip
+
+    def seal(block: Bytes) -> list[bytes]:
+        starts = range(0, block.nbytes, chunk)
+        return [key.encrypt(nonce, block[at : at + chunk].tobytes(), b"") for at in starts]
+
+    sealed = [seal(block) for block in batch.blocks]
 
     def run() -> None:
         for chunks, out in zip(sealed, batch.into, strict=True):
@@ -144,7 +147,7 @@ async def measure(
         for round_ in range(rounds + 2):
             for name, path in paths.items():
                 if name == "shm_staged":
-                    held = await staged.stage(batch.keys, hold_ns=5_000_000_000, open_at="daemon")
+                    held = await staged.stage(batch.keys, hold_ns=STAGE_HOLD_NS, open_at="daemon")
                     assert set(held.statuses) == {Status.OK}, held.statuses
                 began = time.perf_counter()
                 waiting = path()
@@ -155,7 +158,7 @@ async def measure(
                     batch.check()
                 if round_ >= 2:  # two rounds to warm caches, maps and staging memory
                     results.setdefault(name, []).append(batch.plain_bytes / took / 1e9)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(STAGE_HOLD_NS / 1e9)  # the hold ends before the next one begins
     results["loopback"] = [
         max(pair) for pair in zip(results["blocking"], results["minimal"], strict=True)
     ]
