@@ -1,7 +1,7 @@
 """Both session machines: every (state, frame) pair, and the two against each other.
 
-`FROM_HOST` and `FROM_DAEMON` are written out from proto/FORMAT.md, not taken from the code: a change of
-the tables in `wire/session.py` has to be made twice, on purpose.
+`FROM_HOST` and `FROM_DAEMON` are written out from proto/FORMAT.md, not taken from the code: who
+changes the tables in `wire/session.py` has to do so twice, on purpose.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class SlabPool:
             found = self._take(slab, length)
             if found is not None:
                 return found
-        fresh = self._new_slab(owner, max(self.slab_bytes, align_up(length, limits.MIB)))
+        fits = length <= self.slab_bytes
+        fresh = self._new_slab(owner, self.slab_bytes if fits else align_up(length, limits.MIB))
         return None if fresh is None else self._take(fresh, length)
 
     def free(self, extent: Extent) -> None:
