@@ -252,8 +252,8 @@ def test_a_wrong_number_of_descriptors_ends_the_session_and_leaks_none(
     runner: object, tmp_path: Path, how: str
 ) -> None:
     async def scenario() -> None:
-        fd = memfd(4_096)
         async with raw_session(tmp_path) as (endpoint, peer):
+            fd = memfd(4_096)
             if how == "none":
                 peer.expose(1, 4_096)
             elif how == "two":
