@@ -31,6 +31,7 @@ from entresol_proto.wire.session import ClientSession, Message, Received, State
 
 log = logging.getLogger("entresol.client")
 
+RELEASE_DELAY_S = 0.001  # how long a finished lease may wait for company
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
 _NOTHING = RemoteSpan(0, 0, 0)
 
@@ -265,12 +266,12 @@ class Connection(asyncio.Protocol):
         self.session.abandon(request_id)
 
     def release(self, lease_id: int, reports: Iterable[Report] = ()) -> None:
-        """Give a lease back; sent together with others at the next turn of the loop."""
+        """Give a lease back; sent with the next request, or alone after RELEASE_DELAY_S."""
         self._release_ids.append(lease_id)
         self._reports.extend(reports)
         if not self._flush_due:
             self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush_releases)
+            asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._flush_releases)
 
     async def ping(self, deadline_ns: int) -> int:
         """Round trip time, ns. Raises: RequestFailedError."""
@@ -357,7 +358,7 @@ class Connection(asyncio.Protocol):
         except ProtocolError as error:
             raise RequestFailedError(error.status, str(error)) from None
         self._pending[request_id] = entry
-        self._write(raw)
+        self._write(self._encode_releases() + raw)
         return request_id
 
     def _write(self, raw: bytes) -> None:
@@ -409,14 +410,23 @@ class Connection(asyncio.Protocol):
 
     def _flush_releases(self) -> None:
         self._flush_due = False
+        raw = self._encode_releases()
+        if raw:
+            self._write(raw)
+
+    def _encode_releases(self) -> bytes:
+        if not self._release_ids and not self._reports:
+            return b""
         ids, self._release_ids = self._release_ids, []
         reports, self._reports = self._reports, []
         step = limits.BLOCKS_PER_FETCH_MAX
+        parts: list[bytes] = []
         for at in range(0, max(len(ids), len(reports)), step):
             if self.session.state not in (State.OPEN, State.DRAINING):
-                return
+                break
             part = Release(tuple(ids[at : at + step]), tuple(reports[at : at + step]))
-            self._write(self.session.send(part)[1])
+            parts.append(self.session.send(part)[1])
+        return b"".join(parts)
 
 
 def _expire(future: asyncio.Future[Any]) -> None:

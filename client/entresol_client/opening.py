@@ -20,15 +20,17 @@ from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
 from entresol_proto.seal.block import BlockKey, open_into
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.wire.data import GrantItem, Tier
+from entresol_proto.wire.data import GrantItem
 
 GROUP_BYTES_MIN = 1 * limits.MIB
 GROUP_BYTES_MAX = 8 * limits.MIB
+SPREAD_BLOCK_BYTES_MIN = 256 * limits.KIB  # mean block length from which threads pay
 INLINE_BYTES_MAX = 128 * limits.KIB  # below this a hand-over to a thread costs more than opening
 _SPAN_ALIGN = 64
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one of each is made per block: a frozen one costs three times as much.
+@dataclass(slots=True)
 class Wanted:
     """One block of a get: its names and where it goes."""
 
@@ -38,21 +40,13 @@ class Wanted:
     into: memoryview = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Granted:
     """A wanted block and its lease."""
 
     wanted: Wanted
     item: GrantItem
     lease_until_ns: int  # monotonic clock of this host
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Outcome for one block."""
-
-    granted: Granted
-    status: Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +67,13 @@ def plan_groups(
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
     Groups of 1 to 8 MiB of sealed bytes, at least two per thread if the batch is large enough, and
-    several to the staging memory. A larger block is a group by itself.
+    several to the staging memory. A larger block is a group by itself. Small blocks are not spread
+    over threads: opening one is mostly interpreter work, and threads would fight for the lock.
     """
     total = sum(g.item.span.length_bytes for g in granted)
-    most = min(GROUP_BYTES_MAX, staging_bytes // 4)
-    goal = min(most, max(GROUP_BYTES_MIN, total // (2 * threads)))
+    goal = most = min(GROUP_BYTES_MAX, staging_bytes // 4)
+    if total >= SPREAD_BLOCK_BYTES_MIN * len(granted):
+        goal = min(most, max(GROUP_BYTES_MIN, total // (2 * threads)))
     groups: list[list[Granted]] = []
     held = goal  # so that the first block opens a group
     for one in granted:
@@ -90,44 +86,36 @@ def plan_groups(
     return groups
 
 
-async def open_group(context: OpenContext, group: list[Granted]) -> list[Opened]:
-    """Read and open one group; every block of it is in the answer, in order. Never raises for
-    anything a peer can cause."""
+async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]:
+    """Read and open one group; a status per block, in order. Never raises for anything a peer can
+    cause."""
     if context.at_daemon:
         return await _read_plain(context, group)
     if context.endpoint.capabilities.maps and isinstance(context.endpoint, MappedEndpoint):
-        return await _open_mapped(context, context.endpoint, group)
+        # Shared memory: open from the daemon's slab, no copy of the sealed bytes.
+        sources = [context.endpoint.map_span(one.item.span) for one in group]
+        return await _open(context, group, sources, in_place=True)
     return await _open_copied(context, group)
 
 
-async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Opened]:
+async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status]:
     """The daemon opened them: read straight into the caller's memory, then look at the lease."""
-    opened = [Opened(one, Status.CORRUPT) for one in group]
     ops = [ReadOp(one.item.span, one.wanted.into) for one in group]
-    statuses: Sequence[Status] = [Status.INTERNAL] * len(group)
+    statuses = [Status.INTERNAL] * len(group)
     now_ns = 0
     try:
         statuses = await context.endpoint.read(ops, context.deadline_ns)
         now_ns = time.monotonic_ns()
     finally:
-        for index, (one, status) in enumerate(zip(group, statuses, strict=True)):
-            if status is Status.OK and now_ns >= one.lease_until_ns:
-                status = Status.LEASE_EXPIRED
-            if status is not Status.OK:
+        for index, one in enumerate(group):
+            if statuses[index] is Status.OK and now_ns >= one.lease_until_ns:
+                statuses[index] = Status.LEASE_EXPIRED
+            if statuses[index] is not Status.OK:
                 zero(one.wanted.into)
-            opened[index] = Opened(one, status)
-    return opened
+    return statuses
 
 
-async def _open_mapped(
-    context: OpenContext, endpoint: MappedEndpoint, group: list[Granted]
-) -> list[Opened]:
-    """Shared memory: open from the daemon's slab, no copy of the sealed bytes."""
-    sources: list[memoryview | Status] = [endpoint.map_span(one.item.span) for one in group]
-    return await _open(context, group, sources, in_place=True)
-
-
-async def _open_copied(context: OpenContext, group: list[Granted]) -> list[Opened]:
+async def _open_copied(context: OpenContext, group: list[Granted]) -> list[Status]:
     """Other fabrics: read the sealed bytes into staging, open from there."""
     starts: list[int] = []
     need = 0
@@ -136,9 +124,8 @@ async def _open_copied(context: OpenContext, group: list[Granted]) -> list[Opene
         need += -(-one.item.span.length_bytes // _SPAN_ALIGN) * _SPAN_ALIGN
     region = await context.staging.take(need, context.deadline_ns)
     if region is None:
-        fits = context.staging.fits(need)
-        status = Status.DEADLINE if fits else Status.TOO_LARGE
-        return [Opened(one, status) for one in group]
+        status = Status.DEADLINE if context.staging.fits(need) else Status.TOO_LARGE
+        return [status] * len(group)
     try:
         views = [
             region.view[start : start + one.item.span.length_bytes]
@@ -161,7 +148,7 @@ async def _open(
     sources: Sequence[memoryview | Status],
     *,
     in_place: bool,
-) -> list[Opened]:
+) -> list[Status]:
     args = (group, sources, context.namespace_id, context.deadline_ns, in_place)
     if sum(one.item.plain_bytes for one in group) <= INLINE_BYTES_MAX:
         return open_blocks(*args)
@@ -174,19 +161,20 @@ def open_blocks(
     namespace_id: bytes,
     deadline_ns: int,
     in_place: bool,
-) -> list[Opened]:
+) -> list[Status]:
     """Open sealed blocks into their destinations; runs on a worker thread.
 
     A block not begun by the deadline is left alone. The lease is looked at after each opening: it
     voids blocks opened in place, and explains damage of copied ones.
     """
-    opened = []
+    now_ns = time.monotonic_ns
+    statuses = []
     for one, source in zip(group, sources, strict=True):
         if isinstance(source, Status):
-            opened.append(Opened(one, source))
+            statuses.append(source)
             continue
-        if time.monotonic_ns() >= deadline_ns:
-            opened.append(Opened(one, Status.DEADLINE))
+        if now_ns() >= deadline_ns:
+            statuses.append(Status.DEADLINE)
             continue
         wanted, item = one.wanted, one.item
         try:
@@ -200,13 +188,8 @@ def open_blocks(
             )
         except EntresolError as error:  # open_into has zeroed
             status = error.status
-        if (in_place or status is not Status.OK) and time.monotonic_ns() >= one.lease_until_ns:
+        if (in_place or status is not Status.OK) and now_ns() >= one.lease_until_ns:
             status = Status.LEASE_EXPIRED
             zero(wanted.into)
-        opened.append(Opened(one, status))
-    return opened
-
-
-def usable_tier(opened: Opened) -> Tier:
-    """Where a block came from; NONE unless it is in place."""
-    return opened.granted.item.tier if opened.status is Status.OK else Tier.NONE
+        statuses.append(status)
+    return statuses
