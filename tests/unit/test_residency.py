@@ -1,0 +1,332 @@
+"""Which blocks are in memory: pins, order of leaving, who gives way, each extent freed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from entresol_daemon.core.history import History
+from entresol_daemon.core.residency import Residency, Resident, ResidentState
+from entresol_daemon.memory.slabs import SlabPool
+from entresol_proto.limits import ALIGN_BYTES
+from entresol_proto.wire.data import Reason
+
+PAGE = ALIGN_BYTES
+SLAB = 4 * PAGE
+A, B, C = b"owner-a".ljust(16), b"owner-b".ljust(16), b"owner-c".ljust(16)
+NO_LIMIT = 1 << 60
+
+
+class Buffer:
+    """Plain memory."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self.view = memoryview(bytearray(length_bytes))
+
+    def close(self) -> None:
+        pass
+
+
+def residency(slabs: int = 2) -> Residency:
+    return Residency(SlabPool(slabs * SLAB, SLAB, Buffer))
+
+
+def put(
+    table: Residency, slot: int, owner: bytes = A, *, length: int = PAGE, pins: int = 0,
+    limit: int = NO_LIMIT, state: ResidentState = ResidentState.READY,
+) -> Resident:  # fmt: skip
+    extent = table.allocate(owner, length, limit)
+    assert extent is not None
+    resident = Resident(slot, bytes(16), slot.to_bytes(16, "big"), owner, extent, state, pins)
+    table.add(resident)
+    return resident
+
+
+def test_least_recently_used_goes_first() -> None:
+    table = residency(1)
+    blocks = [put(table, slot) for slot in range(4)]
+    table.pin(blocks[0])
+    table.unpin(blocks[0])  # used: now the most recent
+    put(table, 10)
+    assert [slot for slot in range(4) if table.get(slot) is None] == [1]
+    put(table, 11)
+    assert [slot for slot in range(4) if table.get(slot) is None] == [1, 2]
+    assert table.evictions == 2
+    assert blocks[1].state is ResidentState.DEAD
+
+
+def test_pinned_blocks_stay() -> None:
+    table = residency(1)
+    for slot in range(4):
+        put(table, slot, pins=1)
+    assert table.allocate(A, PAGE, NO_LIMIT) is None
+    assert table.allocate(B, PAGE, NO_LIMIT) is None
+    assert table.evictions == 0
+    assert len(table) == 4
+    assert table.idle_bytes == 0
+
+
+def test_a_block_with_two_pins_needs_two_unpins() -> None:
+    table = residency(1)
+    block = put(table, 0, pins=1, length=SLAB)
+    table.pin(block)
+    table.unpin(block)
+    assert table.allocate(A, PAGE, NO_LIMIT) is None
+    table.unpin(block)
+    assert table.idle_bytes == SLAB
+    assert table.allocate(A, PAGE, NO_LIMIT) is not None
+
+
+def test_unpinning_what_is_not_pinned_is_asserted() -> None:
+    table = residency()
+    block = put(table, 0)
+    with pytest.raises(AssertionError):
+        table.unpin(block)
+
+
+def test_one_resident_per_slot() -> None:
+    table = residency()
+    block = put(table, 0)
+    extent = table.allocate(A, PAGE, NO_LIMIT)
+    assert extent is not None
+    with pytest.raises(AssertionError):
+        table.add(Resident(0, bytes(16), bytes(16), A, extent, ResidentState.READY))
+    assert table.get(0) is block
+
+
+def test_killing_an_idle_block_frees_it_at_once() -> None:
+    table = residency()
+    block = put(table, 0)
+    table.kill(block)
+    assert table.get(0) is None
+    assert not table.holds(block)
+    assert table.pool.allocated_bytes == table.idle_bytes == 0
+    table.kill(block)
+    assert table.pool.allocated_bytes == 0
+
+
+def test_a_block_killed_while_pinned_is_freed_with_its_last_pin() -> None:
+    table = residency()
+    block = put(table, 0, pins=2)
+    block.extent.view[:4] = b"read"
+    table.kill(block)
+    assert table.get(0) is None, "nobody finds it any more"
+    assert bytes(block.extent.view[:4]) == b"read", "whoever reads it goes on reading"
+    table.pin(block)  # a holder may hand it on
+    for _ in range(2):
+        table.unpin(block)
+        assert table.pool.allocated_bytes == PAGE
+    table.unpin(block)
+    assert table.pool.allocated_bytes == 0
+    with pytest.raises(AssertionError):
+        table.unpin(block)
+    with pytest.raises(AssertionError):
+        table.pin(block)
+    with pytest.raises(AssertionError):
+        table.pool.free(block.extent)
+
+
+def test_a_slot_can_be_used_again_while_its_old_block_is_still_read() -> None:
+    table = residency()
+    old = put(table, 7, pins=1)
+    table.drop_slot(7)
+    new = put(table, 7)
+    assert table.holds(new)
+    assert not table.holds(old)
+    table.kill(old)
+    table.unpin(old)
+    assert table.get(7) is new, "the old block's end does not touch the new one"
+    table.drop_slot(7)
+    table.drop_slot(7)
+    assert len(table) == table.pool.allocated_bytes == 0
+
+
+def test_an_owner_at_its_limit_displaces_only_its_own() -> None:
+    table = residency(4)
+    other = [put(table, slot, B) for slot in range(4)]
+    mine = [put(table, 10 + n, A, limit=2 * PAGE) for n in range(2)]
+    put(table, 12, A, limit=2 * PAGE)
+    assert not table.holds(mine[0])
+    assert table.holds(mine[1])
+    assert all(table.holds(block) for block in other)
+    assert table.pool.used_bytes(A) == 2 * PAGE
+
+
+def test_an_owner_at_its_limit_with_everything_pinned_gets_nothing() -> None:
+    table = residency(4)
+    put(table, 0, B)
+    for slot in (1, 2):
+        put(table, slot, A, pins=1, limit=2 * PAGE)
+    assert table.allocate(A, PAGE, 2 * PAGE) is None
+    assert table.get(0) is not None
+
+
+def test_limits_count_whole_pages() -> None:
+    table = residency(4)
+    put(table, 0, A, length=PAGE, pins=1)
+    assert table.allocate(A, 1, 2 * PAGE - 1) is None
+    assert table.allocate(A, 1, 2 * PAGE) is not None
+    assert table.pool.used_bytes(A) == 2 * PAGE
+
+
+@pytest.mark.parametrize(("small", "large"), [(A, B), (B, A)])
+def test_the_largest_holder_gives_way_first(small: bytes, large: bytes) -> None:
+    table = residency(4)
+    few = [put(table, slot, small) for slot in range(2)]
+    many = [put(table, 10 + n, large) for n in range(12)]
+    for n in range(4):
+        put(table, 30 + n, C)
+    assert all(table.holds(block) for block in few)
+    assert [table.holds(block) for block in many] == [False] * 4 + [True] * 8, "one slab, not more"
+
+
+def test_the_largest_holder_is_passed_over_when_all_of_it_is_pinned() -> None:
+    table = residency(3)
+    few = put(table, 0, A)
+    many = [put(table, 10 + n, B, pins=1) for n in range(8)]
+    put(table, 20, C)
+    assert not table.holds(few)
+    assert all(table.holds(block) for block in many)
+
+
+@pytest.mark.parametrize(("length", "limit"), [(2 * SLAB + 1, NO_LIMIT), (2 * PAGE, PAGE)])
+def test_what_can_never_fit_displaces_nothing(length: int, limit: int) -> None:
+    table = residency(2)
+    blocks = [put(table, slot, owner) for slot, owner in enumerate((A, A, B))]
+    assert table.allocate(A, length, limit) is None
+    assert all(table.holds(block) for block in blocks)
+    assert table.evictions == 0
+
+
+class Model(RuleBasedStateMachine):
+    """Residents in a dict; recency in a list per owner; every extent freed exactly once."""
+
+    @initialize(slabs=st.integers(1, 4))
+    def begin(self, slabs: int) -> None:
+        self.table = residency(slabs)
+        self.pool = self.table.pool
+        self.freed: Counter[int] = Counter()
+        free = self.pool.free
+
+        def count(extent: object) -> None:
+            self.freed[id(extent)] += 1
+            free(extent)  # type: ignore[arg-type]
+
+        self.pool.free = count  # type: ignore[method-assign,assignment]
+        self.all: list[Resident] = []
+        self.idle: dict[bytes, list[Resident]] = {A: [], B: [], C: []}
+        self.next_slot = 0
+
+    def living(self) -> list[Resident]:
+        return [r for r in self.all if r.state is not ResidentState.DEAD]
+
+    def note_evictions(self) -> None:
+        """Whatever left during an allocation was idle, and oldest first within its owner."""
+        for owner, idle in self.idle.items():
+            gone = [r for r in idle if r.state is ResidentState.DEAD]
+            assert gone == idle[: len(gone)], "not the least recently used"
+            self.idle[owner] = idle[len(gone) :]
+
+    @rule(owner=st.sampled_from([A, B, C]), pages=st.integers(1, 5), pins=st.integers(0, 2),
+          limit=st.sampled_from([2 * PAGE, 6 * PAGE, NO_LIMIT]))  # fmt: skip
+    def add(self, owner: bytes, pages: int, pins: int, limit: int) -> None:
+        before = self.pool.used_bytes(owner)
+        extent = self.table.allocate(owner, pages * PAGE, limit)
+        others = [r for o in self.idle if o != owner for r in self.idle[o]]
+        if before + pages * PAGE > limit and extent is not None:
+            assert any(r.state is ResidentState.DEAD for r in self.idle[owner])
+        if pages * PAGE > limit:
+            assert all(r.state is not ResidentState.DEAD for r in others)
+        self.note_evictions()
+        if extent is None:
+            return
+        assert self.pool.used_bytes(owner) <= max(limit, before)
+        resident = Resident(
+            self.next_slot, bytes(16), bytes(16), owner, extent, ResidentState.READY, pins
+        )
+        self.next_slot += 1
+        self.table.add(resident)
+        self.all.append(resident)
+        if not pins:
+            self.idle[owner].append(resident)
+
+    @precondition(lambda self: self.living())
+    @rule(pick=st.integers(0, 1000))
+    def pin(self, pick: int) -> None:
+        resident = self.living()[pick % len(self.living())]
+        self.table.pin(resident)
+        if resident in self.idle[resident.owner]:
+            self.idle[resident.owner].remove(resident)
+
+    @precondition(lambda self: any(r.pins for r in self.all))
+    @rule(pick=st.integers(0, 1000))
+    def unpin(self, pick: int) -> None:
+        pinned = [r for r in self.all if r.pins]
+        resident = pinned[pick % len(pinned)]
+        self.table.unpin(resident)
+        if not resident.pins and resident.state is not ResidentState.DEAD:
+            self.idle[resident.owner].append(resident)
+
+    @precondition(lambda self: self.all)
+    @rule(pick=st.integers(0, 1000))
+    def kill(self, pick: int) -> None:
+        resident = self.all[pick % len(self.all)]
+        self.table.kill(resident)
+        if resident in self.idle[resident.owner]:
+            self.idle[resident.owner].remove(resident)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        assert len(self.table) == len(self.living())
+        assert set(self.freed.values()) <= {1}, "an extent was freed twice"
+        for resident in self.all:
+            dead = resident.state is ResidentState.DEAD
+            assert self.table.holds(resident) == (not dead)
+            assert self.freed[id(resident.extent)] == (dead and not resident.pins)
+        idle = [r for rows in self.idle.values() for r in rows]
+        assert self.table.idle_bytes == sum(r.extent.length_bytes for r in idle)
+        held = [r for r in self.all if r.pins or r.state is not ResidentState.DEAD]
+        assert self.pool.allocated_bytes == sum(r.extent.length_bytes for r in held)
+        for owner, rows in self.idle.items():
+            assert list(self.table._idle.get(owner, {}).values()) == rows
+
+
+Model.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestModel = Model.TestCase
+
+
+# The memory of what went away ---------------------------------------------------------------------
+
+
+def test_history_remembers_the_newest_reason() -> None:
+    history = History(10)
+    ns, key = bytes(16), b"k" * 16
+    assert history.why(ns, key) == (Reason.NEVER_STORED, 0)
+    history.record(ns, key, Reason.EVICTED, 5)
+    history.record(ns, key, Reason.CORRUPT, 6)
+    assert history.why(ns, key) == (Reason.CORRUPT, 6)
+    assert history.why(b"n" * 16, key) == (Reason.NEVER_STORED, 0)
+    history.forget(ns, key)
+    history.forget(ns, key)
+    assert history.why(ns, key) == (Reason.NEVER_STORED, 0)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_history_forgets_the_oldest_at_its_limit(limit: int) -> None:
+    history = History(limit)
+    keys = [bytes([n]) * 16 for n in range(limit + 1)]
+    for at, key in enumerate(keys[:limit]):
+        history.record(bytes(16), key, Reason.EVICTED, at)
+    assert len(history) == limit
+    if limit > 1:
+        history.record(bytes(16), keys[0], Reason.FORGOTTEN, 9)  # recorded again: newest now
+    history.record(bytes(16), keys[limit], Reason.EVICTED, 10)
+    assert len(history) == limit
+    kept = [key for key in keys if history.why(bytes(16), key)[0] is not Reason.NEVER_STORED]
+    assert kept == ([keys[0], *keys[2:]] if limit > 1 else keys[1:] if limit else [])
