@@ -135,7 +135,10 @@ class SimDevice:
     # -- the Device protocol
 
     async def read(self, ops: Sequence[IoOp]) -> list[Status]:
-        await self._wait()
+        try:
+            await self._wait()
+        except DeviceError:
+            return [Status.IO_ERROR] * len(ops)
         return [self._read_one(op) for op in ops]
 
     async def write(self, ops: Sequence[IoOp]) -> None:

@@ -77,6 +77,7 @@ class Writer:
         self._queued_bytes = 0
         self._since = 0.0  # loop time of the oldest waiting thing
         self._tombstones: deque[Tombstone] = deque()
+        self._waiting_lsns: set[int] = set()  # of the queued and the in-flight ones
         self._tombstones_in = 0
         self._tombstones_out = 0  # durable
         self._barriers: list[tuple[int, asyncio.Future[None]]] = []
@@ -118,9 +119,11 @@ class Writer:
         self._wake.set()
 
     def bury(self, tombstones: list[Tombstone]) -> None:
-        """Queue tombstones for the next group."""
+        """Queue tombstones for the next group; those that wait already are left out."""
+        tombstones = [t for t in tombstones if t.lsn not in self._waiting_lsns]
         if self.failed or not tombstones:
             return
+        self._waiting_lsns.update(t.lsn for t in tombstones)
         if not self._queue and not self._tombstones:
             self._since = self._now()
         self._tombstones.extend(tombstones)
@@ -324,6 +327,7 @@ class Writer:
             touched[p.segment.index] = p.segment
             if p.kind is RecordKind.TOMBSTONES:
                 self._tombstones_out += len(p.tombstones)
+                self._waiting_lsns.difference_update(t.lsn for t in p.tombstones)
                 continue
             if not p.dead:
                 self._index.m_flags[p.slot] &= ~PENDING & 0xFF
@@ -441,6 +445,7 @@ class Writer:
                 self._end(p, Status.IO_ERROR)
             p.segment.changed()
         self._tombstones.clear()
+        self._waiting_lsns.clear()
         for _, barrier in self._barriers:
             if not barrier.done():
                 barrier.set_exception(DeviceError("the flash engine has stopped writing"))
