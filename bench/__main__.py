@@ -83,13 +83,15 @@ def gets(quick: bool) -> list[Line]:
 
 
 def cost(quick: bool) -> list[Line]:
-    """Daemon CPU per block and per fetch."""
+    """Daemon time per block and per fetch: user (interpreter), and with the kernel (cpu)."""
     from bench import daemon_cost as bench
 
-    found = uvloop.run(bench.measure(fetches=100 if quick else 500, rounds=3 if quick else 7))
+    found = uvloop.run(bench.measure(fetches=200 if quick else 2000, rounds=2 if quick else 5))
     return [
         Line("daemon_us_per_block", "us", found["per_block_us"], at_most=50),
         Line("daemon_us_per_fetch", "us", found["per_fetch_us"], at_most=200),
+        Line("daemon_cpu_us_per_block", "us", found["cpu_per_block_us"]),
+        Line("daemon_cpu_us_per_fetch", "us", found["cpu_per_fetch_us"]),
     ]
 
 
