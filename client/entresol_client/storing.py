@@ -36,7 +36,7 @@ from entresol_proto.wire.opening import NamespaceOpened
 
 log = logging.getLogger("entresol.client")
 
-ROUND_BYTES_MAX = 64 * limits.MIB  # plain bytes reserved at once
+ROUND_BYTES_MAX = 16 * limits.MIB  # plain bytes reserved at once
 GROUP_BYTES_MAX = 4 * limits.MIB  # plain bytes sealed and committed together
 RESERVE_FRAME_BYTES_MAX = 1 * limits.MIB
 _ITEM_BYTES = 160  # of a RESERVE item beside its token ids, rounded up
@@ -189,16 +189,21 @@ class _Put:
         async with asyncio.timeout(_left_s(deadline_ns)):
             await self._link.put_rounds.acquire()
         try:
-            left_ns = deadline_ns - time.monotonic_ns()
-            if left_ns <= 0:
-                raise RequestFailedError(Status.DEADLINE)
-            items = tuple(block.item for block in blocks)
-            reserve = Reserve(self._context.namespace.handle, self._ack, left_ns, items)
-            reserved: Reserved = await connection.request(reserve, deadline_ns)
-            if len(reserved.items) != len(blocks):
-                connection.drop("RESERVED of another length than its RESERVE")
-                raise RequestFailedError(Status.DISCONNECTED)
-            await self._store(blocks, reserved)
+            while blocks:
+                left_ns = deadline_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    raise RequestFailedError(Status.DEADLINE)
+                items = tuple(block.item for block in blocks)
+                reserve = Reserve(self._context.namespace.handle, self._ack, left_ns, items)
+                reserved: Reserved = await connection.request(reserve, deadline_ns)
+                if len(reserved.items) != len(blocks):
+                    connection.drop("RESERVED of another length than its RESERVE")
+                    raise RequestFailedError(Status.DISCONNECTED)
+                await self._store(blocks, reserved)
+                # The daemon takes what its queue has room for: offer the rest while it takes some.
+                statuses = self._tally.statuses
+                busy = [b for b in blocks if statuses[b.position] is Status.BUSY]
+                blocks = busy if len(busy) < len(blocks) else []
         finally:
             self._link.put_rounds.release()
 

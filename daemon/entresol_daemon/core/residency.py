@@ -127,6 +127,11 @@ class Residency:
         if resident is not None:
             self.kill(resident)
 
+    def clear(self) -> None:
+        """Forget every block; memory that is still pinned is freed with its last pin."""
+        for resident in list(self._by_slot.values()):
+            self.kill(resident)
+
     def _rest(self, resident: Resident) -> None:
         self._idle.setdefault(resident.owner, OrderedDict())[resident.slot] = resident
         self.idle_bytes += resident.extent.length_bytes

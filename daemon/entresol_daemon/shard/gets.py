@@ -60,6 +60,7 @@ class _Job:
     deadline_ns: int
     lease_ns: int
     emit: Callable[[Grant], None]
+    prefix: bool = False
     misses: list[tuple[int, Status]] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)  # slots, in order of the request
 
@@ -96,7 +97,8 @@ class GetPath:
         job = self._job(session, request.handle, request.open_at, request.keys, request.deadline_ns)
         job.lease_ns = self._parts.config.limits.lease_ns
         job.emit = emit
-        await self._serve(job, prefix=request.prefix)
+        job.prefix = request.prefix
+        await self._serve(job)
 
     async def stage(self, session: Session, request: Stage) -> Staged:
         """Bring blocks up and hold them for `hold_ns` (at most ten lease times)."""
@@ -109,7 +111,7 @@ class GetPath:
                 statuses[index] = status
 
         job.emit = note
-        await self._serve(job, prefix=False)
+        await self._serve(job)
         return Staged(tuple(statuses))
 
     def release(self, session: Session, request: Release) -> None:
@@ -153,10 +155,10 @@ class GetPath:
         namespace = session.namespace(handle)
         return _Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
 
-    async def _serve(self, job: _Job, *, prefix: bool) -> None:
+    async def _serve(self, job: _Job) -> None:
         index = self._parts.engine.index
         slots = index.lookup(job.namespace.namespace_id, job.keys).tolist()
-        wanted = plan_fetch(slots, prefix=prefix)
+        wanted = plan_fetch(slots, prefix=job.prefix)
         job.misses = wanted.misses
         landing: set[asyncio.Task[None]] = set()
         known: list[int] | None = slots  # until the first await; slots are reused
@@ -168,7 +170,8 @@ class GetPath:
                 known = None
                 job.misses += window.misses
                 if window.waits:
-                    landing.add(asyncio.create_task(self._land(job, window)))
+                    loads = self._loads_of(window)
+                    landing.add(asyncio.create_task(self._land(job, window, loads)))
                 if window.ready:
                     final = not wanted.pending and not landing
                     await self._grant(job, window.ready, final=final)
@@ -226,6 +229,7 @@ class GetPath:
             owner_bytes_max=account.dram_quota_bytes or parts.config.memory.dram_bytes,
             budget_bytes=room,
             load_bytes_max=LOAD_WINDOW_BYTES,
+            prefix=job.prefix,
         )
         job.session.held_bytes += window.taken_bytes
         if window.loads:
@@ -294,7 +298,15 @@ class GetPath:
             resident.state = ResidentState.READY
         return status
 
-    async def _land(self, job: _Job, window: Window) -> None:
+    def _loads_of(self, window: Window) -> dict[Resident, asyncio.Future[Status]]:
+        """The reads a window waits for. Taken before the first await: a read that has ended is
+        forgotten, and with it why it failed."""
+        waited = (resident for _, resident in window.loads + window.joins)
+        return {each: self._loading[each] for each in waited if each in self._loading}
+
+    async def _land(
+        self, job: _Job, window: Window, loads: dict[Resident, asyncio.Future[Status]]
+    ) -> None:
         """Wait for a window's reads, then grant what arrived."""
         parts = self._parts
         mine = sorted(window.loads + window.joins, key=lambda entry: entry[0])
@@ -303,7 +315,7 @@ class GetPath:
         granted = False
         try:
             for index, resident in mine:
-                status = await self._arrival(resident, job.deadline_ns)
+                status = await self._arrival(resident, loads.get(resident), job.deadline_ns)
                 if status is Status.OK:
                     arrived.append((index, resident))
                 else:
@@ -322,12 +334,17 @@ class GetPath:
             if not granted:
                 self._undo(job, mine)
 
-    async def _arrival(self, resident: Resident, deadline_ns: int) -> Status:
+    async def _arrival(
+        self, resident: Resident, future: asyncio.Future[Status] | None, deadline_ns: int
+    ) -> Status:
         if resident.state is ResidentState.READY:
             return Status.OK
-        future = self._loading.get(resident)
-        if future is None or resident.state is ResidentState.DEAD:
+        if future is None:
             return Status.MISS
+        if future.done():
+            return Status.MISS if future.result() is Status.OK else future.result()
+        if resident.state is ResidentState.DEAD:
+            return Status.MISS  # removed while it is read
         left_ns = deadline_ns - self._parts.now_ns()
         if left_ns <= 0:
             return Status.DEADLINE

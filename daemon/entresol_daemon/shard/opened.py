@@ -66,6 +66,10 @@ class OpenedBlocks:
         """
         parts, session = self._parts, leased.session
         failed: list[tuple[int, Status]] = []
+        for index, resident in leased.sealed.items():
+            if resident.from_flash:
+                resident.from_flash = False
+                leased.staged.add(index)
         jobs: list[tuple[int, Resident, PlainBlock]] = []
         for index, resident in list(leased.sealed.items()):
             place = (resident.namespace_id, resident.wire_key)
@@ -119,9 +123,8 @@ class OpenedBlocks:
                 exposure = found or await endpoint.expose(slab.buffer)  # type: ignore[arg-type]
                 session.plain_exposures[slab.number] = exposure
             span = RemoteSpan(exposure.rkey, exposure.address + offset, block.plain_bytes)
-            items.append(
-                GrantItem(index, Tier.MEMORY, span, block.plain_bytes, NO_KEY, NO_COMMITMENT)
-            )
+            tier = Tier.FLASH if index in leased.staged else Tier.MEMORY
+            items.append(GrantItem(index, tier, span, block.plain_bytes, NO_KEY, NO_COMMITMENT))
         return items
 
     def let_go(self, leased: Leased) -> None:

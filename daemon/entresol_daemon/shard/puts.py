@@ -43,6 +43,7 @@ from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reason, Rese
 
 PUT_WINDOW_BYTES = 16 * limits.MIB  # read from a host at a time
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000
+PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
 
 log = logging.getLogger("entresol.put")
 
@@ -95,28 +96,19 @@ class PutPath:
         """Decide item by item; wanted ones carry an id and, for host sealing, their key.
 
         A key that is stored but not yet durable is waited for when the put asks for `durable`.
+        Items beyond the put budget are BUSY; a RESERVE of which nothing fits waits for room first.
         """
         parts = self._parts
-        namespace = session.namespace(request.handle)
-        at_host = not session.data_path().capabilities.private
-        keys = b"".join(item.key for item in request.items)
-        slots = parts.engine.index.lookup(namespace.namespace_id, keys).tolist() if keys else []
         deadline_ns = parts.now_ns() + request.deadline_ns
-        version = session.tenant.active_version
-        answers = []
-        waits: list[tuple[int, asyncio.Future[Status]]] = []
-        for place, (item, slot) in enumerate(zip(request.items, slots, strict=True)):
-            if slot >= 0:
-                answers.append(Reserved.Item(Status.EXISTS))
-                flushing = self._durable.get(slot)
-                if flushing is not None and request.ack is Ack.DURABLE:
-                    waits.append((place, flushing))
-                continue
-            answers.append(
-                self._reserve_one(
-                    session, namespace, item, request.ack, deadline_ns, version, at_host
-                )
-            )
+        patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
+        answers, waits = self._decide(session, request, deadline_ns)
+        while not any(answer.status is Status.OK for answer in answers):
+            # Nothing to commit that would make room: wait for what others have under way.
+            if not self._starved(session, request, answers):
+                break
+            if not await parts.room.wait(patience_ns - parts.now_ns()):
+                break
+            answers, waits = self._decide(session, request, deadline_ns)
         for place, flushing in waits:
             left_ns = deadline_ns - parts.now_ns()
             done, _ = await asyncio.wait({flushing}, timeout=max(0, left_ns) / 1e9)
@@ -127,6 +119,39 @@ class PutPath:
                 parts.meters.put_ended(session.account.name, answer.status)
         return Reserved(tuple(answers))
 
+    def _decide(
+        self, session: Session, request: Reserve, deadline_ns: int
+    ) -> tuple[list[Reserved.Item], list[tuple[int, asyncio.Future[Status]]]]:
+        """An answer per item, and those of them that wait for a flush under way."""
+        namespace = session.namespace(request.handle)
+        session.data_path()
+        keys = b"".join(item.key for item in request.items)
+        index = self._parts.engine.index
+        slots = index.lookup(namespace.namespace_id, keys).tolist() if keys else []
+        answers = []
+        waits: list[tuple[int, asyncio.Future[Status]]] = []
+        for place, (item, slot) in enumerate(zip(request.items, slots, strict=True)):
+            if slot >= 0:
+                answers.append(Reserved.Item(Status.EXISTS))
+                flushing = self._durable.get(slot)
+                if flushing is not None and request.ack is Ack.DURABLE:
+                    waits.append((place, flushing))
+            else:
+                answers.append(
+                    self._reserve_one(session, namespace, item, request.ack, deadline_ns)
+                )
+        return answers, waits
+
+    def _starved(
+        self, session: Session, request: Reserve, answers: Sequence[Reserved.Item]
+    ) -> bool:
+        """True if some item was refused for want of room, not because it is being stored."""
+        namespace_id = session.namespace(request.handle).namespace_id
+        return any(
+            answer.status is Status.BUSY and (namespace_id, item.key) not in self._wanted
+            for item, answer in zip(request.items, answers, strict=True)
+        )
+
     def _reserve_one(
         self,
         session: Session,
@@ -134,8 +159,6 @@ class PutPath:
         item: PutItem,
         ack: Ack,
         deadline_ns: int,
-        version: int,
-        at_host: bool,
     ) -> Reserved.Item:
         parts = self._parts
         place = (namespace.namespace_id, item.key)
@@ -153,12 +176,16 @@ class PutPath:
                 engine_key_bytes=len(item.engine_key),
             )
         )
-        if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
-            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
-            return Reserved.Item(Status.NOT_ADMITTED)
         status = parts.put_budget.admit(session.account, record_bytes)
         if status is not Status.OK:
             return Reserved.Item(status)
+        # Asked last: a block that had no room must not count as touched when it comes again.
+        if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
+            parts.put_budget.refund(session.account, record_bytes)
+            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
+            return Reserved.Item(Status.NOT_ADMITTED)
+        version = session.tenant.active_version
+        at_host = not session.data_path().capabilities.private
         salt = new_salt()
         block_key = derive_block_key(session.tenant.active_dek, salt)
         reservation = _Reservation(
@@ -182,6 +209,8 @@ class PutPath:
         """
         pulls: list[_Pull] = []
         gave_up: list[_Reservation] = []
+        if len({put_id for put_id, _ in request.items}) != len(request.items):
+            raise EntresolError("a put is committed twice", status=Status.BAD_REQUEST)
         for place, (put_id, span) in enumerate(request.items):
             reservation = self._reservations.get(put_id)
             if reservation is None or reservation.session is not session:
@@ -467,6 +496,7 @@ class PutPath:
         if self._wanted.get(place) is reservation:
             del self._wanted[place]
         self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
+        self._parts.room.notify()
 
 
 @dataclass(frozen=True, slots=True)

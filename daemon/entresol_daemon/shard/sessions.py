@@ -50,6 +50,7 @@ class Leased:
     sealed: dict[int, Resident] = field(default_factory=dict)
     plain: dict[int, PlainBlock] = field(default_factory=dict)
     exposures: list[Exposure] = field(default_factory=list)  # fenced: revoked at lease end
+    staged: set[int] = field(default_factory=set)  # opened blocks that came up from flash for it
     held_bytes: int = 0
 
 

@@ -420,6 +420,7 @@ class Shard:
         await self.parts.engine.close(clean=clean)
         if self._background:
             await asyncio.wait(self._background)
+        self.parts.residency.clear()
         self.parts.residency.pool.on_close = None
         self.parts.residency.pool.close()
         self.parts.scratch.close()

@@ -1,0 +1,285 @@
+"""What the tests of the real daemon share: known content, small shapes, raw sessions, idle checks.
+
+Content is a function of the key, so that a block read back years later can be judged without
+keeping what was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Running, eventually
+
+from entresol_client.client import AsyncClient, Namespace
+from entresol_client.config import ClientConfig
+from entresol_client.connection import Connection
+from entresol_client.handshake import OpenSession, connect
+from entresol_client.results import GetResult, PutBlock, PutResult
+from entresol_daemon.config import Config
+from entresol_daemon.server import Daemon
+from entresol_proto.fabric.base import Endpoint
+from entresol_proto.identity import client_ssl_context
+from entresol_proto.ids import EngineKey, NamespaceDescriptor, wire_key
+from entresol_proto.limits import KIB, MIB
+from entresol_proto.status import Status
+from entresol_proto.wire.data import Ack, Commit, Fetch, Grant, OpenAt, PutItem, Reserve
+from entresol_proto.wire.opening import NamespaceOpened, OpenNamespace
+
+DEADLINE_NS = 60_000_000_000  # the machine may be busy; nothing here measures time
+FABRICS = ("shm", "tcp", "tls")
+DESCRIPTOR = NamespaceDescriptor(model="lab/tiny", dtype="bf16", layers=2, kv_heads=2, head_dim=8)
+
+
+def seed_of(name: str) -> int:
+    """A random seed, or the one of a failure to repeat: ENTRESOL_SEED."""
+    seed = int(os.environ.get("ENTRESOL_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+    print(f"{name}: ENTRESOL_SEED={seed}")
+    return seed
+
+
+def key_of(number: int, salt: str = "") -> bytes:
+    """A 32-byte engine key."""
+    return hashlib.sha256(f"{salt}/{number}".encode()).digest()
+
+
+def keys_of(count: int, salt: str = "") -> list[bytes]:
+    return [key_of(number, salt) for number in range(count)]
+
+
+def content(key: bytes, length_bytes: int) -> bytes:
+    """The bytes a block of this key and length has, in every test and process."""
+    seed = int.from_bytes(hashlib.blake2b(key + length_bytes.to_bytes(8, "little")).digest()[:8])
+    return np.random.Generator(np.random.PCG64(seed)).bytes(length_bytes)
+
+
+def blocks(keys: Sequence[bytes], length_bytes: int, **more: Any) -> list[PutBlock]:
+    """Blocks of a chain: position and parent as an engine gives them."""
+    return [
+        PutBlock(key, content(key, length_bytes), position=at,
+                 parent_key=keys[at - 1] if at else None, **more)
+        for at, key in enumerate(keys)
+    ]  # fmt: skip
+
+
+def shape(
+    *,
+    dram: int = 64 * MIB,
+    slab: int = 8 * MIB,
+    flash: int = 256 * MIB,
+    segment: int = 16 * MIB,
+    block_max: int = 4 * MIB,
+    fabrics: Sequence[str] = ("shm", "tcp"),
+    tcp_tls: bool = False,
+    tls: dict[str, Any] | None = None,
+    **limits: Any,
+) -> Callable[[Config], Config]:
+    """A change of the dev configuration for `running_daemon`."""
+
+    def change(config: Config) -> Config:
+        return replace(
+            config,
+            memory=replace(config.memory, dram_bytes=dram, slab_bytes=slab),
+            flash=replace(config.flash, size_bytes=flash, segment_bytes=segment),
+            fabric=replace(config.fabric, enabled=tuple(fabrics), tcp_tls=tcp_tls),
+            limits=replace(config.limits, block_bytes_max=block_max, **limits),
+            tls=replace(config.tls, **(tls or {})),
+        )
+
+    return change
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    running: Any, tenant: str = "dev", fabric: str = "shm", **overrides: Any
+) -> AsyncIterator[AsyncClient]:
+    """A connected client on exactly this fabric ("tls" is tcp to a daemon that wants TLS on it)."""
+    overrides.setdefault("deadline_ns", DEADLINE_NS)
+    overrides.setdefault("connect_deadline_ns", 5_000_000_000)
+    overrides.setdefault("ping_deadline_ns", 20_000_000_000)
+    name = "tcp" if fabric == "tls" else fabric
+    config = running.client_config(tenant, fabric=name, fallback=False, **overrides)
+    async with await AsyncClient.open(config) as client:
+        await eventually(lambda: client.shards()[0].connected, seconds=60, what="the connection")
+        assert client.shards()[0].fabric == name, client.shards()[0]
+        yield client
+
+
+async def put(
+    namespace: Namespace, keys: Sequence[bytes], length_bytes: int, *, ack: str = "accepted"
+) -> PutResult:
+    """Put blocks with their known content."""
+    return await namespace.put(blocks(keys, length_bytes), ack=ack)  # type: ignore[arg-type]
+
+
+async def get(
+    namespace: Namespace,
+    keys: Sequence[bytes],
+    length_bytes: int,
+    *,
+    prefix: bool = False,
+    open_at: str = "host",
+    deadline_ns: int | None = None,
+) -> GetResult:
+    """Get blocks and judge every byte: OK has the known content, anything else nothing of it."""
+    buffers = [bytearray(b"\xa5" * length_bytes) for _ in keys]
+    result = await namespace.get_into(
+        keys, buffers, prefix=prefix, open_at=open_at, deadline_ns=deadline_ns  # type: ignore[arg-type]
+    )  # fmt: skip
+    judge(keys, buffers, result)
+    return result
+
+
+def judge(keys: Sequence[bytes], buffers: Sequence[bytearray], result: GetResult) -> None:
+    """Fail on any byte that should not be there."""
+    for key, buffer, status in zip(keys, buffers, result.statuses, strict=True):
+        if status is Status.OK:
+            assert bytes(buffer) == content(key, len(buffer)), f"wrong bytes for {key.hex()}"
+        else:
+            untouched = buffer.count(0xA5) == len(buffer) or not any(buffer)
+            assert untouched, f"{status.label} left something in the buffer of {key.hex()}"
+
+
+def all_are(result: GetResult | PutResult, status: Status) -> bool:
+    return all(found is status for found in result.statuses)
+
+
+def counts(statuses: Iterable[Status]) -> dict[str, int]:
+    """For failure messages."""
+    found: dict[str, int] = {}
+    for status in statuses:
+        found[status.label] = found.get(status.label, 0) + 1
+    return found
+
+
+async def assert_idle(daemon: Daemon) -> None:
+    """With nobody asking for anything, nothing is held."""
+    shard = daemon.shard
+    parts = shard.parts
+
+    def held() -> list[str]:
+        pinned = [r for r in parts.residency._by_slot.values() if r.pins]
+        found = {
+            "leases": len(parts.leases),
+            "pinned residents": len(pinned),
+            "loading": shard.gets.loading,
+            "reservations": len(shard.puts._reservations),
+            "wanted": len(shard.puts._wanted),
+            "unflushed": len(shard.puts._durable),
+            "put bytes": parts.put_budget.used_bytes,
+            "put blocks": parts.put_budget.used_blocks,
+            "scratch bytes": parts.scratch.allocated_bytes,
+            "session bytes": sum(s.held_bytes for s in shard.sessions.values()),
+            "plain blocks": sum(len(s.plain_blocks) for s in shard.sessions.values()),
+        }
+        used = sum(r.extent.length_bytes for r in parts.residency._by_slot.values())
+        found["memory of no resident"] = parts.residency.pool.allocated_bytes - used
+        return [f"{name}: {count}" for name, count in found.items() if count]
+
+    until = time.monotonic() + 30
+    while held() and time.monotonic() < until:
+        await asyncio.sleep(0.02)
+    assert not held(), "; ".join(held())
+    for account in parts.accounts.by_name.values():
+        live = sum(r.live_bytes for r in parts.engine.segments() if r.stream == account.stream)
+        assert account.flash_bytes == live, f"{account.name}: {account.flash_bytes} != {live}"
+        assert account.put_bytes == account.put_blocks == 0, account
+
+
+@dataclass
+class Raw:
+    """A session without the client's manners: any message, any span."""
+
+    opened: OpenSession
+    connection: Connection
+
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self.opened.endpoint is not None
+        return self.opened.endpoint
+
+    async def ask(self, message: Any, seconds: float = 60) -> Any:
+        """One request, its answer. Raises: RequestFailedError."""
+        return await self.connection.request(message, _until(seconds))
+
+    async def namespace(self, descriptor: NamespaceDescriptor = DESCRIPTOR) -> NamespaceOpened:
+        opened: NamespaceOpened = await self.ask(OpenNamespace(descriptor.canonical()))
+        return opened
+
+    async def fetch(
+        self, handle: int, keys: bytes, *, open_at: OpenAt = OpenAt.HOST, seconds: float = 60
+    ) -> list[Grant]:
+        """All grants of a FETCH; nothing is released."""
+        message = Fetch(handle, open_at, False, int(seconds * 1e9), keys)
+        request_id, sink = await self.connection.fetch(message, _until(seconds))
+        grants: list[Grant] = []
+        try:
+            while found := await sink.next(_until(seconds)):
+                grants += [grant for grant, _ in found]
+        finally:
+            self.connection.end_fetch(request_id, sink)
+        return grants
+
+    async def reserve(
+        self, handle: int, items: Sequence[PutItem], *, ack: Ack = Ack.DURABLE, seconds: float = 60
+    ) -> Any:
+        return await self.ask(Reserve(handle, ack, int(seconds * 1e9), tuple(items)))
+
+    async def commit(self, pairs: Sequence[tuple[int, Any]]) -> list[Status]:
+        return list((await self.ask(Commit(tuple(pairs)))).statuses)
+
+
+def put_item(namespace: NamespaceOpened, engine_key: bytes, length_bytes: int) -> PutItem:
+    return PutItem(
+        wire_key(namespace.secret, EngineKey(engine_key)), engine_key, length_bytes, 0, b"", ()
+    )
+
+
+def run_of(namespace: NamespaceOpened, keys: Sequence[bytes]) -> bytes:
+    """The wire keys of engine keys, as FETCH wants them."""
+    return b"".join(wire_key(namespace.secret, EngineKey(key)) for key in keys)
+
+
+@contextlib.asynccontextmanager
+async def raw_of(
+    running: Any, tenant: str = "dev", fabric: str = "shm", config: ClientConfig | None = None
+) -> AsyncIterator[Raw]:
+    """A raw session of a tenant."""
+    name = "tcp" if fabric == "tls" else fabric
+    config = config or running.client_config(
+        tenant, fabric=name, fallback=False, connect_deadline_ns=5_000_000_000
+    )
+    context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
+    opened = await connect(config.shards[0], config, context)
+    try:
+        yield Raw(opened, opened.connection)
+    finally:
+        await opened.connection.close()
+        if opened.endpoint is not None:
+            await opened.endpoint.close()
+
+
+def _until(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process without its shared files and slabs."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * KIB
+    raise AssertionError("no RssAnon in /proc")
+
+
+async def disconnected(running: Running, sessions: int = 0) -> None:
+    """Wait until the daemon has let go of all but `sessions` sessions."""
+    shard = running.daemon.shard
+    await eventually(lambda: len(shard.sessions) <= sessions, seconds=30, what="sessions to end")
