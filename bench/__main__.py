@@ -2,10 +2,10 @@
 
     python -m bench [--quick] [--only NAME,...] [--json]
 
-Prints a table per section and writes bench/results.json: one flat object, `name: {value, unit, low,
-high}`, where value is the median over rounds. Ratios compare things measured in turn within the same
-rounds, so a noisy machine spoils both sides alike. A missed budget makes the exit status 1, except
-with --quick, which is for looking whether the benches run.
+Prints a table per section and writes bench/results.json: one flat object, `name: {value, unit,
+low, high}`, where value is the median over rounds. Ratios compare things measured in turn within
+the same rounds, so a noisy machine spoils both sides alike. A missed budget makes the exit status
+1, except with --quick, which is for looking whether the benches run.
 """
 
 from __future__ import annotations

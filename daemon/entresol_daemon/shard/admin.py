@@ -118,7 +118,7 @@ class ShardAdmin:
             state=self.state(),
             uptime_ns=parts.now_ns() - self._started_ns,
             sessions=len(self._shard.sessions),
-            leases=len(parts.leases),
+            leases=self._shard.leases_held(),
             blocks=len(engine.index),
             dram_capacity_bytes=pool.budget_bytes,
             dram_used_bytes=pool.allocated_bytes,
@@ -179,7 +179,7 @@ class ShardAdmin:
             return [row["version"] for row in receipt["erased"]]
 
         versions = await asyncio.to_thread(erase)
-        leases = len(parts.leases)
+        leases = self._shard.leases_held()
         sessions = await self._end_sessions(name)
         account = parts.accounts.by_name.get(name)
         dropped = 0
@@ -195,7 +195,7 @@ class ShardAdmin:
             erased_unix_ns=now_ns,
             dek_versions_destroyed=tuple(versions),
             blocks_dropped=dropped,
-            leases_revoked=leases - len(parts.leases),
+            leases_revoked=leases - self._shard.leases_held(),
             sessions_closed=sessions,
             shard=parts.config.shard.name,
             incarnation=self._shard.incarnation,
@@ -205,7 +205,7 @@ class ShardAdmin:
         self._begin_drain()
         now = self._shard.parts.now_ns()
         complete = await self._shard.drain(now + (deadline_ns or DRAIN_NS_DEFAULT))
-        return DrainResult(complete, len(self._shard.sessions), len(self._shard.parts.leases))
+        return DrainResult(complete, len(self._shard.sessions), self._shard.leases_held())
 
     async def segments(self, first_segment: int, count_max: int) -> Sequence[SegmentRecord]:
         parts = self._shard.parts
