@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from entresol_daemon.compute import InlineCompute
-from entresol_daemon.flash.device import Device, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, Device, aligned_buffer
 from entresol_daemon.flash.engine import (
     RECORD_HEADER_BYTES,
     Engine,
@@ -37,7 +37,7 @@ Name = tuple[bytes, bytes]  # namespace id, wire key
 
 
 def device_bytes(segments: int, segment_bytes: int = SEGMENT) -> int:
-    return DATA_OFFSET + segments * segment_bytes
+    return DATA_OFFSET + segments * segment_bytes + BLOCK
 
 
 def key_of(number: int) -> bytes:

@@ -19,7 +19,7 @@ import numpy as np
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.flash import checkpoint
-from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, Device
 from entresol_daemon.flash.evict import Evictor, Keep
 from entresol_daemon.flash.group import Pending
 from entresol_daemon.flash.index import PENDING, SCALAR_KEYS_MAX, Index, Slots
@@ -37,18 +37,20 @@ from entresol_daemon.flash.model import (
     SegmentState,
     default_random_bytes,
 )
+from entresol_daemon.flash.opening import (
+    check_fit,
+    new_superblock,
+    read_superblock,
+    write_superblock,
+)
 from entresol_daemon.flash.reader import Reader
 from entresol_daemon.flash.recovery import Found, Recovery
 from entresol_daemon.flash.segment import (
-    DATA_OFFSET,
     RECORD_HEADER_BYTES,
-    SEGMENTS_MIN,
     RecordKind,
     Superblock,
     Tombstone,
     TombstoneKind,
-    choose_superblock,
-    encode_superblock,
     extent_bytes,
 )
 from entresol_daemon.flash.space import SegmentTable
@@ -123,10 +125,10 @@ class Engine:
         """
         began = now_ns()
         logger = log if log is not None else logging.getLogger("entresol.flash")
-        found, copies, agree = await _read_superblock(device)
+        found, copies, agree = await read_superblock(device)
         blank = found is None
-        superblock = found if found is not None else _new_superblock(device, options, random_bytes)
-        _check_fit(device, superblock)
+        superblock = found if found is not None else new_superblock(device, options, random_bytes)
+        check_fit(device, superblock)
         opened = replace(
             superblock,
             generation=superblock.generation + 1,
@@ -148,7 +150,7 @@ class Engine:
                 )  # fmt: skip
             handed = await engine._recover(superblock, agree)
         # From here on the old checkpoint is stale; both copies must say so before any other write.
-        await _write_superblock(device, opened)
+        await write_superblock(device, opened)
         engine._writer.start()
         for segment in handed.to_footer:
             engine._writer.owe_footer(segment)
@@ -423,58 +425,8 @@ class Engine:
             clean = replace(
                 self._superblock, clean=True, checkpoint_bytes=len(raw), checkpoint_digest=digest
             )
-            await _write_superblock(self._device, clean)
+            await write_superblock(self._device, clean)
         except ImportError as error:
             self._log.warning("event=no_checkpoint reason=%r", str(error))
         except (OSError, DeviceError) as error:
             self._log.warning("event=checkpoint_failed error=%s", error)
-
-
-def _new_superblock(
-    device: Device, options: EngineOptions, random_bytes: RandomBytes
-) -> Superblock:
-    count = (device.size_bytes - DATA_OFFSET) // options.segment_bytes
-    if count < max(SEGMENTS_MIN, options.free_segments_min + 2):
-        raise DeviceError(
-            f"{device.name} has room for {max(0, count)} segments",
-            hint="use a larger data file or smaller segments",
-            status=Status.NO_SPACE,
-        )
-    return Superblock(random_bytes(16), random_bytes(32), options.segment_bytes, count)
-
-
-def _check_fit(device: Device, superblock: Superblock) -> None:
-    needed = superblock.segment_at(superblock.segment_count)
-    if device.size_bytes < needed:
-        raise FormatError(
-            f"{device.name} has {device.size_bytes} bytes, its superblock says {needed}",
-            hint="the file was cut short: restore its size, or start with an empty one",
-        )
-
-
-async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:
-    """(superblock or None for a blank device, valid copies, whether both agree)."""
-    if device.size_bytes < 2 * BLOCK:
-        raise DeviceError(f"{device.name} is smaller than a superblock")
-    buffer = aligned_buffer(2 * BLOCK)
-    ops = [IoOp(0, buffer[:BLOCK]), IoOp(BLOCK, buffer[BLOCK:])]
-    statuses = await device.read(ops)
-    if any(status is not Status.OK for status in statuses):
-        statuses = await device.read(ops)
-    lost = sum(status is not Status.OK for status in statuses)
-    for op, status in zip(ops, statuses, strict=True):
-        if status is not Status.OK:
-            op.view[:] = b"\xff" * BLOCK  # neither valid nor blank
-    if lost == 2:
-        raise DeviceError(f"{device.name}: no superblock copy can be read")
-    superblock, agree = choose_superblock(bytes(buffer[:BLOCK]), bytes(buffer[BLOCK:]))
-    return superblock, 2 if agree else 1, agree
-
-
-async def _write_superblock(device: Device, superblock: Superblock) -> None:
-    """Both copies, one flushed before the other is touched."""
-    for copy in (0, 1):
-        buffer = aligned_buffer(BLOCK)
-        buffer[:] = encode_superblock(superblock, copy)
-        await device.write([IoOp(copy * BLOCK, buffer)])
-        await device.flush()

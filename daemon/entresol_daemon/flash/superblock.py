@@ -1,6 +1,7 @@
 """The superblock, and the envelope of every 4 KiB structure. Pure functions.
 
-Two copies at the head of the file say what it is. Invariants: everything an envelope holds lies in
+Two copies, in the first and the last block of the file, say what it is: far apart, so that no
+single misdirected write takes both. Invariants: everything an envelope holds lies in
 its first 512 bytes, which a drive writes whole or not at all, and its check covers the whole block;
 a clean close is believed only when both copies say so.
 """
@@ -16,7 +17,7 @@ from entresol_daemon.flash.device import BLOCK
 from entresol_proto.status import FormatError
 
 FORMAT_VERSION = 1
-DATA_OFFSET = 64 * 1024  # where segment 0 begins; the superblock copies are the first two blocks
+DATA_OFFSET = 64 * 1024  # where segment 0 begins
 RECORD_HEADER_BYTES = 96
 SEGMENT_BYTES_MIN = 32 * 1024
 SEGMENT_BYTES_MAX = 1024 * 1024 * 1024
@@ -25,7 +26,7 @@ SEGMENTS_MIN = 4
 _CHECK_AT = 496
 _CHECK_BYTES = 16
 _MAGIC = b"ENTRESOL"
-_SUPER = struct.Struct("<8sII16s32sQQIIQQ32sII")
+_SUPER = struct.Struct("<8sII16s32sQQIIQQ32sIIQ")
 _CLEAN = 1
 
 
@@ -37,6 +38,7 @@ class Superblock:
     check_key: bytes
     segment_bytes: int
     segment_count: int
+    mirror_offset: int  # of the second copy
     data_offset: int = DATA_OFFSET
     generation: int = 0
     clean: bool = False
@@ -85,6 +87,7 @@ def encode_superblock(superblock: Superblock, copy: int) -> bytes:
         s.checkpoint_digest,
         copy,
         0,
+        s.mirror_offset,
     )
     return close_block(fields, b"", b"entresol-super")
 
@@ -93,18 +96,21 @@ def decode_superblock(block: bytes, copy: int) -> Superblock | None:
     """The copy, or None when it is blank, damaged or of an unknown version (see `version_of`)."""
     if version_of(block) != FORMAT_VERSION or not block_is_valid(block, b"", b"entresol-super"):
         return None
+    fields = _SUPER.unpack_from(block)
     (_, _, flags, uuid, check_key, segment_bytes, data_offset, segment_count, header_bytes) = (
-        _SUPER.unpack_from(block)[:9]
+        fields[:9]
     )
-    generation, checkpoint_bytes, checkpoint_digest, found_copy, _ = _SUPER.unpack_from(block)[9:]
+    generation, checkpoint_bytes, checkpoint_digest, found_copy, _, mirror_offset = fields[9:]
     sane = (
         header_bytes == RECORD_HEADER_BYTES
         and found_copy == copy
         and SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX
         and segment_bytes % BLOCK == 0
         and data_offset % BLOCK == 0
-        and data_offset >= 2 * BLOCK
+        and data_offset >= BLOCK
         and segment_count >= SEGMENTS_MIN
+        and mirror_offset % BLOCK == 0
+        and mirror_offset >= data_offset + segment_count * segment_bytes
     )
     if not sane:
         return None
@@ -113,6 +119,7 @@ def decode_superblock(block: bytes, copy: int) -> Superblock | None:
         check_key=check_key,
         segment_bytes=segment_bytes,
         segment_count=segment_count,
+        mirror_offset=mirror_offset,
         data_offset=data_offset,
         generation=generation,
         clean=bool(flags & _CLEAN),
@@ -128,27 +135,28 @@ def version_of(block: bytes) -> int | None:
     return int.from_bytes(block[8:12], "little")
 
 
-def choose_superblock(first: bytes, second: bytes) -> tuple[Superblock | None, bool]:
+def choose_superblock(first: bytes, mirror: bytes) -> tuple[Superblock | None, bool]:
     """The newest valid copy, and whether both are valid and equal (else `clean` is not trusted).
 
-    (None, True) for a blank pair. Raises: FormatError when neither is usable and not blank.
+    (None, True) for a blank file: its first block is zero and its mirror is none of ours. Raises:
+    FormatError when neither copy is usable and the first block is not blank.
     """
-    found = [decode_superblock(first, 0), decode_superblock(second, 1)]
+    found = [decode_superblock(first, 0), decode_superblock(mirror, 1)]
     valid = [s for s in found if s is not None]
     if valid:
         best = max(valid, key=lambda s: s.generation)
         agree = len(valid) == 2 and valid[0] == valid[1]
         return (best if agree else replace(best, clean=False)), agree
-    if not any(first) and not any(second):
-        return None, True
-    versions = {version_of(first), version_of(second)} - {None, FORMAT_VERSION}
+    versions = {version_of(first), version_of(mirror)} - {None, FORMAT_VERSION}
     if versions:
         raise FormatError(
             f"data file has format version {max(v for v in versions if v is not None)}, "
             f"this build reads version {FORMAT_VERSION}",
             hint="start the version that wrote it, or give an empty file",
         )
+    if not any(first):
+        return None, True
     raise FormatError(
         "not an Entresol data file, or both superblock copies are damaged",
-        hint="check the path; to start empty, remove the file or zero the device's first 64 KiB",
+        hint="check the path; to start empty, remove the file or discard the device's content",
     )

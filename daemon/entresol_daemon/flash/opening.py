@@ -1,0 +1,84 @@
+"""The superblock on the device: making one, finding it, replacing both copies.
+
+Invariants: a device that is neither blank nor ours is never written; one copy is flushed before the
+other is touched, so a crash leaves at least one of them.
+"""
+
+from __future__ import annotations
+
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.model import EngineOptions, RandomBytes
+from entresol_daemon.flash.superblock import (
+    DATA_OFFSET,
+    SEGMENTS_MIN,
+    Superblock,
+    choose_superblock,
+    decode_superblock,
+    encode_superblock,
+)
+from entresol_proto.status import DeviceError, FormatError, Status
+
+_TRIES_MAX = 2
+
+
+def new_superblock(device: Device, options: EngineOptions, random_bytes: RandomBytes) -> Superblock:
+    """The superblock of a fresh file on this device. Raises: DeviceError when it is too small."""
+    mirror_offset = (device.size_bytes & -BLOCK) - BLOCK
+    count = (mirror_offset - DATA_OFFSET) // options.segment_bytes
+    if count < max(SEGMENTS_MIN, options.free_segments_min + 2):
+        raise DeviceError(
+            f"{device.name} has room for {max(0, count)} segments",
+            hint="use a larger data file or smaller segments",
+            status=Status.NO_SPACE,
+        )
+    return Superblock(
+        random_bytes(16), random_bytes(32), options.segment_bytes, count, mirror_offset
+    )
+
+
+def check_fit(device: Device, superblock: Superblock) -> None:
+    """Raises: FormatError when the device is shorter than its superblock says."""
+    needed = superblock.mirror_offset + BLOCK
+    if device.size_bytes < needed:
+        raise FormatError(
+            f"{device.name} has {device.size_bytes} bytes, its superblock says {needed}",
+            hint="the file was cut short: restore its size, or start with an empty one",
+        )
+
+
+async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:
+    """(superblock or None for a blank device, valid copies, whether both agree).
+
+    Raises: FormatError as `choose_superblock`; DeviceError when no copy can be read.
+    """
+    last = (device.size_bytes & -BLOCK) - BLOCK
+    if last < DATA_OFFSET:
+        raise DeviceError(f"{device.name} is smaller than an empty data file")
+    first = await _read_block(device, 0)
+    found = None if first is None else decode_superblock(first, 0)
+    if found is not None:
+        check_fit(device, found)
+        last = found.mirror_offset  # the device may have grown since
+    mirror = await _read_block(device, last)
+    if first is None and mirror is None:
+        raise DeviceError(f"{device.name}: no superblock copy can be read")
+    lost = b"\xff" * BLOCK  # neither valid nor blank
+    superblock, agree = choose_superblock(first or lost, mirror or lost)
+    return superblock, 2 if agree else 1, agree
+
+
+async def write_superblock(device: Device, superblock: Superblock) -> None:
+    """Replace both copies. Raises: DeviceError."""
+    for copy, offset in ((0, 0), (1, superblock.mirror_offset)):
+        buffer = aligned_buffer(BLOCK)
+        buffer[:] = encode_superblock(superblock, copy)
+        await device.write([IoOp(offset, buffer)])
+        await device.flush()
+
+
+async def _read_block(device: Device, offset: int) -> bytes | None:
+    buffer = aligned_buffer(BLOCK)
+    for _ in range(_TRIES_MAX):
+        if (await device.read([IoOp(offset, buffer)]))[0] is Status.OK:
+            return bytes(buffer)
+    return None
