@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from entresol_proto import __version__
-from entresol_proto.status import EntresolError
+from entresol_proto.status import ConfigError, EntresolError
 
 _EPILOG = """\
 examples:
@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         help="tenants that get a certificate (repeatable; default: dev and other)",
     )
     dev.add_argument("--flash", metavar="SIZE", help="bytes of flash, such as 4GiB (default 1GiB)")
+    dev.add_argument(
+        "--codec", metavar="NAME", help="raw, zstd, plane, or auto (default: raw on one host)"
+    )
     commands = parser.add_subparsers(dest="command", metavar="")
     keygen = commands.add_parser("keygen", help="write a new key-encryption key to a file")
     keygen.add_argument("path", type=Path, help="a file that does not exist yet")
@@ -69,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if arguments.dev == (arguments.config is not None):
             parser.error("give --config FILE, or --dev to try it")
-        if not arguments.dev and (arguments.dir or arguments.tenant or arguments.flash):
-            parser.error("--dir, --tenant and --flash belong to --dev")
+        of_dev = (arguments.dir, arguments.tenant, arguments.flash, arguments.codec)
+        if not arguments.dev and any(of_dev):
+            parser.error("--dir, --tenant, --flash and --codec belong to --dev")
         return _run(arguments)
     except EntresolError as error:
         print(f"entresold: {Exception.__str__(error)}", file=sys.stderr)
@@ -117,8 +121,14 @@ def _run_dev(arguments: argparse.Namespace) -> int:
     )
     try:
         if arguments.flash:
-            config = dev.with_flash_bytes(config, parse_size(arguments.flash))
+            try:
+                flash_bytes = parse_size(arguments.flash)
+            except ValueError as error:
+                raise ConfigError(f"--flash: {error}") from None
+            config = dev.with_flash_bytes(config, flash_bytes)
             config.check("--flash")
+        if arguments.codec:
+            config = dev.with_codec(config, arguments.codec)
         if arguments.check:
             print("good")
             return 0

@@ -20,6 +20,7 @@ from entresol_daemon.config import Config
 from entresol_daemon.control import devcerts
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.server import Daemon
+from entresol_proto.seal.meter import POLICIES
 from entresol_proto.status import ConfigError
 
 TENANTS_DEFAULT = ("dev", "other")
@@ -81,6 +82,13 @@ def prepare(
 def with_flash_bytes(config: Config, flash_bytes: int) -> Config:
     """The same with another flash size."""
     return replace(config, flash=replace(config.flash, size_bytes=flash_bytes))
+
+
+def with_codec(config: Config, codec: str) -> Config:
+    """The same with another codec policy. Raises: ConfigError for an unknown one."""
+    if codec not in POLICIES:
+        raise ConfigError(f"unknown codec {codec!r}", hint=f"use one of {', '.join(POLICIES)}")
+    return replace(config, sealing=replace(config.sealing, codec=codec))
 
 
 def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -> None:
