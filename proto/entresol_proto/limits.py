@@ -16,9 +16,9 @@ BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 * MIB
 ALIGN_BYTES = 4 * KIB  # O_DIRECT and NVMe alignment of everything on flash
 CHUNK_BYTES_DEFAULT = 256 * KIB  # plaintext bytes per independently opened chunk
-CHUNK_BYTES_MIN = 4 * KIB
-CHUNK_BYTES_MAX = 1 * MIB
-CHUNKS_PER_BLOCK_MAX = 1024
+CHUNK_BYTES_MIN = 4 * KIB  # one flash page
+CHUNK_BYTES_MAX = 1 * MIB  # the most that is decoded at a time
+CHUNKS_PER_BLOCK_MAX = 1024  # bounds the header, which is read before anything is verified
 
 # Keys.
 WIRE_KEY_BYTES = 16
@@ -40,9 +40,9 @@ DESCRIPTOR_BYTES_MAX = 4 * KIB
 DESCRIPTOR_TEXT_BYTES_MAX = 512
 
 # Fabrics (the data path).
-SPANS_PER_READ_MAX = 4_096
-DATA_STREAMS_PER_SESSION_MAX = 8
-REGIONS_PER_SESSION_MAX = 1_024
+SPANS_PER_READ_MAX = 4_096  # of one batched read
+DATA_STREAMS_PER_SESSION_MAX = 8  # tcp connections
+REGIONS_PER_SESSION_MAX = 1_024  # exposures at a time
 OFFER_PARAMS_BYTES_MAX = 1 * KIB
 TICKET_BYTES = 16  # one-time, random, names one fabric offer
 OFFERS_OPEN_MAX = 1_024  # unanswered fabric offers per server
@@ -60,5 +60,5 @@ REVOKE_DEADLINE_NS = 1_000_000_000  # bytes of a revoked exposure still queued, 
 # Time.
 HANDSHAKE_DEADLINE_NS = 5_000_000_000
 LEASE_NS_DEFAULT = 10_000_000_000
-DEADLINE_NS_DEFAULT = 5_000_000_000
+DEADLINE_NS_DEFAULT = 5_000_000_000  # of a client call, unless it is set otherwise
 DEADLINE_NS_MAX = 600_000_000_000
