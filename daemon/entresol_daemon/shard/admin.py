@@ -6,7 +6,6 @@ ended, its blocks left the index, and the event is published.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -145,12 +144,14 @@ class ShardAdmin:
                 name, _to_keyring(quota), now_unix_s=parts.unix_ns() // 10**9, after_erase=True
             )
 
-        await asyncio.to_thread(add)
+        await parts.compute.run(add)
         self._adopt(name)
         return self._record(name)
 
     async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
-        await asyncio.to_thread(self._shard.parts.keyring.set_quota, name, _to_keyring(quota))
+        await self._shard.parts.compute.run(
+            self._shard.parts.keyring.set_quota, name, _to_keyring(quota)
+        )
         account = self._adopt(name)
         await self._shard.removal.shrink_to_quota(account)
         return self._record(name)
@@ -161,7 +162,7 @@ class ShardAdmin:
         def rotate() -> None:
             parts.keyring.rotate(name, now_unix_s=parts.unix_ns() // 10**9)
 
-        await asyncio.to_thread(rotate)
+        await parts.compute.run(rotate)
         tenant = parts.keyring.get(name)
         for session in self._shard.sessions.values():
             if session.account.name == name:
@@ -178,7 +179,7 @@ class ShardAdmin:
             receipt = parts.keyring.erase(name, now_unix_s=now_ns // 10**9)
             return [row["version"] for row in receipt["erased"]]
 
-        versions = await asyncio.to_thread(erase)
+        versions = await parts.compute.run(erase)
         leases = self._shard.leases_held()
         sessions = await self._end_sessions(name)
         account = parts.accounts.by_name.get(name)

@@ -196,7 +196,7 @@ class Shard:
             return account
         if parts.keyring.was_erased(name) or not parts.config.tenants.auto_add:
             parts.keyring.get(name)  # raises with the right words
-        tenant = await asyncio.to_thread(self._add_first_seen, name)
+        tenant = await self.parts.compute.run(self._add_first_seen, name)
         return self.adopt_tenant(tenant)
 
     def _add_first_seen(self, name: TenantName) -> TenantInfo:
@@ -296,7 +296,7 @@ class Shard:
         descriptor = NamespaceDescriptor.parse(raw)
         handle = session.next_handle()
         keyring = self.parts.keyring
-        namespace_id, secret = await asyncio.to_thread(
+        namespace_id, secret = await self.parts.compute.run(
             keyring.remember_namespace, session.account.name, raw
         )
         config = self.parts.config
