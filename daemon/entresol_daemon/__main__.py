@@ -124,7 +124,7 @@ def _run_dev(arguments: argparse.Namespace) -> int:
             try:
                 flash_bytes = parse_size(arguments.flash)
             except ValueError as error:
-                raise ConfigError(f"--flash: {error}") from None
+                raise ConfigError(f"--flash: {error}", hint="such as --flash 4GiB") from None
             config = dev.with_flash_bytes(config, flash_bytes)
             config.check("--flash")
         if arguments.codec:

@@ -314,11 +314,15 @@ class Config:
                 hint="`entresold --print-config` prints a complete one",
             ) from None
         if len(raw) > CONFIG_FILE_BYTES_MAX:
-            raise ConfigError(f"{source}: longer than {CONFIG_FILE_BYTES_MAX} bytes")
+            raise ConfigError(
+                f"{source}: longer than {CONFIG_FILE_BYTES_MAX} bytes", hint="is it the right file?"
+            )
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{source}: not UTF-8 text at byte {error.start}") from None
+            raise ConfigError(
+                f"{source}: not UTF-8 text at byte {error.start}", hint="is it the right file?"
+            ) from None
         config = cls.parse(text, source)
         config.check(source)
         return config
@@ -330,7 +334,10 @@ class Config:
         try:
             tables = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ConfigError(f"{source}: not valid TOML: {error}") from None
+            raise ConfigError(
+                f"{source}: not valid TOML: {error}",
+                hint="`entresold --print-config` shows the form",
+            ) from None
         sections = {item.name: item for item in fields(cls)}
         values: dict[str, object] = {}
         for name, table in tables.items():
@@ -386,11 +393,11 @@ class Config:
         try:
             check_tenant_name(self.shard.name)
         except BadKeyError as error:
-            found.append((f"[shard] name: {error}", ""))
+            found.append((f"[shard] name: {Exception.__str__(error)}", error.hint))
         try:
             check_trust_domain(self.tls.trust_domain)
         except EntresolError as error:
-            found.append((f"[tls] trust_domain: {error}", ""))
+            found.append((f"[tls] trust_domain: {Exception.__str__(error)}", error.hint))
         segment, slab, flash = self.flash.segment_bytes, self.memory.slab_bytes, self.flash
         if segment % proto_limits.ALIGN_BYTES:
             found.append(("[flash] segment_bytes is not a multiple of 4KiB", "try 64MiB"))

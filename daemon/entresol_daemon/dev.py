@@ -61,7 +61,23 @@ def prepare(
     """Make or reuse a dev folder. Raises: EntresolError when it cannot be used."""
     temporary = directory is None
     root = directory or Path(tempfile.mkdtemp(prefix="entresol-dev-"))
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        return _fill(root, tuple(tenants)), DevHome(root.resolve(), temporary, tuple(tenants))
+    except BaseException:
+        if temporary:
+            shutil.rmtree(root, ignore_errors=True)
+        raise
+
+
+def _fill(root: Path, tenants: tuple[str, ...]) -> Config:
+    """Make what is not there yet. Raises: EntresolError."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the folder {root}: {error.strerror}",
+            hint="name another one with --dir, or leave it out for a temporary one",
+        ) from None
     root = root.resolve()
     if len(str(root)) > 80:
         raise ConfigError(
@@ -76,7 +92,7 @@ def prepare(
     if not (root / "kek").exists():
         FileKek.generate(root / "kek")
     config.check(root)
-    return config, DevHome(root, temporary, tuple(tenants))
+    return config
 
 
 def with_flash_bytes(config: Config, flash_bytes: int) -> Config:

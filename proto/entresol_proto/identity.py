@@ -219,7 +219,10 @@ def load_into_context(
     try:
         context.load_verify_locations(cafile=str(ca))
     except (ssl.SSLError, OSError) as error:
-        raise IdentityError(f"CA bundle {str(ca)!r} cannot be used: {error}") from None
+        raise IdentityError(
+            f"CA bundle {str(ca)!r} cannot be used: {error}",
+            hint="it must hold the PEM certificates of the CAs that sign your peers",
+        ) from None
 
 
 def _no_password() -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Running, eventually
+from harness import Running, eventually, running_daemon
 
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
 from entresol_client.connection import Connection
 from entresol_client.handshake import OpenSession, connect
 from entresol_client.results import GetResult, PutBlock, PutResult
+from entresol_daemon import dev
 from entresol_daemon.config import Config
+from entresol_daemon.config_reference import to_toml
 from entresol_daemon.server import Daemon
 from entresol_proto.fabric.base import Endpoint
 from entresol_proto.identity import client_ssl_context
@@ -283,3 +288,123 @@ async def disconnected(running: Running, sessions: int = 0) -> None:
     """Wait until the daemon has let go of all but `sessions` sessions."""
     shard = running.daemon.shard
     await eventually(lambda: len(shard.sessions) <= sessions, seconds=30, what="sessions to end")
+
+
+_ZYGOTE = """
+import json, os, resource, signal, sys, time
+import entresol_daemon.__main__ as command
+import entresol_daemon.dev, entresol_daemon.server, uvloop
+print("ready", flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(out, 1), os.dup2(out, 2), os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        if job["file_bytes_max"]:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes_max"],) * 2)
+        code = 70
+        try:
+            code = command.main(job["argv"])
+        except SystemExit as error:
+            code = error.code
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    until = time.monotonic() + 60
+    done, status = 0, 0
+    while not done and time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    if not done:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    print(json.dumps(os.waitstatus_to_exitcode(status) if done else "still running"), flush=True)
+"""
+
+
+class Starter:
+    """Runs `entresold ARGS` to its end in a process of its own, without paying for the imports.
+
+    A process that imported everything once forks one child per call; the child runs the command's
+    `main` as the real entry point does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._out = folder / "entresold.out"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _ZYGOTE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == "ready"
+
+    def run(self, *argv: str, file_bytes_max: int = 0) -> tuple[int | str, str]:
+        """Exit status ("still running" after a minute, then it was killed) and what it printed."""
+        assert self._process.stdin is not None
+        job = {"argv": argv, "out": str(self._out), "file_bytes_max": file_bytes_max}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._line()), self._out.read_text()
+
+    def refuses(self, *argv: str, **more: int) -> str:
+        """It must end with status 1, one clear line and a hint, and no traceback."""
+        code, text = self.run(*argv, **more)
+        assert code == 1, (code, text)
+        assert "Traceback" not in text, text
+        said = [line for line in text.splitlines() if line.startswith("entresold: ")]
+        fixes = [line for line in text.splitlines() if line.startswith("  fix: ")]
+        assert len(said) == 1, text
+        assert len(fixes) == 1, text
+        assert len(fixes[0]) > 12, text
+        return said[0] + "\n" + fixes[0]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@dataclass
+class Site:
+    """A prepared dev folder whose configuration is a file that tests can spoil."""
+
+    directory: Path
+    config: Config
+
+    @classmethod
+    def prepare(cls, directory: Path, **shape_options: Any) -> Site:
+        config, _ = dev.prepare(directory)
+        options = {"flash": 64 * MIB, "segment": 4 * MIB, "block_max": 1 * MIB, "dram": 32 * MIB}
+        site = cls(directory, shape(**{**options, **shape_options})(config))
+        site.write(site.config)
+        return site
+
+    @property
+    def toml(self) -> Path:
+        return self.directory / "entresold.toml"
+
+    def write(self, config: Config, extra: str = "") -> None:
+        """Make `config` the file's content."""
+        self.toml.write_text(to_toml(config, comments=False) + extra)
+
+    def change(self, section: str, **values: Any) -> None:
+        """Write the site's configuration with some settings changed; `self.config` stays."""
+        part = replace(getattr(self.config, section), **values)
+        self.write(replace(self.config, **{section: part}))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Running]:
+        """The site's own configuration in this process."""
+        async with running_daemon(self.directory, lambda _: self.config) as running:
+            yield running

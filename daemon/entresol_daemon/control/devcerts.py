@@ -100,7 +100,9 @@ def create(
             issue_tenant(pki.directory, name, now=now)
     except OSError as error:
         raise IdentityError(
-            f"cannot write the dev PKI in {pki.directory}: {error.strerror}", status=Status.IO_ERROR
+            f"cannot write the dev PKI in {pki.directory}: {error.strerror}",
+            hint="name a folder that this user may write",
+            status=Status.IO_ERROR,
         ) from None
     return pki
 

@@ -131,7 +131,10 @@ class GrpcServer:
         try:
             server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen at {str(path)!r}: {error}") from None
+            raise ConfigError(
+                f"cannot listen at {str(path)!r}: {error}",
+                hint="see [listen] unix_dir; a socket's path has at most 107 characters",
+            ) from None
         finally:
             os.umask(mask)
         os.chmod(path, 0o600)

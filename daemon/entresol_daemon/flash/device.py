@@ -334,7 +334,9 @@ def _open_blocking(
     except OSError as error:
         raise _open_error(path, error) from error
     if info is not None and not (stat.S_ISREG(info.st_mode) or stat.S_ISBLK(info.st_mode)):
-        raise DeviceError(f"{path} is not a regular file or block device")
+        raise DeviceError(
+            f"{path} is not a regular file or block device", hint="name one in [flash] path"
+        )
     flags = os.O_RDWR | os.O_CLOEXEC
     if created:
         flags |= os.O_CREAT | os.O_EXCL
@@ -368,7 +370,9 @@ def _open_error(path: str, error: OSError) -> DeviceError:
         errno.ENOENT: "create its directory first",
         errno.EISDIR: "name a file, not a directory",
     }
-    return DeviceError(f"cannot open {path}: {text}", hint=hints.get(error.errno or 0, ""))
+    return DeviceError(
+        f"cannot open {path}: {text}", hint=hints.get(error.errno or 0, "check [flash] path")
+    )
 
 
 def _lock(fd: int, path: str) -> None:

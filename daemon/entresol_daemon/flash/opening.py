@@ -53,7 +53,10 @@ async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]
     """
     last = (device.size_bytes & -BLOCK) - BLOCK
     if last < DATA_OFFSET:
-        raise DeviceError(f"{device.name} is smaller than an empty data file")
+        raise DeviceError(
+            f"{device.name} is smaller than an empty data file",
+            hint="if it was cut short restore its size, else remove it to start empty",
+        )
     first = await _read_block(device, 0)
     found = None if first is None else decode_superblock(first, 0)
     if found is not None:
@@ -61,7 +64,10 @@ async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]
         last = found.mirror_offset  # the device may have grown since
     mirror = await _read_block(device, last)
     if first is None and mirror is None:
-        raise DeviceError(f"{device.name}: no superblock copy can be read")
+        raise DeviceError(
+            f"{device.name}: no superblock copy can be read",
+            hint="the device fails: see the kernel's log",
+        )
     lost = b"\xff" * BLOCK  # neither valid nor blank
     superblock, agree = choose_superblock(first or lost, mirror or lost)
     return superblock, 2 if agree else 1, agree

@@ -34,6 +34,7 @@ _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _CREDENTIALS = "$CREDENTIALS_DIRECTORY/"
 _HOW_TO_MAKE = "make one with `entresold keygen PATH`"
+_DAMAGED = "the keyring was altered: restore the state folder from a backup"
 
 
 class KekProvider(Protocol):
@@ -87,11 +88,14 @@ class FileKek:
                 _check_mode(file, mode)
                 raw = opened.read(KEK_FILE_BYTES_MAX + 1)
         except IsADirectoryError:
-            raise KeyringError(f"KEK file {file} is a folder") from None
+            raise KeyringError(f"KEK file {file} is a folder", hint=_HOW_TO_MAKE) from None
         except FileNotFoundError:
             raise KeyringError(f"there is no KEK file {file}", hint=_HOW_TO_MAKE) from None
         except OSError as error:
-            raise KeyringError(f"cannot read KEK file {file}: {error.strerror}") from None
+            raise KeyringError(
+                f"cannot read KEK file {file}: {error.strerror}",
+                hint="let the daemon's user read it, and only that user",
+            ) from None
         return cls(_parse_key(raw, file), str(file))
 
     @staticmethod
@@ -112,7 +116,10 @@ class FileKek:
                 hint="everything sealed under it would be lost; choose another path",
             ) from None
         except OSError as error:
-            raise KeyringError(f"cannot write KEK file {file}: {error.strerror}") from None
+            raise KeyringError(
+                f"cannot write KEK file {file}: {error.strerror}",
+                hint="name a file in a folder that this user may write",
+            ) from None
         return FileKek.open(file)
 
     def kek_id(self) -> bytes:
@@ -128,11 +135,13 @@ class FileKek:
         """See `KekProvider.unwrap`."""
         least = 1 + _NONCE_BYTES + _TAG_BYTES
         if not least < len(blob) <= WRAPPED_BYTES_MAX or blob[0] != _WRAP_FORMAT:
-            raise KeyringError("a wrapped key has an unknown form")
+            raise KeyringError("a wrapped key has an unknown form", hint=_DAMAGED)
         try:
             return self._aead.decrypt(blob[1 : 1 + _NONCE_BYTES], blob[1 + _NONCE_BYTES :], aad)
         except InvalidTag:
-            raise KeyringError(f"a wrapped key does not open under KEK {self._id.hex()}") from None
+            raise KeyringError(
+                f"a wrapped key does not open under KEK {self._id.hex()}", hint=_DAMAGED
+            ) from None
 
 
 def expand_credentials(path: str | Path) -> Path:
@@ -154,7 +163,7 @@ def expand_credentials(path: str | Path) -> Path:
 
 def _check_mode(file: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise KeyringError(f"KEK file {file} is not a regular file")
+        raise KeyringError(f"KEK file {file} is not a regular file", hint=_HOW_TO_MAKE)
     forbidden = 0o077
     # systemd may grant the service's user access by an ACL, whose mask shows as group-read; the
     # credentials folder itself is closed to everybody else.

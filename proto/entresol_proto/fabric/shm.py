@@ -71,7 +71,10 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             self._listen(listener)
         except OSError as error:
             listener.close()
-            raise FabricError(f"cannot listen on {self._path}: {error}") from None
+            raise FabricError(
+                f"cannot listen on {self._path}: {error}",
+                hint="see [listen] unix_dir; a socket's path has at most 107 characters",
+            ) from None
         except FabricError:
             listener.close()
             raise
