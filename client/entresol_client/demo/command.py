@@ -119,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
     broken = report.broken_promises(findings)
     if args.json:
         print(json.dumps(report.as_dict(findings, broken), indent=2))
+        for promise in broken:
+            print(f"entresol demo: broken promise: {promise}", file=sys.stderr)
     else:
         print(report.table(findings, broken))
         if args.keep:
             print(f"kept in {args.keep}")
-    for promise in broken:
-        print(f"entresol demo: broken promise: {promise}", file=sys.stderr)
     return 1 if broken else 0
 
 

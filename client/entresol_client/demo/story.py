@@ -60,6 +60,8 @@ class Story:
     def __enter__(self) -> Story:
         check_daemon_installed()
         for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as under nohup
             try:
                 self._handlers[number] = signal.signal(number, _interrupt)
             except ValueError:
