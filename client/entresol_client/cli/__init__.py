@@ -1,0 +1,1 @@
+"""The `entresol` command: everything a person types to a running daemon."""

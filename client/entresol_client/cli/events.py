@@ -1,0 +1,385 @@
+"""`entresol events`: what happened to which block, replayed and followed.
+
+A consumer by the book of daemon/EVENTS.md: events are numbered without holes inside one incarnation
+of the daemon; whoever missed some is told so (a gap) and takes a snapshot.
+
+Invariant: while following, no event is skipped silently: after a lost connection it goes on behind
+the last number seen, and a gap is told before anything else is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from entresol_client.cli import options, output, rpc
+from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
+from entresol_client.cli.overview import one_admin_socket
+from entresol_proto.status import Status
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+BACKOFF_S_MIN = 0.25
+BACKOFF_S_MAX = 5.0
+KEYS_SHOWN_MAX = 3
+FIRST_REPLY_S = 10.0
+
+EXAMPLES = """\
+  entresol events                         what the daemon still remembers, then stop
+  entresol events --follow                from now on, until Ctrl-C
+  entresol events --since 120 --follow    after number 120, then on
+  entresol events --snapshot              what is stored now
+  entresol events --snapshot --follow --json | my-router
+  entresol events --all-tenants           the operator's view, over the admin socket
+"""
+ABOUT = """\
+Events are numbered per tenant without holes, from 1 with every start (incarnation) of the daemon. A
+position is written INCARNATION:NUMBER, and --since takes one, or a number of the present start.
+
+When the daemon no longer holds what came after a position, it says so: a gap. With --follow the
+command then tells which numbers are missing, prints a snapshot (every block stored now, as `stored`
+events with number 0) and follows from there: what is printed is again the whole truth.
+
+With --json every line is an object with "type": "event", "gap", "snapshot" (begins) or "position".
+
+exit status: 0 done, 1 refused or gap without --follow, 2 wrong use, 3 no daemon.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = options.command(
+        subparsers, "events", "show what happens to blocks", about=ABOUT, examples=EXAMPLES
+    )
+    parser.add_argument("--follow", action="store_true", help="go on until Ctrl-C; reconnects")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--since", metavar="NUMBER|POSITION", help="begin after this event (0: all that is held)"
+    )
+    start.add_argument("--snapshot", action="store_true", help="begin with what is stored now")
+    start.add_argument(
+        "--all-tenants", action="store_true", help="operator: every tenant, from now on"
+    )
+    parser.add_argument("--tokens", action="store_true", help="with --json: the token ids too")
+    parser.add_argument("--count", type=_count, metavar="N", help="stop after N events")
+    options.add_admin(parser)
+    options.add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position: the last event seen."""
+
+    incarnation: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation:016x}:{self.seq}"
+
+
+class _Enough(Exception):
+    """As many events as were asked for have been printed."""
+
+
+class Printer:
+    """Events, gaps and positions as lines."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._json = args.json
+        self._tokens = args.tokens
+        self._left: int | None = args.count
+        self._tenants = args.all_tenants
+        _, self._pb, _ = rpc.modules()
+
+    def label(self, enum: str, value: int) -> str:
+        """A number of the protocol in lower-case words; a newer one as a number."""
+        kind = getattr(self._pb, enum)
+        if value not in kind.values():
+            return str(value)
+        prefix = {"GapReason": "GAP_REASON_"}.get(enum, f"{enum.upper()}_")
+        text = str(kind.Name(value)).removeprefix(prefix).lower()
+        return "" if text == "unspecified" else text
+
+    def event(self, event: Any) -> None:
+        """One event. Raises: _Enough after the last that was asked for."""
+        if self._json:
+            output.json_line(self._as_dict(event))
+        else:
+            print(self._as_line(event), flush=True)
+        if self._left is not None:
+            self._left -= 1
+            if not self._left:
+                raise _Enough
+
+    def _as_dict(self, event: Any) -> dict[str, Any]:
+        row = {
+            "type": "event",
+            "seq": event.seq,
+            "time_unix_ns": event.time_unix_ns,
+            "tenant": event.tenant,
+            "kind": self.label("Kind", event.kind),
+            "reason": self.label("Reason", event.reason) or None,
+            "medium": self.label("Medium", event.medium) or None,
+            "namespace_id": event.namespace_id.hex(),
+            "wire_keys": [key.hex() for key in event.wire_keys],
+            "engine_keys": [key.hex() for key in event.engine_keys],
+            "parent": event.parent.hex() or None,
+            "position": event.position,
+            "block_tokens": event.block_tokens,
+            "tokens": len(event.token_ids),
+            "size_bytes": event.size_bytes,
+            "until_unix_ns": event.until_unix_ns or None,
+        }
+        if self._tokens:
+            row["token_ids"] = list(event.token_ids)
+        return row
+
+    def _as_line(self, event: Any) -> str:
+        when = datetime.datetime.fromtimestamp(event.time_unix_ns / 1e9)
+        parts = [when.strftime("%H:%M:%S.%f")[:-3], f"{event.seq:>7}"]
+        if self._tenants:
+            parts.append(event.tenant)
+        parts.append(f"{self.label('Kind', event.kind):<13}")
+        where = self.label("Medium", event.medium) or self.label("Reason", event.reason)
+        parts.append(f"{where:<9}")
+        if event.wire_keys:
+            parts.append(output.plural(len(event.wire_keys), "block"))
+        if event.size_bytes:
+            parts.append(output.size(event.size_bytes))
+        if event.namespace_id:
+            parts.append(f"ns={event.namespace_id[:4].hex()}")
+        keys = event.engine_keys or event.wire_keys
+        if keys:
+            shown = ",".join(key[:4].hex() for key in keys[:KEYS_SHOWN_MAX])
+            more = ",…" if len(keys) > KEYS_SHOWN_MAX else ""
+            parts.append(f"keys={shown}{more} at={event.position}")
+        return "  ".join(parts).rstrip()
+
+    def gap(self, gap: Any, *, following: bool) -> str:
+        """Tell what is missing; returns the sentence."""
+        reason = self.label("GapReason", gap.reason)
+        if reason == "incarnation":
+            text = "the daemon was restarted: numbers begin again"
+        elif reason == "ahead":
+            text = f"number {gap.asked_seq} was not given out yet"
+        elif gap.first_seq > gap.asked_seq + 1:
+            text = (
+                f"events {gap.asked_seq + 1} to {gap.first_seq - 1} are no longer held ({reason})"
+            )
+        else:
+            text = f"events after {gap.asked_seq} are no longer held ({reason})"
+        if self._json:
+            fields = {
+                "type": "gap", "reason": reason, "asked_seq": gap.asked_seq,
+                "first_seq": gap.first_seq, "last_seq": gap.last_seq,
+            }  # fmt: skip
+            output.json_line(fields)
+        elif following:
+            print(f"-- gap: {text}; what is stored now follows, then new events --", flush=True)
+        return text
+
+    def begin_snapshot(self, place: Place) -> None:
+        """What follows is what is stored at a position."""
+        if self._json:
+            output.json_line({"type": "snapshot", "position": str(place)})
+        else:
+            print(f"-- stored at {place} --", flush=True)
+
+    def end(self, place: Place) -> None:
+        """Where to go on another time."""
+        if self._json:
+            output.json_line({"type": "position", "position": str(place)})
+        else:
+            output.note(f"to go on from here: entresol events --since {place}")
+
+
+class Watcher:
+    """One command's way through snapshot, replay and following."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._printer = Printer(args)
+        self._grpc, self._pb, self._stubs = rpc.modules()
+        self._named = (args.tenant or "") if args.admin_socket is not None else ""
+        self.place: Place | None = None
+
+    def run(self) -> int:
+        """Print what was asked for; reconnects while following."""
+        args = self._args
+        backoff_s = BACKOFF_S_MIN
+        while True:
+            try:
+                self._once()
+                if not args.follow and not args.all_tenants:
+                    break
+                reason = "the daemon ended the stream"
+                backoff_s = BACKOFF_S_MIN
+            except Unreachable as error:
+                if not args.follow or (self.place is None and backoff_s == BACKOFF_S_MIN):
+                    raise
+                reason = Exception.__str__(error)
+            output.note(f"entresol: {reason}; trying again in {backoff_s:.2g} s")
+            time.sleep(backoff_s)
+            backoff_s = min(BACKOFF_S_MAX, 2 * backoff_s)
+        if self.place is not None:
+            self._printer.end(self.place)
+        return 0
+
+    def _channel(self) -> AbstractContextManager[Any]:
+        """A channel; the configuration is read again, because a dev daemon's ports move."""
+        args = self._args
+        if args.all_tenants or args.admin_socket is not None:
+            return rpc.operator_channel(one_admin_socket(args))
+        config = options.load_config(args)
+        return rpc.tenant_channel(config, options.pick_shard(config.shards, args.shard))
+
+    def _once(self) -> None:
+        """One connection. Raises: CliError, Unreachable."""
+        args = self._args
+        with self._channel() as channel:
+            stub = self._stubs.EventsStub(channel)
+            try:
+                if args.all_tenants:
+                    self._follow(stub, None, until=None)
+                    return
+                if self.place is None:
+                    self.place = self._start(stub)
+                if args.follow:
+                    self._follow_through_gaps(stub)
+                elif not args.snapshot:
+                    self._follow(stub, self.place, until=self._now(stub))
+            except self._grpc.RpcError as error:
+                raise rpc.translate(error) from None
+
+    def _start(self, stub: Any) -> Place:
+        """Where to begin; a snapshot is printed on the way."""
+        args = self._args
+        if args.snapshot:
+            return self._snapshot(stub)
+        now = self._now(stub)
+        if args.since is not None:
+            return _parse_place(args.since, now.incarnation)
+        return now if args.follow else self._oldest(stub, now)
+
+    def _oldest(self, stub: Any, now: Place) -> Place:
+        """The position before the oldest event that is held."""
+        place = Place(now.incarnation, 0)
+        for reply in self._watch(stub, place):
+            if reply.HasField("gap"):
+                output.note(
+                    f"entresol: events 1 to {reply.gap.first_seq - 1} are no longer held; "
+                    "--snapshot shows what is stored"
+                )
+                return Place(now.incarnation, max(0, reply.gap.first_seq - 1))
+            if reply.events or now.seq == 0:
+                break
+        return place
+
+    def _now(self, stub: Any) -> Place:
+        """The newest position."""
+        for reply in self._watch(stub, None):
+            return Place(reply.position.incarnation, reply.position.seq)
+        raise Unreachable("the daemon ended the stream", hint="it is stopping; try again")
+
+    def _watch(self, stub: Any, after: Place | None) -> Iterator[Any]:
+        """Replies of one Watch; the call ends with the iteration."""
+        request = self._pb.WatchRequest(tenant=self._named)
+        if after is not None:
+            request.after.incarnation = after.incarnation
+            request.after.seq = after.seq
+        call = stub.Watch(request)
+        try:
+            yield from call
+        finally:
+            call.cancel()
+
+    def _snapshot(self, stub: Any) -> Place:
+        """Print what is stored; returns its position."""
+        call = stub.Snapshot(self._pb.SnapshotRequest(tenant=self._named))
+        place: Place | None = None
+        complete = False
+        try:
+            for reply in call:
+                if reply.HasField("position"):
+                    place = Place(reply.position.incarnation, reply.position.seq)
+                    self._printer.begin_snapshot(place)
+                self._print(reply.events)
+                complete = complete or reply.complete
+        finally:
+            call.cancel()
+        if place is None or not complete:
+            raise Unreachable("the snapshot was cut short", hint="try again")
+        return place
+
+    def _follow_through_gaps(self, stub: Any) -> None:
+        """Follow; after a gap, take a snapshot and follow from there."""
+        while self._follow(stub, self.place, until=None):
+            self.place = self._snapshot(stub)
+
+    def _follow(self, stub: Any, after: Place | None, *, until: Place | None) -> bool:
+        """Print events after a position; True when it ended with a gap.
+
+        Stops behind `until`. Raises: CliError for a gap when not following.
+        """
+        following = self._args.follow
+        if until is not None and until == after:
+            return False
+        for reply in self._watch(stub, after):
+            if reply.HasField("gap"):
+                text = self._printer.gap(reply.gap, following=following)
+                if not following:
+                    raise CliError(
+                        text, hint="--snapshot shows what is stored now", status=Status.GAP
+                    )
+                return True
+            self._print(reply.events)
+            if reply.events and not self._args.all_tenants:
+                self.place = Place(reply.incarnation, reply.events[-1].seq)
+                if until is not None and self.place.seq >= until.seq:
+                    return False
+        return False
+
+    def _print(self, events: Iterable[Any]) -> None:
+        for event in events:
+            self._printer.event(event)
+
+
+def _parse_place(text: str, incarnation: int) -> Place:
+    """Raises: UsageProblem."""
+    head, colon, tail = text.rpartition(":")
+    try:
+        seq = int(tail)
+        if seq < 0 or (colon and len(head) != 16):
+            raise ValueError
+        return Place(int(head, 16) if colon else incarnation, seq)
+    except ValueError:
+        raise UsageProblem(
+            f"--since {text!r} is no position",
+            hint="write a number, or a position as this command prints it: INCARNATION:NUMBER",
+        ) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    if args.since is not None:
+        _parse_place(args.since, 0)
+    if args.tokens and not args.json:
+        raise UsageProblem("--tokens belongs to --json")
+    try:
+        return Watcher(args).run()
+    except _Enough:
+        sys.stdout.flush()
+        return 0

@@ -1,0 +1,137 @@
+"""What this host brings for speed: RDMA, locked memory, huge pages, AES, clock.
+
+Invariant: read-only; a host without RDMA is a fine host, so its absence is told, not warned of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from entresol_client.cli import output
+from entresol_client.cli.doctor import OK, WARN, Finding
+from entresol_proto import limits
+
+RDMA_PATH = Path("/sys/class/infiniband")
+MEMLOCK_WANTED_BYTES = 1 * limits.GIB
+_TIMEX_BYTES = 512  # more than struct timex of any Linux
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
+
+
+def check_host() -> Iterator[Finding]:
+    """All of them."""
+    devices = _rdma_devices()
+    yield from _rdma(devices)
+    yield _memlock(rdma=bool(devices))
+    yield _huge_pages()
+    yield _aes()
+    yield _clock()
+    yield Finding(
+        "host", OK,
+        f"{platform.machine()}, {output.plural(os.cpu_count() or 1, 'core')}, "
+        f"Python {platform.python_version()}",
+    )  # fmt: skip
+
+
+def _rdma_devices() -> list[str]:
+    try:
+        return sorted(path.name for path in RDMA_PATH.iterdir())
+    except OSError:
+        return []
+
+
+def _rdma(devices: list[str]) -> Iterator[Finding]:
+    """Devices, their ports, and what using them needs."""
+    if not devices:
+        yield Finding(
+            "rdma", OK,
+            "no RDMA device here: tcp or shm it is (for trying it: apt install rdma-core "
+            "iproute2, then rdma link add rxe0 type rxe netdev IFACE)",
+        )  # fmt: skip
+        return
+    for device in devices:
+        for port in sorted((RDMA_PATH / device / "ports").glob("*")):
+            state = _read(port / "state").partition(":")[2].strip() or "unknown"
+            rate = _read(port / "rate")
+            level = OK if state == "ACTIVE" else WARN
+            fix = (
+                ""
+                if level is OK
+                else f"ip link set up its interface; see `rdma link show {device}`"
+            )
+            yield Finding("rdma", level, f"{device} port {port.name}: {state}, {rate}", fix)
+    if importlib.util.find_spec("pyverbs") is None:
+        yield Finding(
+            "rdma", WARN, "pyverbs is not installed: the verbs fabric cannot be used",
+            "apt install python3-pyverbs ibverbs-providers (DOCA: python3-pyverbs)",
+        )  # fmt: skip
+    else:
+        yield Finding("rdma", OK, "pyverbs is installed")
+
+
+def _memlock(*, rdma: bool) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("memlock", OK, "unlimited")
+    text = output.size(soft)
+    if soft >= MEMLOCK_WANTED_BYTES:
+        return Finding("memlock", OK, text)
+    if not rdma:
+        return Finding("memlock", OK, f"{text}; enough without RDMA")
+    return Finding(
+        "memlock", WARN, f"{text}: registering memory for RDMA will fail",
+        "ulimit -l unlimited, LimitMEMLOCK=infinity in the unit, or /etc/security/limits.conf",
+    )  # fmt: skip
+
+
+def _huge_pages() -> Finding:
+    fields = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = value.split()[0] if value.split() else "0"
+    total, free = int(fields.get("HugePages_Total", 0)), int(fields.get("HugePages_Free", 0))
+    page = int(fields.get("Hugepagesize", 0)) * limits.KIB
+    if total:
+        return Finding("huge pages", OK, f"{free:,} of {total:,} free, {output.size(page)} each")
+    return Finding(
+        "huge pages", OK,
+        "none reserved; a daemon here uses ordinary pages (sysctl vm.nr_hugepages reserves some)",
+    )  # fmt: skip
+
+
+def _aes() -> Finding:
+    words = _read(Path("/proc/cpuinfo")).split()
+    if "aes" in words:
+        return Finding("cpu", OK, "AES instructions")
+    return Finding(
+        "cpu", WARN, "no AES instructions: sealing and opening will be slow",
+        "in a guest, pass the host's CPU features through (-cpu host)",
+    )  # fmt: skip
+
+
+def _clock() -> Finding:
+    """adjtimex(2) with modes 0 only reads."""
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (OSError, AttributeError):
+        state = -1
+    if state == _TIME_ERROR:
+        return Finding(
+            "clock", WARN, "not synchronised: certificates may seem expired, times are off",
+            "run a time service: systemd-timesyncd, chrony",
+        )  # fmt: skip
+    if state < 0:
+        return Finding("clock", OK, "its state cannot be read here")
+    return Finding("clock", OK, "synchronised")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

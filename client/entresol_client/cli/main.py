@@ -1,0 +1,129 @@
+"""`entresol`: the command, its help and its exit codes.
+
+Invariant: nothing heavy is imported to show help; expected failures are one line and a fix on
+standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from entresol_client.cli import (
+    doctor,
+    errors,
+    events,
+    fetching,
+    inspecting,
+    lookup,
+    options,
+    overview,
+    storing,
+    tenants,
+)
+from entresol_client.cli.errors import CliError
+from entresol_proto import __version__
+from entresol_proto.status import EntresolError, Status
+
+_ABOUT = "Talk to Entresol, the pod-shared, sealed KV block store."
+_EPILOG = """\
+start here:
+  entresold --dev                             in one terminal: a daemon that needs nothing
+  entresol put notes.bin --name notes         in another
+  entresol get --name notes -o copy.bin
+  entresol doctor                             when something does not work
+
+The configuration is --config FILE, else $ENTRESOL_CONFIG, else entresol/client.toml in
+$XDG_RUNTIME_DIR, $XDG_CONFIG_HOME (or ~/.config) or /etc. `entresold --dev` writes one.
+
+exit status: 0 done, 1 missing or failed, 2 wrong use or configuration, 3 no daemon, 130 Ctrl-C.
+`entresol COMMAND --help` explains each command.
+"""
+_DEMO = "entresol_client.demo.command"
+_DEMO_SHORT = "the whole story on real KV data, in about a minute"
+
+
+def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line; the demo's own options are loaded only when it is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="entresol",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        formatter_class=options.Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"entresol {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _add_demo(subparsers, wanted="demo" in argv[:1])
+    for module in (storing, fetching, lookup, events, overview, doctor, inspecting, tenants):
+        module.add_parser(subparsers)
+    return parser
+
+
+def _add_demo(subparsers: Any, *, wanted: bool) -> None:
+    if wanted:
+        try:
+            module = importlib.import_module(_DEMO)
+        except ModuleNotFoundError as error:
+            if error.name != _DEMO:
+                raise
+        else:
+            module.add_parser(subparsers)
+            subparsers.choices["demo"].set_defaults(run=module.run)
+            return
+    parser = options.command(subparsers, "demo", _DEMO_SHORT)
+    parser.set_defaults(run=_no_demo)
+
+
+def _no_demo(args: argparse.Namespace) -> int:
+    raise CliError("the demo is not part of this build", status=Status.UNSUPPORTED)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = parser_of(words)
+        args = parser.parse_args(words)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else errors.EXIT_USAGE
+    if args.command is None:
+        parser.print_help()
+        return errors.EXIT_USAGE
+    _log(verbose=getattr(args, "verbose", False))
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except EntresolError as error:
+        for line in errors.describe(error):
+            print(line, file=sys.stderr)
+        return errors.exit_code_of(error)
+    except KeyboardInterrupt:
+        print("entresol: interrupted", file=sys.stderr)
+        return errors.EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; keep the interpreter from complaining at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return errors.EXIT_FAILED
+
+
+def _log(*, verbose: bool) -> None:
+    """Log lines only when they are asked for; failures are reported by the command itself."""
+    logger = logging.getLogger("entresol")
+    if not verbose:
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Arguments that several commands share, and how their values are read.
+
+Invariant: light: nothing here imports numpy, cryptography or grpc before a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from entresol_client.cli.errors import UsageProblem
+from entresol_proto import limits
+
+if TYPE_CHECKING:
+    from entresol_client.config import ClientConfig, ShardAddress
+    from entresol_proto.ids import NamespaceDescriptor
+
+HELP_COLUMNS_MAX = 98
+_SIZES = {"": 1, "B": 1} | {
+    f"{letter}{tail}": 1024**power
+    for power, letter in enumerate("KMGT", start=1)
+    for tail in ("", "iB")
+}
+_TIMES_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "": 10**9}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+MODEL_DEFAULT = "entresol-cli"
+DTYPE_DEFAULT = "opaque"
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that fits beside an editor, whatever the terminal's width."""
+
+    def __init__(self, prog: str) -> None:
+        columns = int(os.environ.get("COLUMNS", "0") or 0) if _is_number("COLUMNS") else 0
+        width = min(columns or HELP_COLUMNS_MAX, HELP_COLUMNS_MAX)
+        super().__init__(prog, max_help_position=28, width=max(width, 60))
+
+
+def _is_number(name: str) -> bool:
+    return os.environ.get(name, "").isdigit()
+
+
+def command(
+    subparsers: Any, name: str, short: str, *, about: str = "", examples: str = ""
+) -> argparse.ArgumentParser:
+    """A subcommand's parser, in the form they all have."""
+    text = f"{short[0].upper()}{short[1:]}." + (f"\n\n{about.strip()}" if about else "")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=short,
+        description=text,
+        epilog=f"examples:\n{examples.rstrip()}" if examples else None,
+        formatter_class=Formatter,
+    )
+    return parser
+
+
+def add_common(parser: argparse.ArgumentParser, *, tenant: bool = True) -> None:
+    """--config, --tenant, --json, --progress, --verbose."""
+    group = parser.add_argument_group("common")
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="client configuration (else $ENTRESOL_CONFIG, else the usual places)",
+    )
+    if tenant:
+        group.add_argument(
+            "--tenant",
+            metavar="NAME",
+            help="use client-NAME.toml beside the configuration that is found",
+        )
+    group.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
+    group.add_argument(
+        "--progress", action="store_true", help="show progress also when not on a terminal"
+    )
+    group.add_argument("--verbose", action="store_true", help="log what happens to standard error")
+
+
+def add_admin(parser: argparse.ArgumentParser) -> None:
+    """Where the operator's socket is."""
+    parser.add_argument(
+        "--admin-socket",
+        type=Path,
+        metavar="PATH",
+        help="the daemon's admin socket (default: as the configuration says)",
+    )
+    add_shard(parser)
+
+
+def add_shard(parser: argparse.ArgumentParser) -> None:
+    """Which shard, where a command asks one."""
+    parser.add_argument("--shard", metavar="NAME", help="which shard, when several are configured")
+
+
+def add_namespace(parser: argparse.ArgumentParser) -> None:
+    """Everything that names a namespace; it must agree between put and get."""
+    group = parser.add_argument_group(
+        "namespace", "must be the same for put and get: any difference is another namespace"
+    )
+    group.add_argument("--model", default=MODEL_DEFAULT, help="model id (default: %(default)s)")
+    group.add_argument("--revision", default="main", help="model revision (default: %(default)s)")
+    group.add_argument("--lora", help="LoRA adapter")
+    group.add_argument("--salt", help="cache salt: separates users who must not share")
+    group.add_argument(
+        "--dtype",
+        default=DTYPE_DEFAULT,
+        help="bf16, fp16, fp8_e4m3, ... helps compression (default: %(default)s)",
+    )
+    for name, default, text in (
+        ("block-tokens", 16, "tokens in one block"),
+        ("layers", 0, "layers"),
+        ("kv-heads", 0, "KV heads"),
+        ("head-dim", 0, "size of a head"),
+        ("tp-rank", 0, "tensor-parallel rank"),
+        ("tp-world", 1, "tensor-parallel size"),
+        ("pp-rank", 0, "pipeline-parallel rank"),
+        ("pp-world", 1, "pipeline-parallel size"),
+    ):
+        group.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    group.add_argument("--kv-order", default="kv", help="order of K and V (default: %(default)s)")
+    group.add_argument(
+        "--page-layout", default="opaque", help="layout of a block (default: %(default)s)"
+    )
+
+
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """How long one call to the daemon may take."""
+    parser.add_argument(
+        "--deadline",
+        type=parse_span_ns,
+        default=30 * 10**9,
+        metavar="SPAN",
+        help="for each call to the daemon, such as 500ms or 10s (default: 30s)",
+    )
+
+
+def descriptor(args: argparse.Namespace) -> NamespaceDescriptor:
+    """The namespace the arguments name. Raises: BadKeyError."""
+    from entresol_proto.ids import NamespaceDescriptor
+
+    return NamespaceDescriptor(
+        model=args.model,
+        model_revision=args.revision,
+        lora=args.lora,
+        cache_salt=args.salt,
+        dtype=args.dtype,
+        layers=args.layers,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        kv_order=args.kv_order,
+        page_layout=args.page_layout,
+        block_tokens=args.block_tokens,
+        tp_rank=args.tp_rank,
+        tp_world=args.tp_world,
+        pp_rank=args.pp_rank,
+        pp_world=args.pp_world,
+    )
+
+
+def namespace_words(args: argparse.Namespace) -> str:
+    """The namespace options that are not at their default, to be repeated in a printed command."""
+    import shlex
+
+    words = []
+    for name, default in (
+        ("model", MODEL_DEFAULT), ("revision", "main"), ("lora", None), ("salt", None),
+        ("dtype", DTYPE_DEFAULT), ("block_tokens", 16), ("layers", 0), ("kv_heads", 0),
+        ("head_dim", 0), ("kv_order", "kv"), ("page_layout", "opaque"), ("tp_rank", 0),
+        ("tp_world", 1), ("pp_rank", 0), ("pp_world", 1), ("tenant", None), ("config", None),
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value != default:
+            words.append(f" --{name.replace('_', '-')} {shlex.quote(str(value))}")
+    return "".join(words)
+
+
+# -- values
+
+
+def parse_size(text: str) -> int:
+    """ "4GiB", "4G", "512KiB" or plain bytes. Raises: ArgumentTypeError."""
+    match = _QUANTITY.fullmatch(text.strip())
+    if not match or match[2] not in _SIZES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 64KiB, 1MiB, 4GiB")
+    return int(float(match[1]) * _SIZES[match[2]])
+
+
+def parse_block_size(text: str) -> int:
+    """A size that a block may have. Raises: ArgumentTypeError."""
+    found = parse_size(text)
+    if not limits.BLOCK_BYTES_MIN <= found <= limits.BLOCK_BYTES_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a block size; blocks are "
+            f"{limits.BLOCK_BYTES_MIN} B to {limits.BLOCK_BYTES_MAX // limits.MIB} MiB"
+        )
+    return found
+
+
+def parse_span_ns(text: str) -> int:
+    """ "500ms", "10s", "2min" or seconds, in ns. Raises: ArgumentTypeError."""
+    match = _QUANTITY.fullmatch(text.strip())
+    if not match or match[2] not in _TIMES_NS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 500ms, 10s, 2min")
+    found = int(float(match[1]) * _TIMES_NS[match[2]])
+    if not 0 < found <= limits.DEADLINE_NS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is out of range; at most {limits.DEADLINE_NS_MAX // 10**9} s"
+        )
+    return found
+
+
+# -- configuration
+
+
+def load_config(args: argparse.Namespace) -> ClientConfig:
+    """The client configuration for these arguments. Raises: ConfigError, UsageProblem."""
+    from entresol_client.config import ClientConfig
+
+    return ClientConfig.load(config_path(args))
+
+
+def config_path(args: argparse.Namespace) -> Path:
+    """Which file is the configuration. Raises: ConfigError when there is none, UsageProblem."""
+    from entresol_client.config import CONFIG_ENV, ClientConfig, default_paths
+
+    named = args.config or os.environ.get(CONFIG_ENV)
+    found = Path(named) if named else next((p for p in default_paths() if p.is_file()), None)
+    if found is None:
+        ClientConfig.find()  # raises, naming every place
+        raise AssertionError("a configuration appeared meanwhile")
+    tenant = getattr(args, "tenant", None)
+    return _for_tenant(found, tenant) if tenant else found
+
+
+def _for_tenant(found: Path, tenant: str) -> Path:
+    from entresol_proto.ids import check_tenant_name
+
+    folder = found.resolve().parent
+    beside = folder / f"client-{check_tenant_name(tenant)}.toml"
+    if beside.is_file():
+        return beside
+    own = _tenant_of(found)
+    if own == tenant:
+        return found
+    known = sorted({path.stem[len("client-") :] for path in folder.glob("client-*.toml")} | {own})
+    raise UsageProblem(
+        f"there is no {beside.name} beside {found}",
+        hint=f"tenants with a configuration there: {', '.join(name for name in known if name)}",
+    )
+
+
+def _tenant_of(path: Path) -> str:
+    """The tenant that a configuration's certificate names; empty when it names none."""
+    from entresol_client.config import ClientConfig
+    from entresol_proto.identity import tenant_from_cert
+    from entresol_proto.status import EntresolError
+
+    config = ClientConfig.load(path)
+    try:
+        return tenant_from_cert(config.tls.cert.read_bytes(), config.tls.trust_domain)
+    except (OSError, EntresolError):
+        return ""
+
+
+def pick_shard(shards: Sequence[ShardAddress], name: str | None) -> ShardAddress:
+    """The shard called `name`, or the only one. Raises: UsageProblem."""
+    names = ", ".join(shard.name for shard in shards)
+    if name is None:
+        if len(shards) > 1:
+            raise UsageProblem(f"{len(shards)} shards are configured", hint=f"--shard: {names}")
+        return shards[0]
+    for shard in shards:
+        if shard.name == name:
+            return shard
+    raise UsageProblem(f"no shard is called {name!r}", hint=f"configured are {names}")

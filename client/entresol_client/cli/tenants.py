@@ -1,0 +1,272 @@
+"""`entresol tenant`: who may use the daemon, and how much. The operator's, over the admin socket.
+
+Invariant: erasing happens only after the tenant's name was typed once more (or --yes), because it
+cannot be undone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from entresol_client.cli import options, output, rpc
+from entresol_client.cli.errors import CliError, UsageProblem
+from entresol_client.cli.overview import one_admin_socket
+from entresol_proto.ids import check_tenant_name
+from entresol_proto.status import Status
+
+ERASE_DEADLINE_S = 120.0
+WEIGHT_MAX = 1_000_000
+
+EXAMPLES = """\
+  entresol tenant list
+  entresol tenant add acme --flash 2TiB --dram 16GiB --weight 2
+  entresol tenant quota acme --flash 4TiB        the rest of its quota stays as it is
+  entresol tenant quota acme --dram none         no limit of its own
+  entresol tenant rotate acme                    new data-encryption key from now on
+  entresol tenant erase acme                     destroys its keys; asks first
+"""
+ABOUT = """\
+Runs on the daemon's machine as its user, over the admin socket. A tenant is whoever has a
+certificate with its name; adding one here gives it keys and a quota.
+
+exit status: 0 done, 1 refused or not confirmed, 2 wrong use, 3 no daemon.
+"""
+_ERASE = """\
+Destroys every version of the tenant's keys, in every copy. What is on flash becomes noise; sessions
+end, leases are revoked, the blocks leave the index. It cannot be undone. Keep the receipt.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command and its five verbs."""
+    parser = options.command(
+        subparsers, "tenant", "add, list, limit, rotate and erase tenants",
+        about=ABOUT, examples=EXAMPLES,
+    )  # fmt: skip
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    table: tuple[tuple[str, str, str, Callable[[argparse.Namespace], int]], ...] = (
+        ("list", "show all tenants, what they use and may use", "", run_list),
+        ("add", "make a tenant known and give it keys", "", run_add),
+        ("quota", "change what a tenant may use; what is not named stays", "", run_quota),
+        ("rotate", "start a new version of a tenant's data-encryption key", "", run_rotate),
+        ("erase", "destroy a tenant's keys, for good", _ERASE, run_erase),
+    )
+    for name, short, about, run in table:
+        given = "" if name == "list" else " acme"
+        extra = " --flash 2TiB" if name in ("add", "quota") else ""
+        verb = options.command(
+            verbs, name, short, about=about, examples=f"  entresol tenant {name}{given}{extra}\n"
+        )
+        if name != "list":
+            verb.add_argument("name", metavar="NAME", help="the tenant: a-z 0-9 . _ -")
+        if name in ("add", "quota"):
+            _add_quota(verb)
+        if name == "erase":
+            verb.add_argument("--yes", action="store_true", help="do not ask")
+        options.add_admin(verb)
+        options.add_common(verb, tenant=False)
+        verb.set_defaults(run=run)
+
+
+def _add_quota(parser: argparse.ArgumentParser) -> None:
+    for name, what in (("flash", "flash"), ("dram", "the daemon's memory")):
+        parser.add_argument(
+            f"--{name}",
+            type=_limit,
+            metavar="SIZE|none",
+            help=f"how much of {what} it may use, such as 64GiB; none: no limit of its own",
+        )
+    parser.add_argument(
+        "--weight",
+        type=_weight,
+        metavar="N",
+        help="share of contended work relative to the others (default: 1)",
+    )
+
+
+def _limit(text: str) -> int:
+    if text == "none":
+        return 0
+    found = options.parse_size(text)
+    if not found:
+        raise argparse.ArgumentTypeError("a limit of 0 would mean none; write none")
+    return found
+
+
+def _weight(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= WEIGHT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 to {WEIGHT_MAX}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _admin(args: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """(stub, messages) of the operator's service."""
+    _, pb, stubs = rpc.modules()
+    with rpc.operator_channel(one_admin_socket(args)) as channel:
+        yield stubs.AdminStub(channel), pb
+
+
+def _row(info: Any) -> dict[str, Any]:
+    quota = info.quota
+    return {
+        "name": info.name,
+        "dek_version": info.dek_version,
+        "blocks": info.blocks,
+        "flash_bytes": info.flash_bytes,
+        "dram_bytes": info.dram_bytes,
+        "sessions": info.sessions,
+        "leases": info.leases,
+        "quota": {
+            "flash_bytes": quota.flash_bytes or None,
+            "dram_bytes": quota.dram_bytes or None,
+            "weight": quota.weight or 1,
+        },
+    }
+
+
+def _of(limit_bytes: int | None) -> str:
+    return output.size(limit_bytes) if limit_bytes else "no limit"
+
+
+def _told(row: dict[str, Any]) -> str:
+    quota = row["quota"]
+    return (
+        f"tenant {row['name']}: flash {_of(quota['flash_bytes'])}, memory "
+        f"{_of(quota['dram_bytes'])}, weight {quota['weight']}, key version {row['dek_version']}"
+    )
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """The verb."""
+    with _admin(args) as (stub, pb):
+        found = rpc.call(stub.TenantList, pb.TenantListRequest())
+    rows = [_row(info) for info in found.tenants]
+    grid = [
+        (
+            row["name"], f"{row['blocks']:,}",
+            f"{output.size(row['flash_bytes'])} / {_of(row['quota']['flash_bytes'])}",
+            f"{output.size(row['dram_bytes'])} / {_of(row['quota']['dram_bytes'])}",
+            str(row["quota"]["weight"]), str(row["sessions"]), str(row["dek_version"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    head = ("TENANT", "BLOCKS", "FLASH", "MEMORY", "WEIGHT", "SESSIONS", "KEY")
+    output.answer(args.json, {"tenants": rows}, output.table(head, grid, right=" rrrrrr"))
+    return 0
+
+
+def run_add(args: argparse.Namespace) -> int:
+    """The verb."""
+    name = check_tenant_name(args.name)
+    with _admin(args) as (stub, pb):
+        quota = pb.Quota(
+            flash_bytes=args.flash or 0, dram_bytes=args.dram or 0, weight=args.weight or 0
+        )
+        row = _row(rpc.call(stub.TenantAdd, pb.TenantAddRequest(name=name, quota=quota)))
+    uri = f"spiffe://{_trust_domain(args)}/tenant/{name}"
+    row["spiffe_id"] = uri
+    lines = [
+        f"added {_told(row)[len('tenant ') :]}",
+        f"it signs in with a certificate whose only URI name is {uri}",
+        "  from SPIRE, cert-manager or your CA; for `entresold --dev --dir DIR`, restart it with",
+        f"  --tenant dev --tenant {name} and use DIR/client-{name}.toml",
+    ]
+    output.answer(args.json, row, lines)
+    return 0
+
+
+def _trust_domain(args: argparse.Namespace) -> str:
+    from entresol_proto.status import ConfigError
+
+    try:
+        return options.load_config(args).tls.trust_domain
+    except ConfigError:  # an operator needs no client configuration
+        return "TRUST-DOMAIN"
+
+
+def run_quota(args: argparse.Namespace) -> int:
+    """The verb."""
+    name = check_tenant_name(args.name)
+    if args.flash is None and args.dram is None and args.weight is None:
+        raise UsageProblem("nothing to change", hint="--flash SIZE, --dram SIZE or --weight N")
+    with _admin(args) as (stub, pb):
+        tenants = rpc.call(stub.TenantList, pb.TenantListRequest()).tenants
+        now = next((info.quota for info in tenants if info.name == name), None)
+        if now is None:
+            known = ", ".join(info.name for info in tenants)
+            raise CliError(f"there is no tenant {name!r}", hint=f"known are {known or 'none'}")
+        quota = pb.Quota()
+        quota.CopyFrom(now)
+        for field, value in (
+            ("flash_bytes", args.flash), ("dram_bytes", args.dram), ("weight", args.weight)
+        ):  # fmt: skip
+            if value is not None:
+                setattr(quota, field, value)
+        request = pb.TenantSetQuotaRequest(name=name, quota=quota)
+        row = _row(rpc.call(stub.TenantSetQuota, request, timeout_s=ERASE_DEADLINE_S))
+    output.answer(args.json, row, [_told(row)])
+    return 0
+
+
+def run_rotate(args: argparse.Namespace) -> int:
+    """The verb."""
+    name = check_tenant_name(args.name)
+    with _admin(args) as (stub, pb):
+        row = _row(rpc.call(stub.TenantRotate, pb.TenantRotateRequest(name=name)))
+    lines = [
+        f"tenant {name} seals with key version {row['dek_version']} from now on",
+        "  blocks of older versions stay readable until they are evicted",
+    ]
+    output.answer(args.json, row, lines)
+    return 0
+
+
+def run_erase(args: argparse.Namespace) -> int:
+    """The verb."""
+    name = check_tenant_name(args.name)
+    with _admin(args) as (stub, pb):
+        if not args.yes:
+            _confirm(name)
+        request = pb.TenantEraseRequest(name=name, confirm=name)
+        receipt = rpc.call(stub.TenantErase, request, timeout_s=ERASE_DEADLINE_S)
+    data = {
+        "tenant": receipt.tenant,
+        "erased_unix_ns": receipt.erased_unix_ns,
+        "dek_versions_destroyed": list(receipt.dek_versions_destroyed),
+        "blocks_dropped": receipt.blocks_dropped,
+        "leases_revoked": receipt.leases_revoked,
+        "sessions_closed": receipt.sessions_closed,
+        "shard": receipt.shard,
+        "incarnation": f"{receipt.incarnation:016x}",
+        "digest": receipt.digest.hex(),
+    }
+    versions = ", ".join(str(version) for version in receipt.dek_versions_destroyed)
+    rows = [
+        ("tenant", receipt.tenant),
+        ("erased", output.local_time(receipt.erased_unix_ns)),
+        ("keys destroyed", f"version {versions}" if versions else "none were left"),
+        ("blocks dropped", f"{receipt.blocks_dropped:,}"),
+        ("sessions closed", f"{receipt.sessions_closed:,}"),
+        ("leases revoked", f"{receipt.leases_revoked:,}"),
+        ("shard", f"{receipt.shard}, incarnation {receipt.incarnation:016x}"),
+        ("receipt sha256", receipt.digest.hex()),
+    ]
+    output.answer(args.json, data, output.pairs(rows))
+    return 0
+
+
+def _confirm(name: str) -> None:
+    """Raises: CliError unless the name is typed."""
+    output.note(f"This destroys the keys of tenant {name!r}. Its blocks can never be read again.")
+    print("Type the tenant's name to go on: ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip() != name:
+        raise CliError(
+            f"tenant {name!r} was not erased: that was not its name",
+            hint="type it exactly, or give --yes",
+            status=Status.BAD_REQUEST,
+        )
