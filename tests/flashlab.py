@@ -83,6 +83,25 @@ async def get(engine: Engine, name: Name) -> tuple[Status, bytes]:
     return status, bytes(extent[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + size])
 
 
+async def get_all(engine: Engine) -> dict[Name, tuple[Status, bytes]]:
+    """Every block of the index, read in one batch."""
+    index = engine.index
+    slots = index.live_slots().tolist()
+    sizes = [index.m_sealed_bytes[slot] for slot in slots]
+    memory = aligned_buffer(sum(extent_bytes(size) for size in sizes))
+    ops, at = [], 0
+    for slot, size in zip(slots, sizes, strict=True):
+        ops.append((slot, memory[at : at + extent_bytes(size)]))
+        at += extent_bytes(size)
+    statuses = await engine.read(ops)
+    return {
+        (index.namespace_of(slot), index.key_of(slot)): (
+            status, bytes(view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + size])
+        )
+        for (slot, view), size, status in zip(ops, sizes, statuses, strict=True)
+    }  # fmt: skip
+
+
 @dataclass
 class Story:
     """One key's past."""

@@ -70,6 +70,8 @@ class Evictor:
         segment = self._table.segments[number]
         if segment.state in (SegmentState.FREE, SegmentState.FREEING) or number in self._running:
             return []
+        if self._writer.failed:
+            return []  # nothing can be freed; what is there stays readable
         self._running.add(number)
         try:
             if segment.state is SegmentState.OPEN:
@@ -93,7 +95,7 @@ class Evictor:
         removed = self._drop(dropped, RemoveReason.EVICTED)
         self._stats.evicted_blocks += len(dropped)
         removed += await self._copy(segment, kept.tolist())
-        if not await self._carry(segment):
+        if self._writer.failed or not await self._carry(segment):
             return removed
         await segment.quiet()
         if await self._writer.free(segment):
@@ -158,6 +160,8 @@ class Evictor:
                 reason = RemoveReason.CORRUPT if status is Status.CORRUPT else RemoveReason.IO_ERROR
                 removed += self._drop(np.array([slot]), reason)
                 continue
+            if self._writer.failed:
+                continue  # it stays where it is, readable
             future = self._move(segment, slot, expected, view)
             if future is None:
                 removed += self._drop(np.array([slot]), RemoveReason.NO_SPACE)

@@ -60,7 +60,7 @@ class FaultPlan:
     """When to fail: `rates` per occasion, `at` the k-th occasion (from 1) of a kind.
 
     An occasion is a read op, a write op, or a flush. `sticky` kinds go on failing from their k-th
-    occasion. `injected` counts what happened.
+    occasion. `injected` counts what happened. Occasions count from when a fault is planned.
     """
 
     rates: Mapping[Fault, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class FaultPlan:
 
     def draw(self, kinds: Sequence[Fault], rng: random.Random) -> Fault | None:
         """The fault of this occasion, if any."""
-        if not self.enabled:
+        if not self.enabled or not (self.rates or self.at):
             return None
         found: Fault | None = None
         for kind in kinds:

@@ -110,6 +110,7 @@ class Writer:
 
     def submit(self, pending: Pending) -> None:
         """Queue a placed record for the next group."""
+        assert not self.failed, "the writer has stopped"
         if not self._queue:
             self._since = self._now()
         self._queue.append(pending)
