@@ -153,6 +153,7 @@ class DataStream(asyncio.BufferedProtocol):
         self._paused = False
         self._gathers = False
         self._pump_scheduled = False
+        self._pumping = False
         self._sent_bytes = 0
         self._last_use: dict[int, int] = {}  # rkey -> `_sent_bytes` after its last piece
 
@@ -352,17 +353,29 @@ class DataStream(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        self._schedule_pump()
+        if not self._pumping:  # it also comes from within our own write; then `_pump` goes on
+            self._pump()
 
     def _schedule_pump(self) -> None:
         """Serve soon; not at once, so that requests of one packet queue up together."""
         if not self._pump_scheduled and self._serving:
             self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self._pump_scheduled_now)
+
+    def _pump_scheduled_now(self) -> None:
+        self._pump_scheduled = False
+        self._pump()
 
     def _pump(self) -> None:
         """Hand pieces to the transport until it has enough."""
-        self._pump_scheduled = False
+        assert not self._pumping
+        self._pumping = True
+        try:
+            self._pump_some()
+        finally:
+            self._pumping = False
+
+    def _pump_some(self) -> None:
         budget = _PUMP_BYTES_MAX
         while self._serving and not self._paused and self._transport is not None:
             room = limits.DATA_QUEUE_BYTES_MAX - self._transport.get_write_buffer_size()

@@ -4,7 +4,7 @@ Invariant: nothing a peer passes can crash or block the reader. Only descriptors
 against shrinking are mapped (so there is no SIGBUS), only for reading, and only after the size was
 checked against what was announced. A region stays mapped while somebody copies from it.
 
-Copies run with the GIL released; long ones run in two worker threads in steps short enough that a
+Copies run with the GIL released; long ones run in a worker thread in steps short enough that a
 deadline or a cancelled caller is noticed within about a millisecond.
 """
 
@@ -19,8 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,7 @@ from entresol_proto.status import FabricError, Status
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
-COPY_THREADS = 2
+POOL_THREADS = 2  # so that one long copy does not hold up another, or a mapping
 STEP_BYTES = 4 * limits.MIB  # copied between two looks at the stop flag
 _MADV_POPULATE_READ = 22  # linux/mman.h, Linux 5.14: fault pages in now, errors instead of SIGBUS
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -103,60 +102,43 @@ def _map_for_reading(fd: int, length_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One copy of a batch: `into` and `source` have the same length."""
 
-    item: int  # whose it is; an item may be split over jobs
     into: Bytes
     source: Bytes
 
 
 class CopyJob:
-    """Pieces one thread copies, in order."""
+    """Pieces copied in order by one thread: a second one was no faster on two cores."""
 
     __slots__ = ("_stop", "copied", "pieces")
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self.copied = 0  # pieces done
-        self._stop = threading.Event()
+        self._stop = False
 
     def stop(self) -> None:
         """Make `run` return before its next step; what it is copying right now still lands."""
-        self._stop.set()
+        self._stop = True
 
     def run(self, deadline_ns: int) -> None:
-        """Copy until done, stopped or past the deadline."""
-        for piece in self.pieces:
-            into, source = piece.into, piece.source
-            for at in range(0, len(into), STEP_BYTES):
-                if self._stop.is_set() or time.monotonic_ns() > deadline_ns:
-                    return
-                np.copyto(into[at : at + STEP_BYTES], source[at : at + STEP_BYTES])
+        """Copy until done, stopped or past the deadline; looks every STEP_BYTES."""
+        since_look = STEP_BYTES
+        for into, source in self.pieces:
+            size = len(into)
+            for at in range(0, size, STEP_BYTES):
+                if since_look >= STEP_BYTES:
+                    if self._stop or time.monotonic_ns() > deadline_ns:
+                        return
+                    since_look = 0
+                if size <= STEP_BYTES:
+                    np.copyto(into, source)
+                else:
+                    np.copyto(into[at : at + STEP_BYTES], source[at : at + STEP_BYTES])
+                since_look += min(size, STEP_BYTES)
             self.copied += 1
-
-    def unfinished(self) -> set[int]:
-        """Items of which something was not copied."""
-        return {piece.item for piece in self.pieces[self.copied :]}
-
-
-def split_in_two(pieces: Sequence[Piece]) -> list[CopyJob]:
-    """Two jobs of equally many bytes; the piece at the border is cut."""
-    half = sum(len(piece.into) for piece in pieces) // 2
-    first: list[Piece] = []
-    second: list[Piece] = []
-    for piece in pieces:
-        size = len(piece.into)
-        if half >= size:
-            first.append(piece)
-        elif half <= 0:
-            second.append(piece)
-        else:
-            first.append(Piece(piece.item, piece.into[:half], piece.source[:half]))
-            second.append(Piece(piece.item, piece.into[half:], piece.source[half:]))
-        half -= size
-    return [CopyJob(first), CopyJob(second)]
 
 
 class SharedPool:
@@ -186,7 +168,7 @@ class SharedPool:
         with self._lock:
             assert self._users > 0
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(COPY_THREADS, "entresol-shm")
+                self._pool = ThreadPoolExecutor(POOL_THREADS, "entresol-shm")
             return self._pool.submit(function, *args)
 
 

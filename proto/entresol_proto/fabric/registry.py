@@ -118,16 +118,17 @@ async def connect(
 
 
 def same_host_id() -> bytes:
-    """16 bytes that two processes share only if they can share memory and a socket path.
+    """16 bytes that two processes share only if they may be able to share memory.
 
-    A digest of the boot id and the network and mount namespaces: containers with file systems of
-    their own differ. Equal ids are a hint, not a proof: if the socket cannot be reached, the next
-    offer is tried. Random when the system does not tell.
+    A digest of the boot id and the network namespace. The mount namespace is left out on purpose:
+    every hardened systemd service has its own and still shares /run with its clients. Equal ids are
+    a hint, not a proof: where the socket cannot be reached, the next offer is tried. Random when
+    the system does not tell.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-        spaces = [os.stat(f"/proc/self/ns/{name}") for name in ("net", "mnt")]
+        net = os.stat("/proc/self/ns/net")
     except OSError:
         return secrets.token_bytes(HOST_ID_BYTES)
-    text = b"|".join([boot, *(b"%d:%d" % (s.st_dev, s.st_ino) for s in spaces)])
+    text = boot + b"|%d:%d" % (net.st_dev, net.st_ino)
     return hashlib.blake2b(text, digest_size=HOST_ID_BYTES, person=b"entresol-host").digest()

@@ -37,7 +37,6 @@ from entresol_proto.fabric.regions import (
     PeerRegion,
     Piece,
     map_region,
-    split_in_two,
     unmap_all,
 )
 from entresol_proto.fabric.shmlink import Kind, Message, ShmLink
@@ -46,7 +45,6 @@ from entresol_proto.status import FabricError, ProtocolError, Status
 _log = logging.getLogger("entresol.fabric")
 
 _INLINE_BYTES_MAX = 512 * limits.KIB  # copied on the loop: a hand-over to a thread costs more
-_SPLIT_BYTES_MIN = 4 * limits.MIB  # from here on two threads copy
 
 
 class ShmEndpoint:
@@ -243,68 +241,58 @@ class ShmEndpoint:
     # -- reading ------------------------------------------------------------------------------
 
     async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
-        """See `base.Endpoint.read`. Short reads are copied on the loop, long ones in threads."""
+        """See `base.Endpoint.read`. Short reads are copied on the loop, long ones in a thread."""
         check_ops(ops)
         if self._closed:
             return [Status.DISCONNECTED] * len(ops)
         if time.monotonic_ns() >= deadline_ns:
             return [Status.DEADLINE] * len(ops)
-        statuses = []
+        statuses: list[Status] = []
         pieces: list[Piece] = []
-        users: list[PeerRegion | None] = []
-        total = 0
+        users: list[tuple[int, PeerRegion]] = []  # (op, region), one per piece
         for number, op in enumerate(ops):
             span = op.span
             region = self._regions.get(span.rkey)
             status = span_error(span, None if region is None else region.length_bytes)
             statuses.append(status)
-            users.append(None)
             if region is not None and status is Status.OK:
                 source = region.array[span.address : span.address + span.length_bytes]
-                pieces.append(Piece(number, np.frombuffer(op.into, np.uint8), source))
-                users[number] = region
+                pieces.append(Piece(np.frombuffer(op.into, np.uint8), source))
+                users.append((number, region))
                 region.users += 1
-                total += span.length_bytes
-        jobs = split_in_two(pieces) if total >= _SPLIT_BYTES_MIN else [CopyJob(pieces)]
+        job = CopyJob(pieces)
         try:
-            await self._copy(jobs, total, deadline_ns)
+            await self._copy(job, deadline_ns)
         finally:
             self._release(users)
-        unfinished = set().union(*(job.unfinished() for job in jobs))
         late = Status.DISCONNECTED if self._closed else Status.DEADLINE
-        for number, region in enumerate(users):
-            if region is None:
-                continue
-            if number in unfinished or self._closed:
+        for order, (number, region) in enumerate(users):
+            if order >= job.copied or self._closed:
                 statuses[number] = late
             elif region.revoked:
                 statuses[number] = Status.LEASE_EXPIRED
         return statuses
 
-    async def _copy(self, jobs: list[CopyJob], total: int, deadline_ns: int) -> None:
-        """Run copy jobs to their end; when cancelled, to the end of the step they are in."""
-        if total <= _INLINE_BYTES_MAX:
-            for job in jobs:
-                job.run(deadline_ns)
+    async def _copy(self, job: CopyJob, deadline_ns: int) -> None:
+        """Run a job to its end; when cancelled, to the end of the step it is in."""
+        if sum(len(piece.into) for piece in job.pieces) <= _INLINE_BYTES_MAX:
+            job.run(deadline_ns)
             return
-        self._jobs.update(jobs)
-        pending = {asyncio.wrap_future(POOL.submit(job.run, deadline_ns)) for job in jobs}
+        self._jobs.add(job)
+        pending = {asyncio.wrap_future(POOL.submit(job.run, deadline_ns))}
         cancelled: asyncio.CancelledError | None = None
         while pending:
             try:
                 _, pending = await asyncio.wait(pending)
             except asyncio.CancelledError as error:
                 cancelled = error
-                for job in jobs:
-                    job.stop()
-        self._jobs.difference_update(jobs)
+                job.stop()
+        self._jobs.discard(job)
         if cancelled is not None:
             raise cancelled
 
-    def _release(self, users: Sequence[PeerRegion | None]) -> None:
-        for region in users:
-            if region is None:
-                continue
+    def _release(self, users: Sequence[tuple[int, PeerRegion]]) -> None:
+        for _, region in users:
             region.users -= 1
             if not region.users and region.revoked and not self._closed:
                 self._drop(region)
