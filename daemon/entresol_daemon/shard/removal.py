@@ -18,7 +18,6 @@ from entresol_daemon.core.eviction import (
     ReinsertBudget,
     SegmentRanking,
     TenantShare,
-    VictimReason,
     choose_victim,
     keep_blocks,
     median_touch,
@@ -103,8 +102,7 @@ class Removal:
         )  # fmt: skip
         if victim is None:
             return False
-        over_quota = victim.reason in (VictimReason.OVER_QUOTA, VictimReason.OVER_QUOTA_OPEN)
-        removed = await engine.evict(victim.segment, self._keep_none if over_quota else self._keep)
+        removed = await engine.evict(victim.segment, self._keep if victim.reinsert else ())
         log.info(
             "event=evicted segment=%d blocks=%d reason=%s",
             victim.segment, len(removed), victim.reason.value,
@@ -114,9 +112,6 @@ class Removal:
     def _median_of(self, segment: int) -> int:
         engine = self._parts.engine
         return median_touch(engine.index.last_touch[engine.segment_slots(segment)])
-
-    def _keep_none(self, slots: Slots) -> Slots:
-        return slots[:0]
 
     def _keep(self, slots: Slots) -> Slots:
         index = self._parts.engine.index

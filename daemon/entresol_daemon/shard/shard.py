@@ -137,7 +137,9 @@ class Shard:
             put_budget=PutBudget(
                 config.limits.put_queue_bytes_max, config.limits.put_queue_blocks_max
             ),
-            admission=Admission.from_config(config.admission, engine.capacity_bytes),
+            admission=Admission.from_config(
+                config.admission, engine.capacity_bytes, cache_blocks=engine.index.capacity
+            ),
             history=History(HISTORY_ENTRIES_MAX),
             residency=Residency(pool),
             scratch=SlabPool(
