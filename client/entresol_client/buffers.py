@@ -15,6 +15,8 @@ import numpy as np
 from entresol_proto import limits
 from entresol_proto.status import EntresolError, Status
 
+_CONTIGUOUS = "pass C-contiguous memory"
+
 
 class UsageError(EntresolError):
     """The caller broke the API: wrong key, buffer or argument. Never raised for an outage."""
@@ -46,22 +48,22 @@ def as_view(buffer: Any, *, writable: bool) -> memoryview:
 def _view(buffer: Any) -> memoryview:
     if isinstance(buffer, tuple):
         return _from_address(buffer)
-    if isinstance(buffer, np.ndarray):
-        if not buffer.flags.c_contiguous:
-            raise UsageError("the array is not contiguous", hint="pass a C-contiguous array")
-        # Through bytes, because dtypes such as bfloat16 do not export the buffer protocol.
-        return _bytes_of(buffer.reshape(-1).view(np.uint8))
-    if hasattr(buffer, "data_ptr"):
-        return _from_tensor(buffer)
     try:
         view = memoryview(buffer)
-    except TypeError:
+    except (TypeError, ValueError):
+        if isinstance(buffer, np.ndarray):
+            # Dtypes such as bfloat16 do not export the buffer protocol; their bytes do.
+            if not buffer.flags.c_contiguous:
+                raise UsageError("the buffer is not contiguous", hint=_CONTIGUOUS) from None
+            return _bytes_of(buffer.reshape(-1).view(np.uint8))
+        if hasattr(buffer, "data_ptr"):
+            return _from_tensor(buffer)
         raise UsageError(
             f"{type(buffer).__name__} is not a buffer",
             hint="pass a numpy array, bytearray, memoryview, CPU tensor or (address, length)",
         ) from None
     if not view.c_contiguous:
-        raise UsageError("the buffer is not contiguous", hint="pass contiguous memory")
+        raise UsageError("the buffer is not contiguous", hint=_CONTIGUOUS)
     if view.nbytes == 0:
         return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
@@ -74,7 +76,7 @@ def _from_tensor(tensor: Any) -> memoryview:
             f"the tensor is on {device!r}", hint="pass a CPU tensor; copy to the device afterwards"
         )
     if not tensor.is_contiguous():
-        raise UsageError("the tensor is not contiguous", hint="pass tensor.contiguous()")
+        raise UsageError("the tensor is not contiguous", hint=_CONTIGUOUS)
     length_bytes = tensor.numel() * tensor.element_size()
     return _at(int(tensor.data_ptr()), length_bytes, owner=tensor)
 

@@ -137,7 +137,9 @@ class AsyncClient:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the client was opened; see `ClientStats.as_dict`."""
-        return self._stats.as_dict()
+        found = self._stats.as_dict()
+        found["late_grants"] += sum(link.late_grants for link in self._links)
+        return found
 
     async def close(self) -> None:
         """End all sessions and threads. Calls under way end as DISCONNECTED. Idempotent."""
@@ -423,6 +425,7 @@ class Namespace:
                 session = link.admit()
             except RequestFailedError as error:
                 failed.update(dict.fromkeys(positions, error.status))
+                await asyncio.sleep(0)  # see fetch_blocks
                 return
             with session:
                 try:

@@ -17,11 +17,9 @@ from entresol_client.connection import Report
 from entresol_client.opening import (
     Granted,
     OpenContext,
-    Opened,
     Wanted,
     open_group,
     plan_groups,
-    usable_tier,
 )
 from entresol_client.results import RequestFailedError
 from entresol_client.shard_link import Session, ShardLink
@@ -95,8 +93,8 @@ class _Get:
         self._open_at = open_at
         self._deadline_ns = deadline_ns
         self._tally = tally
-        self._answered: set[int] = set()
-        self._groups: set[asyncio.Task[list[Opened]]] = set()
+        self._unanswered = dict(enumerate(wanted))
+        self._groups: set[asyncio.Task[list[Status]]] = set()
         self._context = OpenContext(
             endpoint=session.endpoint,
             workers=link.workers,
@@ -142,13 +140,20 @@ class _Get:
             until_ns = min(until_ns, grant.expires_ns)  # one kernel, one monotonic clock
         lease = _Lease(grant.lease_id, len(grant.items))
         usable: list[Granted] = []
+        at_daemon = self._context.at_daemon
         for item in grant.items:
-            one = Granted(self._answer(item.index), item, until_ns)
-            status = self._refusal(one)
-            if status is Status.OK:
-                usable.append(one)
+            wanted = self._answer(item.index)
+            room, span_bytes = len(wanted.into), item.span.length_bytes
+            if at_daemon:
+                possible = span_bytes == room == item.plain_bytes
             else:
-                self._done(lease, [Opened(one, status)])
+                most = room + SEALED_OVERHEAD_BYTES_MAX
+                possible = item.plain_bytes == room and 0 < span_bytes <= most
+            one = Granted(wanted, item, until_ns)
+            if possible:
+                usable.append(one)
+            else:  # nothing is read or written
+                self._done(lease, [one], [Status.BAD_REQUEST])
         threads, staging_bytes = self._link.workers.threads, self._link.staging_bytes
         for group in plan_groups(usable, threads, staging_bytes):
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
@@ -157,48 +162,37 @@ class _Get:
 
     def _answer(self, index: int) -> Wanted:
         """The block an answer is about; an answer nobody asked for ends the session."""
-        if index >= len(self._wanted) or index in self._answered:
+        wanted = self._unanswered.pop(index, None)
+        if wanted is None:
             self._session.connection.drop(f"grant for block {index}, not asked or answered twice")
             raise RequestFailedError(Status.DISCONNECTED)
-        self._answered.add(index)
-        return self._wanted[index]
-
-    def _refusal(self, one: Granted) -> Status:
-        """OK if the lengths are possible; nothing is read or written otherwise."""
-        item, room = one.item, len(one.wanted.into)
-        if item.plain_bytes != room:
-            return Status.BAD_REQUEST
-        if self._context.at_daemon:
-            fits = item.span.length_bytes == room
-        else:
-            fits = 0 < item.span.length_bytes <= room + SEALED_OVERHEAD_BYTES_MAX
-        return Status.OK if fits else Status.BAD_REQUEST
+        return wanted
 
     def _group_done(
-        self, lease: _Lease, group: list[Granted], task: asyncio.Task[list[Opened]]
+        self, lease: _Lease, group: list[Granted], task: asyncio.Task[list[Status]]
     ) -> None:
         """A group ended, in whatever way: account for each of its blocks."""
         self._groups.discard(task)
         if task.cancelled():
-            self._done(lease, [Opened(one, Status.DISCONNECTED) for one in group])
+            self._done(lease, group, [Status.DISCONNECTED] * len(group))
         elif (error := task.exception()) is not None:
             log.error("event=bug where=open_group", exc_info=error)
-            self._done(lease, [Opened(one, Status.INTERNAL) for one in group])
+            self._done(lease, group, [Status.INTERNAL] * len(group))
         else:
-            self._done(lease, task.result())
+            self._done(lease, group, task.result())
 
-    def _done(self, lease: _Lease, opened: Sequence[Opened]) -> None:
+    def _done(self, lease: _Lease, group: list[Granted], statuses: list[Status]) -> None:
         tally = self._tally
-        for one in opened:
-            wanted, item = one.granted.wanted, one.granted.item
-            tally.statuses[wanted.position] = one.status
-            tally.tiers[wanted.position] = usable_tier(one)
-            if one.status is Status.OK:
+        for one, status in zip(group, statuses, strict=True):
+            position, item = one.wanted.position, one.item
+            tally.statuses[position] = status
+            if status is Status.OK:
+                tally.tiers[position] = item.tier
                 tally.plain_bytes += item.plain_bytes
                 tally.wire_bytes += item.span.length_bytes
-            elif one.status in _REPORTED:
-                lease.reports.append((lease.lease_id, item.index, one.status))
-        lease.left -= len(opened)
+            elif status in _REPORTED:
+                lease.reports.append((lease.lease_id, item.index, status))
+        lease.left -= len(group)
         assert lease.left >= 0, "a block was finished twice"
         if lease.left == 0:
             self._session.connection.release(lease.lease_id, lease.reports)
@@ -237,6 +231,7 @@ async def fetch_blocks(
         session = link.admit()
     except RequestFailedError as error:
         tally.settle(positions, error.status)
+        await asyncio.sleep(0)  # a caller that asks in a loop must not keep the loop from healing
         return
     with session:
         try:

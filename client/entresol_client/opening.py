@@ -170,9 +170,10 @@ def open_blocks(
     now_ns = time.monotonic_ns
     statuses = []
     for one, source in zip(group, sources, strict=True):
-        if isinstance(source, Status):
+        if type(source) is Status:
             statuses.append(source)
             continue
+        assert type(source) is memoryview
         if now_ns() >= deadline_ns:
             statuses.append(Status.DEADLINE)
             continue

@@ -45,8 +45,8 @@ class Session:
         self.fabric = opened.fabric
         self.fabric_reason = opened.fabric_reason
         self._staging_bytes = staging_bytes
-        self._put: tuple[Arena, Exposure] | None = None
-        self._exposing = asyncio.Lock()
+        self._put: Arena | None = None
+        self._exposing: asyncio.Task[tuple[Arena, Exposure]] | None = None
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -75,23 +75,38 @@ class Session:
             close.cancel()
             await self.close()
 
-    async def put_staging(self) -> tuple[Arena, Exposure]:
+    async def put_staging(self, deadline_ns: int) -> tuple[Arena, Exposure]:
         """Memory the daemon may read, exposed once per session, made on first use.
 
-        Raises: FabricError when there is no data path or it cannot expose memory.
+        Raises: RequestFailedError when there is no data path, it cannot expose memory, or the
+        deadline comes first.
         """
-        async with self._exposing:
-            if self._put is None:
-                if self.endpoint is None:
-                    raise FabricError("no data path", status=Status.UNSUPPORTED)
-                memory = shared_memory(self._staging_bytes)
-                try:
-                    exposure = await self.endpoint.expose(memory)
-                except BaseException:
-                    memory.close()
-                    raise
-                self._put = Arena(memory, self._staging_bytes), exposure
-            return self._put
+        if self._exposing is None or (self._exposing.done() and self._put is None):
+            # A task of the session: one caller's deadline must not fail the others.
+            self._exposing = asyncio.get_running_loop().create_task(self._expose_staging())
+            self._exposing.add_done_callback(_seen)
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        done, _ = await asyncio.wait((self._exposing,), timeout=left_s)
+        if not done:
+            raise RequestFailedError(Status.DEADLINE)
+        try:
+            return self._exposing.result()
+        except asyncio.CancelledError:
+            raise RequestFailedError(Status.DISCONNECTED) from None
+        except FabricError as error:
+            raise RequestFailedError(error.status, str(error)) from None
+
+    async def _expose_staging(self) -> tuple[Arena, Exposure]:
+        if self.endpoint is None:
+            raise FabricError("no data path", status=Status.UNSUPPORTED)
+        memory = shared_memory(self._staging_bytes)
+        try:
+            exposure = await self.endpoint.expose(memory)
+        except BaseException:
+            memory.close()
+            raise
+        self._put = Arena(memory, self._staging_bytes)
+        return self._put, exposure
 
     def check_data_path(self) -> None:
         """A dead data path ends the session, so that a fresh one comes."""
@@ -101,10 +116,13 @@ class Session:
     async def close(self) -> None:
         """End connection, data path and staging, in this order. Idempotent."""
         await self.connection.close()
+        if self._exposing is not None and not self._exposing.done():
+            self._exposing.cancel()
+            await asyncio.wait((self._exposing,))
         if self.endpoint is not None:
             await self.endpoint.close()
         if self._put is not None:
-            self._put[0].close()
+            self._put.close()
 
 
 class ShardLink:
@@ -135,6 +153,7 @@ class ShardLink:
         self._namespaces: dict[bytes, None] = {}  # canonical descriptors, to reopen ahead of use
         self._task: asyncio.Task[None] | None = None
         self._suspect = asyncio.Event()  # a caller met silence: ping now
+        self._suspected_ns = 0
         self._closing = asyncio.Event()
         self._retiring: set[asyncio.Task[None]] = set()
         self._rtt_ns: int | None = None
@@ -165,10 +184,19 @@ class ShardLink:
     def note_deadline(self, session: Session, begun_ns: int) -> None:
         """A request met its deadline: an outage if the shard said nothing at all meanwhile."""
         now_ns = time.monotonic_ns()
-        silent = session.connection.last_received_ns < begun_ns
-        if silent and now_ns - begun_ns >= SILENCE_NS_MIN and session is self._session:
+        if session is not self._session or session.connection.last_received_ns >= begun_ns:
+            return
+        # Only what began after the last suspicion counts again: its ping had time for an answer,
+        # and many calls that meet one deadline together are one piece of evidence.
+        if now_ns - begun_ns >= SILENCE_NS_MIN and begun_ns > self._suspected_ns:
+            self._suspected_ns = now_ns
             self._failure("silent past a deadline", now_ns)
             self._suspect.set()
+
+    @property
+    def late_grants(self) -> int:
+        """Of the present session; those of past ones are in the stats."""
+        return self._session.connection.late_grants if self._session else 0
 
     def report(self) -> ShardReport:
         """The present state, for people."""
@@ -194,6 +222,7 @@ class ShardLink:
     def start(self) -> None:
         """Begin connecting in the background."""
         self._task = asyncio.get_running_loop().create_task(self._live())
+        self._task.add_done_callback(_report_bug)
 
     async def close(self) -> None:
         """End the session and the background task. Idempotent."""
@@ -331,3 +360,14 @@ class ShardLink:
         if was is BreakerState.CLOSED and self.breaker.state is BreakerState.OPEN:
             self.stats.breaker_openings += 1
             log.warning("event=breaker_open shard=%s reason=%r", self.address.name, reason)
+
+
+def _seen(task: asyncio.Task[tuple[Arena, Exposure]]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _report_bug(task: asyncio.Task[None]) -> None:
+    """The background task ends only by cancellation; anything else is a bug, told loudly."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("event=bug where=shard_link", exc_info=error)

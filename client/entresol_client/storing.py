@@ -30,7 +30,7 @@ from entresol_proto.seal.block import (
     sealed_bytes_max,
 )
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import EntresolError, FabricError, Status
+from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reserve, Reserved
 from entresol_proto.wire.opening import NamespaceOpened
 
@@ -263,10 +263,7 @@ class _Put:
         for job in jobs:
             starts.append(need)
             need += -(-self._context.room(job) // 64) * 64
-        try:
-            arena, exposure = await self._session.put_staging()
-        except FabricError as error:
-            raise RequestFailedError(error.status, str(error)) from None
+        arena, exposure = await self._session.put_staging(self._context.deadline_ns)
         region = await arena.take(need, self._context.deadline_ns)
         if region is None:
             raise RequestFailedError(_why_no_room(arena, need))
@@ -336,6 +333,7 @@ async def store_blocks(
         session = link.admit()
     except RequestFailedError as error:
         tally.settle(positions, error.status)
+        await asyncio.sleep(0)  # a caller that asks in a loop must not keep the loop from healing
         return
     with session:
         try:

@@ -404,7 +404,7 @@ async def test_a_commit_that_is_not_answered_keeps_its_staging(tmp_path: Path) -
         assert put.statuses == [Status.DEADLINE]
         session = ns._client._links[0]._session
         assert session is not None
-        arena, _ = await session.put_staging()
+        arena, _ = await session.put_staging(2**62)
         assert arena.used_bytes > 0, "the daemon may still read it"
         peer.faults.hold_put_done = False
         assert (await ns.put(blocks(3)[1:])).ok
@@ -446,6 +446,23 @@ async def test_cancelling_a_get_ends_it_completely(tmp_path: Path) -> None:
         await all_released(peer)
         assert ns._client._links[0].read_staging.used_bytes == 0
         assert (await ns.get_into(keys, empty(8))).ok
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_closing_ends_calls_under_way(tmp_path: Path, fabric: str) -> None:
+    async with opened(tmp_path, fabric) as (peer, ns):
+        fill(peer, 8)
+        peer.faults.hold_final = True
+        keys = [key(n) for n in range(9)]
+        into = empty(9)
+        waiting = asyncio.ensure_future(ns.get_into(keys, into, deadline_ns=60_000_000_000))
+        await asyncio.sleep(0.05)
+        await ns._client.close()
+        got = await asyncio.wait_for(waiting, 10)
+        assert set(got.statuses) <= {OK, Status.DISCONNECTED}
+        assert got.statuses[8] is Status.DISCONNECTED
+        for n, status in enumerate(got.statuses):
+            assert status is not OK or np.array_equal(into[n], content(n))
 
 
 async def test_many_calls_at_once(tmp_path: Path) -> None:

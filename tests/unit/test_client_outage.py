@@ -259,6 +259,23 @@ async def test_a_slow_but_living_shard_does_not_trip_the_breaker(tmp_path: Path)
         assert ns._client.shards()[0].breaker == "closed"
 
 
+async def test_calls_that_meet_one_deadline_together_are_one_piece_of_evidence(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path, ping_interval_ns=10**9) as (peer, ns):
+        (session,) = peer.sessions
+
+        async def never(request_id: int, message: data.Fetch) -> None:
+            return None
+
+        session.on_fetch = never  # type: ignore[method-assign]
+        for _ in range(4):  # slow flash, say; pings are answered in between
+            calls = [get(ns, 60_000_000) for _ in range(8)]
+            assert set(await asyncio.gather(*calls)) == {Status.DEADLINE}
+            await asyncio.sleep(0.05)
+        assert ns._client.stats()["breaker_openings"] == 0
+
+
 async def test_draining_is_told_and_ended(tmp_path: Path) -> None:
     async with opened(tmp_path) as (peer, ns):
         (old,) = peer.sessions
@@ -363,6 +380,16 @@ async def test_a_certificate_nobody_trusts(tmp_path: Path) -> None:
             assert client.shards()[0].last_error
         with pytest.raises(IdentityError):
             await AsyncClient.open(peer.config(tls=TlsFiles(own.cert, own.key, Path("/no"), TRUST)))
+
+
+async def test_asking_in_a_loop_does_not_keep_the_loop_from_healing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        await peer.stop()
+        await peer.start()
+        until_ns = time.monotonic_ns() + 30_000_000_000
+        into = bytearray(BLOCK)
+        while not (await ns.get_into([key(0)], [into])).ok:  # no sleep of its own
+            assert time.monotonic_ns() < until_ns
 
 
 def keys_by_shard(ns: Namespace, count: int) -> dict[int, list[int]]:
