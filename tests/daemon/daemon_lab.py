@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ import numpy as np
 from harness import Running, eventually, running_daemon
 
 from entresol_client.client import AsyncClient, Namespace
-from entresol_client.config import ClientConfig
+from entresol_client.config import ClientConfig, ShardAddress, TlsFiles
 from entresol_client.connection import Connection
 from entresol_client.handshake import OpenSession, connect
 from entresol_client.results import GetResult, PutBlock, PutResult
@@ -297,9 +298,9 @@ import entresol_daemon.dev, entresol_daemon.server, uvloop
 print("ready", flush=True)
 for line in sys.stdin:
     job = json.loads(line)
-    pid = os.fork()
+    pid = job["pid"] or os.fork()
     if pid == 0:
-        out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | job["flags"], 0o600)
         os.dup2(out, 1), os.dup2(out, 2), os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         if job["file_bytes_max"]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -314,6 +315,9 @@ for line in sys.stdin:
             traceback.print_exc()
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
+    if job["keep"]:
+        print(pid, flush=True)
+        continue
     until = time.monotonic() + 60
     done, status = 0, 0
     while not done and time.monotonic() < until:
@@ -345,11 +349,24 @@ class Starter:
 
     def run(self, *argv: str, file_bytes_max: int = 0) -> tuple[int | str, str]:
         """Exit status ("still running" after a minute, then it was killed) and what it printed."""
+        code = self._job(argv=argv, file_bytes_max=file_bytes_max)
+        return code, self._out.read_text()
+
+    def start(self, out: Path, *argv: str) -> int:
+        """Start it and leave it running, its output appended to `out`; returns the process id."""
+        return int(self._job(argv=argv, out=str(out), flags=os.O_APPEND, keep=True))
+
+    def wait(self, pid: int) -> int | str:
+        """Exit status of what `start` started."""
+        return self._job(pid=pid)
+
+    def _job(self, **values: Any) -> Any:
         assert self._process.stdin is not None
-        job = {"argv": argv, "out": str(self._out), "file_bytes_max": file_bytes_max}
-        self._process.stdin.write(json.dumps(job) + "\n")
+        empty = {"argv": [], "out": str(self._out), "flags": os.O_TRUNC, "file_bytes_max": 0,
+                 "pid": 0, "keep": False}  # fmt: skip
+        self._process.stdin.write(json.dumps({**empty, **values}) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._line()), self._out.read_text()
+        return json.loads(self._line())
 
     def refuses(self, *argv: str, **more: int) -> str:
         """It must end with status 1, one clear line and a hint, and no traceback."""
@@ -402,6 +419,22 @@ class Site:
         """Write the site's configuration with some settings changed; `self.config` stays."""
         part = replace(getattr(self.config, section), **values)
         self.write(replace(self.config, **{section: part}))
+
+    def fix_port(self) -> None:
+        """Choose a free control port for good, so that clients find the daemon again."""
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        listen = replace(self.config.listen, control_port=port)
+        self.config = replace(self.config, listen=listen)
+        self.write(self.config)
+
+    def client_config(self, tenant: str = "dev", **overrides: Any) -> ClientConfig:
+        """How a tenant reaches it; needs `fix_port`."""
+        pki = self.directory / "pki"
+        files = (pki / "tenants" / f"{tenant}.pem", pki / "tenants" / f"{tenant}.key")
+        shard = ShardAddress(self.config.shard.name, port=self.config.listen.control_port)
+        tls = TlsFiles(*files, pki / "ca.pem", self.config.tls.trust_domain)
+        return replace(ClientConfig((shard,), tls), **overrides)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Running]:
