@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,11 @@ def test_a_pointer_leads_to_files_beside_its_target(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv(CONFIG_ENV, raising=False)
     assert ClientConfig.find().tls.cert == tmp_path / "dev" / "tenant.pem"
+
+
+def test_every_setting_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "client" / "README.md").read_text()
+    for part in (ClientConfig, TlsFiles, BreakerSettings, ShardAddress):
+        for item in dataclasses.fields(part):
+            if item.name not in ("shards", "tls", "breaker"):
+                assert f"`{item.name}`" in text, f"{item.name} is not in client/README.md"
