@@ -1,0 +1,117 @@
+"""The KEK file and what is wrapped under it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.keys.state import State, decode, encode
+from entresol_proto.status import KeyringError
+from tests.unit.keyring_lab import (
+    KEK,
+    KEK_B,
+)
+
+# The KEK file.
+
+
+def test_a_generated_kek_file_opens_and_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "kek"
+    kek = FileKek.generate(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_bytes()) == 65
+    assert FileKek.open(path).kek_id() == kek.kek_id()
+    raw = path.read_bytes()
+    with pytest.raises(KeyringError, match="exists and is not overwritten"):
+        FileKek.generate(path)
+    assert path.read_bytes() == raw
+    raw_key = tmp_path / "raw"
+    raw_key.write_bytes(bytes.fromhex(raw.decode()))
+    raw_key.chmod(0o400)
+    assert FileKek.open(raw_key).kek_id() == kek.kek_id()
+    with pytest.raises(KeyringError, match="cannot write"):
+        FileKek.generate(tmp_path / "none" / "kek")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "has 0 bytes; it must hold 32 raw bytes or 64 hexadecimal.*keygen"),
+        (b"x" * 31, "has 31 bytes"),
+        (bytes(range(33)), "has 33 bytes"),
+        (b"g" * 64, "64 characters that are not all hexadecimal"),
+        ("é".encode() * 32, "not all hexadecimal"),
+        (b"0123456789abcdef" * 2, "only half a key"),
+        (bytes(32), "not hold a random key"),
+        (b"0" * 64, "not hold a random key"),
+        (b"-----BEGIN PRIVATE KEY-----\n" * 40, "over 256 bytes"),
+    ],
+)
+def test_kek_files_of_another_form_are_refused(tmp_path: Path, content: bytes, match: str) -> None:
+    path = tmp_path / "kek"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(KeyringError, match=match) as caught:
+        FileKek.open(path)
+    assert content.decode("latin-1") not in str(caught.value) or not content
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o620])
+def test_a_kek_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    FileKek.generate(tmp_path / "kek")
+    (tmp_path / "kek").chmod(mode)
+    with pytest.raises(KeyringError, match="chmod 600"):
+        FileKek.open(tmp_path / "kek")
+
+
+def test_a_kek_path_that_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyringError, match="no KEK file"):
+        FileKek.open(tmp_path / "none")
+    with pytest.raises(KeyringError, match="is a folder"):
+        FileKek.open(tmp_path)
+    with pytest.raises(KeyringError, match="not a regular file"):
+        FileKek.open("/dev/null")
+
+
+def test_the_kek_may_come_from_the_credentials_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    with pytest.raises(KeyringError, match="LoadCredential"):
+        FileKek.open("$CREDENTIALS_DIRECTORY/kek")
+    kek = FileKek.generate(tmp_path / "kek")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    for mode in (0o400, 0o440):  # 0440: the mask of an access list that systemd sets
+        (tmp_path / "kek").chmod(mode)
+        assert FileKek.open("$CREDENTIALS_DIRECTORY/kek").kek_id() == kek.kek_id()
+    for mode in (0o444, 0o460):
+        (tmp_path / "kek").chmod(mode)
+        with pytest.raises(KeyringError, match="chmod 600"):
+            FileKek.open("$CREDENTIALS_DIRECTORY/kek")
+
+
+def test_wrapped_keys_are_bound_to_their_use_and_any_flip_is_noticed() -> None:
+    blob = KEK.wrap(b"k" * 32, b"for this")
+    assert blob != KEK.wrap(b"k" * 32, b"for this")
+    assert KEK.unwrap(blob, b"for this") == b"k" * 32
+    with pytest.raises(KeyringError, match=f"does not open under KEK {KEK.kek_id().hex()}"):
+        KEK.unwrap(blob, b"for that")
+    with pytest.raises(KeyringError):
+        KEK_B.unwrap(blob, b"for this")
+    for bit in range(len(blob) * 8):
+        flipped = bytearray(blob)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(KeyringError):
+            KEK.unwrap(bytes(flipped), b"for this")
+    for length in range(len(blob)):
+        with pytest.raises(KeyringError):
+            KEK.unwrap(blob[:length], b"for this")
+    with pytest.raises(KeyringError, match="is 32 bytes, this is 31"):
+        FileKek(b"x" * 31)
+
+
+def test_an_empty_state_round_trips() -> None:
+    assert decode(encode(State())) == State()
