@@ -14,71 +14,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.flash.engine import Record
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
-from entresol_daemon.memory.slabs import Extent
 from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.pulls import Pull, Reservation, Sealing, seal, windows, zero_tail
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
-from entresol_proto.fabric.base import ReadOp, RemoteSpan
+from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import short
 from entresol_proto.seal.block import (
     BlockIdentity,
-    BlockKey,
     BlockMeta,
     SealedHeader,
     check_header,
     derive_block_key,
     new_salt,
-    seal_into,
     sealed_bytes_max,
 )
 from entresol_proto.status import EntresolError, SealError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reason, Reserve, Reserved
 
-PUT_WINDOW_BYTES = 16 * limits.MIB  # read from a host at a time
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000
 PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
 
 log = logging.getLogger("entresol.put")
-
-
-@dataclass(slots=True, eq=False)
-class _Reservation:
-    """One wanted block between RESERVE and durability."""
-
-    put_id: int
-    session: Session
-    namespace: OpenedNamespace
-    item: PutItem
-    ack: Ack
-    deadline_ns: int
-    record_bytes_max: int
-    dek_version: int
-    salt: bytes = field(repr=False)
-    block_key: BlockKey = field(repr=False)
-    at_host: bool = True
-    appended: bool = False  # from here on the flush closes it
-    closed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """One reservation being read: its span, its memory, its outcome."""
-
-    reservation: _Reservation
-    span: RemoteSpan
-    place: int  # index in the COMMIT
-    extent: Extent | None = None
-    plain: Extent | None = None
-    header: SealedHeader | None = None
-    sealed_bytes: int = 0
-    status: Status = Status.OK
 
 
 class PutPath:
@@ -87,8 +50,8 @@ class PutPath:
     def __init__(self, parts: Parts, removal: Removal) -> None:
         self._parts = parts
         self._removal = removal
-        self._reservations: dict[int, _Reservation] = {}
-        self._wanted: dict[tuple[bytes, bytes], _Reservation] = {}
+        self._reservations: dict[int, Reservation] = {}
+        self._wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
         self._next_id = 1
 
@@ -188,7 +151,7 @@ class PutPath:
         at_host = not session.data_path().capabilities.private
         salt = new_salt()
         block_key = derive_block_key(session.tenant.active_dek, salt)
-        reservation = _Reservation(
+        reservation = Reservation(
             self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
             block_key, at_host,
         )  # fmt: skip
@@ -207,8 +170,8 @@ class PutPath:
         Raises: EntresolError (BAD_REQUEST) for an id that is not a reservation of this session;
         nothing of the request is read then.
         """
-        pulls: list[_Pull] = []
-        gave_up: list[_Reservation] = []
+        pulls: list[Pull] = []
+        gave_up: list[Reservation] = []
         if len({put_id for put_id, _ in request.items}) != len(request.items):
             raise EntresolError("a put is committed twice", status=Status.BAD_REQUEST)
         for place, (put_id, span) in enumerate(request.items):
@@ -222,15 +185,15 @@ class PutPath:
             if span.length_bytes == 0:
                 gave_up.append(reservation)
             else:
-                pulls.append(_Pull(reservation, span, place))
+                pulls.append(Pull(reservation, span, place))
         for reservation in gave_up:
             self._close(reservation)
         for pull in pulls:
             del self._reservations[pull.reservation.put_id]  # a second COMMIT finds nothing
         statuses = [Status.OK] * len(request.items)
-        waits: list[tuple[_Pull, asyncio.Future[Status]]] = []
+        waits: list[tuple[Pull, asyncio.Future[Status]]] = []
         try:
-            for window in _windows(pulls):
+            for window in windows(pulls):
                 waits += await self._take(session, window)
             for pull in pulls:
                 statuses[pull.place] = pull.status
@@ -267,14 +230,14 @@ class PutPath:
         """True while some session is storing this key."""
         return (namespace_id, key) in self._wanted
 
-    async def _await_durable(self, pull: _Pull, flushed: asyncio.Future[Status]) -> Status:
+    async def _await_durable(self, pull: Pull, flushed: asyncio.Future[Status]) -> Status:
         left_ns = pull.reservation.deadline_ns - self._parts.now_ns()
         done, _ = await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
         return flushed.result() if done else Status.DEADLINE
 
     async def _take(
-        self, session: Session, window: list[_Pull]
-    ) -> list[tuple[_Pull, asyncio.Future[Status]]]:
+        self, session: Session, window: list[Pull]
+    ) -> list[tuple[Pull, asyncio.Future[Status]]]:
         """Bring one window of blocks into records and append them, tail first."""
         try:
             for pull in window:
@@ -296,7 +259,7 @@ class PutPath:
             for pull in window:
                 self._drop_memory(pull)
 
-    async def _find_memory(self, session: Session, pull: _Pull) -> None:
+    async def _find_memory(self, session: Session, pull: Pull) -> None:
         parts, item = self._parts, pull.reservation.item
         account = session.account
         length = pull.reservation.record_bytes_max
@@ -324,7 +287,7 @@ class PutPath:
                 pull.status = Status.BUSY
                 return
 
-    async def _read(self, session: Session, window: list[_Pull]) -> None:
+    async def _read(self, session: Session, window: list[Pull]) -> None:
         if not window:
             return
         ops = []
@@ -343,7 +306,7 @@ class PutPath:
             pull.sealed_bytes = pull.span.length_bytes
         self._parts.meters.pulled(session.account.name, sum(p.span.length_bytes for p in window))
 
-    def _check_sealed(self, pull: _Pull) -> Status:
+    def _check_sealed(self, pull: Pull) -> Status:
         """Every field of a host-sealed header must be what the reservation says."""
         reservation, extent = pull.reservation, pull.extent
         assert extent is not None
@@ -369,12 +332,12 @@ class PutPath:
         pull.header = header
         return status if same else Status.CORRUPT
 
-    async def _seal(self, window: list[_Pull]) -> None:
+    async def _seal(self, window: list[Pull]) -> None:
         """Seal pulled plaintext in worker threads; the plaintext is wiped right after."""
         if not window:
             return
         jobs = [self._sealing(pull) for pull in window]
-        sealed = await self._parts.compute.map(_seal, jobs)
+        sealed = await self._parts.compute.map(seal, jobs)
         for pull, header in zip(window, sealed, strict=True):
             if header is None:
                 pull.status = Status.BAD_REQUEST
@@ -384,7 +347,7 @@ class PutPath:
             assert pull.extent is not None
             self._parts.residency.pool.shrink(pull.extent, extent_bytes(header.sealed_bytes))
 
-    def _sealing(self, pull: _Pull) -> _Sealing:
+    def _sealing(self, pull: Pull) -> Sealing:
         reservation, item = pull.reservation, pull.reservation.item
         assert pull.extent is not None
         assert pull.plain is not None
@@ -399,19 +362,19 @@ class PutPath:
             namespace.namespace_id, item.key, item.engine_key, namespace.dtype,
             reservation.dek_version,
         )  # fmt: skip
-        return _Sealing(
+        return Sealing(
             pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
             reservation.block_key, reservation.salt, namespace.codec_id, meta,
             self._parts.config.sealing.chunk_bytes,
         )  # fmt: skip
 
-    async def _append(self, pull: _Pull) -> asyncio.Future[Status] | None:
+    async def _append(self, pull: Pull) -> asyncio.Future[Status] | None:
         """Enter one complete record into the index and the open segment."""
         parts, reservation = self._parts, pull.reservation
         item, account = reservation.item, reservation.session.account
         assert pull.extent is not None
         extent = pull.extent
-        _zero_tail(extent, RECORD_HEADER_BYTES + pull.sealed_bytes)
+        zero_tail(extent, RECORD_HEADER_BYTES + pull.sealed_bytes)
         if not await self._removal.make_room(account, extent.length_bytes):
             quota = account.flash_quota_bytes
             full = quota and account.flash_bytes + extent.length_bytes > quota
@@ -447,7 +410,7 @@ class PutPath:
         return flushed
 
     def _flushed(
-        self, reservation: _Reservation, resident: Resident, done: asyncio.Future[Status]
+        self, reservation: Reservation, resident: Resident, done: asyncio.Future[Status]
     ) -> None:
         if self._durable.get(resident.slot) is done:
             del self._durable[resident.slot]
@@ -458,7 +421,7 @@ class PutPath:
         self._parts.residency.unpin(resident)
         self._parts.room.notify()
 
-    def _publish(self, reservation: _Reservation, sealed_bytes: int) -> None:
+    def _publish(self, reservation: Reservation, sealed_bytes: int) -> None:
         item = reservation.item
         self._parts.events.publish(
             events.Kind.STORED,
@@ -475,7 +438,7 @@ class PutPath:
             size_bytes=sealed_bytes,
         )
 
-    def _drop_memory(self, pull: _Pull) -> None:
+    def _drop_memory(self, pull: Pull) -> None:
         if pull.plain is not None:
             view = pull.plain.view
             view[:] = bytes(len(view))
@@ -486,7 +449,7 @@ class PutPath:
             pull.extent = None
         self._parts.room.notify()
 
-    def _close(self, reservation: _Reservation) -> None:
+    def _close(self, reservation: Reservation) -> None:
         """The put ended, one way or another: its budget and its name are free again."""
         if reservation.closed:
             return
@@ -497,47 +460,3 @@ class PutPath:
             del self._wanted[place]
         self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
         self._parts.room.notify()
-
-
-@dataclass(frozen=True, slots=True)
-class _Sealing:
-    """One block to seal off the loop: plain data, so that the thread touches no shard state."""
-
-    out: memoryview
-    plain: memoryview
-    identity: BlockIdentity
-    block_key: BlockKey
-    salt: bytes
-    codec_id: int
-    meta: BlockMeta
-    chunk_bytes: int
-
-
-def _seal(job: _Sealing) -> SealedHeader | None:
-    """Seal one block; None when its fields do not fit a sealed block."""
-    try:
-        return seal_into(
-            job.out, job.plain, identity=job.identity, block_key=job.block_key, salt=job.salt,
-            codec_id=job.codec_id, meta=job.meta, chunk_bytes=job.chunk_bytes,
-        )  # fmt: skip
-    except SealError:
-        return None
-
-
-def _windows(pulls: Sequence[_Pull]) -> list[list[_Pull]]:
-    """Runs of at most PUT_WINDOW_BYTES (a longer block makes its own run)."""
-    windows: list[list[_Pull]] = []
-    size = 0
-    for pull in pulls:
-        if not windows or size + pull.span.length_bytes > PUT_WINDOW_BYTES:
-            windows.append([])
-            size = 0
-        windows[-1].append(pull)
-        size += pull.span.length_bytes
-    return windows
-
-
-def _zero_tail(extent: Extent, used_bytes: int) -> None:
-    rest = extent.length_bytes - used_bytes
-    if rest:
-        extent.view[used_bytes:] = bytes(rest)
