@@ -1,0 +1,96 @@
+"""The pieces of a put: a reservation, a block being pulled, a sealing job. Data and pure helpers.
+
+Invariant: a `Sealing` is plain data, so that the thread that runs it touches no state of the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from entresol_daemon.memory.slabs import Extent
+from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_proto import limits
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.seal.block import BlockIdentity, BlockKey, BlockMeta, SealedHeader, seal_into
+from entresol_proto.status import SealError, Status
+from entresol_proto.wire.data import Ack, PutItem
+
+PUT_WINDOW_BYTES = 16 * limits.MIB  # read from a host at a time
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """One wanted block between RESERVE and durability."""
+
+    put_id: int
+    session: Session
+    namespace: OpenedNamespace
+    item: PutItem
+    ack: Ack
+    deadline_ns: int
+    record_bytes_max: int
+    dek_version: int
+    salt: bytes = field(repr=False)
+    block_key: BlockKey = field(repr=False)
+    at_host: bool = True
+    appended: bool = False  # from here on the flush closes it
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """One reservation being read: its span, its memory, its outcome."""
+
+    reservation: Reservation
+    span: RemoteSpan
+    place: int  # index in the COMMIT
+    extent: Extent | None = None
+    plain: Extent | None = None
+    header: SealedHeader | None = None
+    sealed_bytes: int = 0
+    status: Status = Status.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Sealing:
+    """One block to seal off the loop: plain data, so that the thread touches no shard state."""
+
+    out: memoryview
+    plain: memoryview
+    identity: BlockIdentity
+    block_key: BlockKey
+    salt: bytes
+    codec_id: int
+    meta: BlockMeta
+    chunk_bytes: int
+
+
+def seal(job: Sealing) -> SealedHeader | None:
+    """Seal one block; None when its fields do not fit a sealed block."""
+    try:
+        return seal_into(
+            job.out, job.plain, identity=job.identity, block_key=job.block_key, salt=job.salt,
+            codec_id=job.codec_id, meta=job.meta, chunk_bytes=job.chunk_bytes,
+        )  # fmt: skip
+    except SealError:
+        return None
+
+
+def windows(pulls: Sequence[Pull]) -> list[list[Pull]]:
+    """Runs of at most PUT_WINDOW_BYTES (a longer block makes its own run)."""
+    windows: list[list[Pull]] = []
+    size = 0
+    for pull in pulls:
+        if not windows or size + pull.span.length_bytes > PUT_WINDOW_BYTES:
+            windows.append([])
+            size = 0
+        windows[-1].append(pull)
+        size += pull.span.length_bytes
+    return windows
+
+
+def zero_tail(extent: Extent, used_bytes: int) -> None:
+    rest = extent.length_bytes - used_bytes
+    if rest:
+        extent.view[used_bytes:] = bytes(rest)
