@@ -21,7 +21,6 @@ from entresol_client.shard_link import Session, ShardLink
 from entresol_client.staging import Arena, Region
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, RemoteSpan
-from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.seal.block import (
     BlockIdentity,
     BlockKey,
@@ -40,7 +39,6 @@ ROUND_BYTES_MAX = 16 * limits.MIB  # plain bytes reserved at once
 GROUP_BYTES_MAX = 4 * limits.MIB  # plain bytes sealed and committed together
 RESERVE_FRAME_BYTES_MAX = 1 * limits.MIB
 _ITEM_BYTES = 160  # of a RESERVE item beside its token ids, rounded up
-_ROOT = bytes(limits.WIRE_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +144,6 @@ def seal_blocks(
 
 def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
     item, grant = job.block.item, job.grant
-    parent = _ROOT
-    if item.parent:
-        parent = wire_key(context.namespace.secret, EngineKey(item.parent))
     header = seal_into(
         room,
         job.block.plain,
@@ -162,7 +157,7 @@ def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
         block_key=BlockKey(grant.key, grant.commitment),
         salt=grant.salt,
         codec_id=context.namespace.codec_id,
-        meta=BlockMeta(parent, item.position, context.block_tokens, item.token_ids),
+        meta=BlockMeta(item.parent, item.position, context.block_tokens, item.token_ids),
         chunk_bytes=context.namespace.chunk_bytes,
     )
     return header.sealed_bytes
