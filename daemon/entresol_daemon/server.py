@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -41,7 +43,7 @@ from entresol_proto.ids import TenantName
 from entresol_proto.status import DeviceError, EntresolError, FabricError, Status
 
 DRAIN_NS = 20_000_000_000
-TLS_CHECK_SECONDS = 1.0
+SHM_MAPPED_BYTES_PER_SESSION_MAX = 1 << 30  # of a host's put staging
 ADMIN_SOCKET = "admin.sock"
 
 log = logging.getLogger("entresol.daemon")
@@ -179,14 +181,19 @@ class Daemon:
         config = self.config
         wanted: list[FabricServer] = []
         if "shm" in config.fabric.enabled:
-            wanted.append(ShmFabricServer(config.listen.unix_dir))
+            wanted.append(
+                ShmFabricServer(
+                    config.listen.unix_dir, mapped_bytes_max=SHM_MAPPED_BYTES_PER_SESSION_MAX
+                )
+            )
         if "tcp" in config.fabric.enabled:
             wanted.append(
                 TcpFabricServer(
                     config.listen.data_host,
                     config.listen.data_port,
                     streams=config.fabric.streams,
-                    ssl=self._open_tls().context if config.fabric.tcp_tls else None,
+                    ssl=self.tls.context if config.fabric.tcp_tls else None,
+                    certificate_sha256=self._certificate_sha256,
                     advertise_host=config.listen.data_advertise or None,
                 )
             )
@@ -283,6 +290,13 @@ class Daemon:
         while any(s.account.name == tenant for s in self.shard.sessions.values()):
             await asyncio.sleep(0.01)
         return len(mine)
+
+    def _certificate_sha256(self) -> bytes:
+        """Digest of the certificate in force, for hosts to pin on TLS data streams."""
+        pem = self.tls.bundle().cert.decode()
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        leaf = begin + pem.partition(begin)[2].partition(end)[0] + end
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).digest()
 
     def _make_slab(self, length_bytes: int) -> SlabBuffer:
         huge = self.config.memory.huge_pages

@@ -112,7 +112,7 @@ class _Tcp:
         return TcpFabricServer(
             "127.0.0.1",
             ssl=certs.server_context(daemon, ca),
-            certificate_sha256=daemon.sha256,
+            certificate_sha256=lambda: daemon.sha256,
             offer_lifetime_ns=lifetime_ns,
         )
 

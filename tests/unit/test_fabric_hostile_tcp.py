@@ -470,7 +470,7 @@ async def _tls_server() -> tuple[TcpFabricServer, certs.TestCA, certs.CertPair]:
     ca = certs.make_ca()
     daemon = ca.issue("daemon")
     server = TcpFabricServer(
-        "127.0.0.1", ssl=certs.server_context(daemon, ca), certificate_sha256=daemon.sha256
+        "127.0.0.1", ssl=certs.server_context(daemon, ca), certificate_sha256=lambda: daemon.sha256
     )
     await server.start()
     return server, ca, daemon

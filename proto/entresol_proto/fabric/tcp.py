@@ -281,8 +281,8 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
 
     `host` is what to bind; it has no default. `advertise_host` is what offers name, by default the
     bound address; for a wildcard address the client uses the host of its control stream. `ssl`
-    turns TLS on; `certificate_sha256` (digest of the DER form) makes clients insist on that
-    certificate.
+    turns TLS on; `certificate_sha256` gives the digest of the DER form of the certificate in force,
+    which each offer makes its client insist on.
     """
 
     kind = FabricKind.TCP
@@ -294,7 +294,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
         *,
         streams: int = limits.DATA_STREAMS_DEFAULT,
         ssl: ssl_module.SSLContext | None = None,
-        certificate_sha256: bytes | None = None,
+        certificate_sha256: Callable[[], bytes] | None = None,
         advertise_host: str | None = None,
         offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
     ) -> None:
@@ -305,7 +305,6 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
                 hint=f"use 1 to {limits.DATA_STREAMS_PER_SESSION_MAX}",
                 status=Status.BAD_REQUEST,
             )
-        assert certificate_sha256 is None or len(certificate_sha256) == _PIN_BYTES
         self._host = host
         self._port = port
         self._streams = streams
@@ -352,7 +351,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
             self._streams,
             self._ssl is not None,
             ticket,
-            self._pin,
+            None if self._pin is None else self._pin(),
         )
         return Offer(FabricKind.TCP, params.encode())
 
