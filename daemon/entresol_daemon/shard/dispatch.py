@@ -76,8 +76,10 @@ class SessionHandler:
 
     def say_goodbye(self, status: Status, message: str) -> None:
         """Tell the host to take new work elsewhere."""
-        if self._machine.state in (State.OPEN, State.GREETED, State.ATTACHING):
+        if self._machine.state is State.OPEN:
             self._send(opening.Goodbye(status, message), 0)
+        elif self._machine.state is not State.DRAINING:
+            self._close()  # not open yet: there is nothing to finish
 
     async def finish(self) -> None:
         """The connection is gone: end the tasks, the offers and the session."""
