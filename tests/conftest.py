@@ -1,1 +1,26 @@
-"""Puts this folder on the import path, so that tests can `import certs, leaks`."""
+"""Import path and closing words of the test run.
+
+`import certs, leaks` works because pytest puts this folder on the path. A run ends with what it did
+not do: every skip is counted under its reason, so that nothing is green by silence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+NOT_RUN = "not run here:"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List skipped tests by reason; a reason that does not say what was missing stands out."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[text.removeprefix("Skipped: ")] += 1
+    terminalreporter.section("not run here", sep="-")
+    if not reasons:
+        terminalreporter.line("nothing: every test ran")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count:5}  {reason.removeprefix(NOT_RUN).strip()}")

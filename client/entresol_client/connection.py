@@ -374,6 +374,8 @@ class Connection(asyncio.Protocol):
         if isinstance(message, Goodbye):
             log.info("event=goodbye status=%s reason=%r", message.status.label, message.message)
             self.ending.set()
+            if self.session.state is State.CLOSED:
+                self.drop(message.message or message.status.label)  # it never opened
             return
         wanted = self.session.settle(received)
         entry = self._pending.get(received.request_id)

@@ -34,7 +34,8 @@ class GetResult:
         statuses: OK where the exact bytes are in the caller's buffer.
         tiers: where the daemon found each block (NONE for misses).
         prefix_blocks: leading blocks that are OK; what an engine may use. Blocks behind a gap can
-            be OK too when another shard had them: they are in place, only not part of the prefix.
+            be OK too, when another shard had them or an earlier one failed while it was read: they
+            are in place, only not part of the prefix.
         plain_bytes: bytes put into the caller's buffers.
         wire_bytes: bytes that crossed the fabric for them (sealed, when opened on the host).
     """
