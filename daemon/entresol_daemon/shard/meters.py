@@ -13,7 +13,7 @@ from entresol_daemon.metrics import Metrics
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import SealedHeader
 from entresol_proto.status import Status
-from entresol_proto.wire.data import GrantItem, OpenAt
+from entresol_proto.wire.data import GrantItem, OpenAt, Tier
 
 
 @dataclass(slots=True)
@@ -47,14 +47,15 @@ class Meters:
         m, totals = self.metrics, self.totals
         place = "host" if open_at is OpenAt.HOST else "daemon"
         plain = wire = 0
-        tiers: dict[str, int] = {}
+        flash = 0
         for item in items:
-            tier = item.tier.label
-            tiers[tier] = tiers.get(tier, 0) + 1
+            flash += item.tier is Tier.FLASH
             plain += item.plain_bytes
             wire += item.span.length_bytes
-        for tier, count in tiers.items():
-            m.blocks_served[tenant, tier, place].inc(count)
+        if flash:
+            m.blocks_served[tenant, "flash", place].inc(flash)
+        if len(items) > flash:
+            m.blocks_served[tenant, "memory", place].inc(len(items) - flash)
         if items:
             m.payload_bytes[tenant, "get", "plain"].inc(plain)
             m.payload_bytes[tenant, "get", "wire"].inc(wire)

@@ -176,10 +176,13 @@ class Grant:
         return cls(cursor.flag(final), lease_id, lease_ns, expires_ns, items, misses)
 
 
+_TIERS = tuple(Tier)  # by wire value; an enum call costs as much as the rest of a grant item
+
+
 def _tier(value: int) -> Tier:
-    if value > Tier.FLASH:
+    if value >= len(_TIERS):
         raise ProtocolError(f"unknown tier {value}")
-    return Tier(value)
+    return _TIERS[value]
 
 
 @dataclass(frozen=True, slots=True)
