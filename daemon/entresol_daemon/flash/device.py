@@ -403,19 +403,26 @@ def _size(fd: int, path: str, size_bytes: int | None) -> int:
     if size_bytes is None or size_bytes < BLOCK:
         raise DeviceError(f"{path} is empty", hint="configure its size")
     size = size_bytes & -BLOCK
+    room = os.fstatvfs(fd)
+    if room.f_bavail * room.f_frsize < size:  # ask first: a failing fallocate fills the disk
+        raise _no_space(path, size, "not enough free space")
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise DeviceError(
-                f"cannot reserve {size} bytes for {path}: {error.strerror}",
-                hint="free space on its file system, or configure a smaller data file",
-                status=Status.NO_SPACE,
-            ) from error
+            raise _no_space(path, size, error.strerror or str(error)) from error
         raise _device_error("allocation", path, error) from error
     return size
+
+
+def _no_space(path: str, size: int, text: str) -> DeviceError:
+    return DeviceError(
+        f"cannot reserve {size} bytes for {path}: {text}",
+        hint="free space on its file system, or configure a smaller data file",
+        status=Status.NO_SPACE,
+    )
 
 
 def _try_direct(fd: int, path: str) -> bool:

@@ -277,10 +277,10 @@ class Engine:
         return slot, future
 
     def _refusal(self, extent_bytes: int) -> Status | None:
-        if self._writer.failed:
-            return Status.IO_ERROR
         if self._closing:
             return Status.DRAINING
+        if self._writer.failed:
+            return Status.IO_ERROR
         if extent_bytes > self._table.extent_bytes_max:
             return Status.TOO_LARGE
         return Status.NO_SPACE if self.index.free == 0 else None

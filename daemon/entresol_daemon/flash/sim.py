@@ -177,6 +177,10 @@ class SimDevice:
         """What a reader sees now."""
         return bytes(self._data)
 
+    def image_at(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """A part of `image`."""
+        return bytes(self._data[offset_bytes : offset_bytes + length_bytes])
+
     def poke(self, offset_bytes: int, data: bytes) -> None:
         """Damage the medium directly (and taint it)."""
         self._data[offset_bytes : offset_bytes + len(data)] = data

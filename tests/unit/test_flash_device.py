@@ -1,0 +1,316 @@
+"""The file device on real files: batches, alignment, exclusivity, refusals, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import random
+import resource
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flashlab import NAMESPACES, OPTIONS, get, key_of, put
+
+from entresol_daemon.compute import ThreadCompute
+from entresol_daemon.flash import device as device_module
+from entresol_daemon.flash.device import (
+    BLOCK,
+    RUN_BYTES_MAX,
+    FileDevice,
+    IoOp,
+    aligned_buffer,
+    round_up,
+)
+from entresol_daemon.flash.engine import Engine, RecoveryKind
+from entresol_proto.status import DeviceError, Status
+
+SIZE = 16 << 20
+
+
+@asynccontextmanager
+async def opened(path: Path, size: int | None = SIZE, **kwargs: Any) -> AsyncIterator[FileDevice]:
+    device = await FileDevice.open(path, size, create=True, **kwargs)
+    try:
+        yield device
+    finally:
+        await device.close()
+
+
+async def test_batches_of_all_sizes_come_back(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    async with opened(tmp_path / "data") as device:
+        assert device.size_bytes == SIZE
+        sizes = [BLOCK * rng.randrange(1, 40) for _ in range(60)] + [RUN_BYTES_MAX + BLOCK]
+        rng.shuffle(sizes)
+        ops, at = [], 0
+        for size in sizes:
+            view = aligned_buffer(size)
+            view[:] = rng.randbytes(size)
+            ops.append(IoOp(at, view))
+            at += size + BLOCK * rng.randrange(0, 2)  # contiguous and not
+        rng.shuffle(ops)
+        await device.write(ops)
+        await device.flush()
+        back = [IoOp(op.offset_bytes, aligned_buffer(op.view.nbytes)) for op in ops]
+        assert await device.read(back) == [Status.OK] * len(ops)
+        assert [bytes(b.view) for b in back] == [bytes(o.view) for o in ops]
+        assert await device.read([]) == []
+        await device.write([])
+
+
+async def test_unaligned_and_outside_operations_are_bugs_not_faults(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data") as device:
+        for offset, size in ((1, BLOCK), (0, BLOCK - 1), (SIZE, BLOCK), (-BLOCK, BLOCK)):
+            with pytest.raises(ValueError, match="unaligned or outside"):
+                await device.read([IoOp(offset, aligned_buffer(2 * BLOCK)[:size])])
+        if device.direct:
+            with pytest.raises(ValueError, match="not aligned"):
+                await device.write([IoOp(0, aligned_buffer(2 * BLOCK)[8 : 8 + BLOCK])])
+
+
+async def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data"):
+        with pytest.raises(DeviceError, match="another daemon uses this data file"):
+            await FileDevice.open(tmp_path / "data", SIZE)
+    async with opened(tmp_path / "data", None) as device:
+        assert device.size_bytes == SIZE
+
+
+async def test_an_existing_file_keeps_its_size(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data"):
+        pass
+    async with opened(tmp_path / "data", 2 * SIZE) as device:
+        assert device.size_bytes == SIZE
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o600
+
+
+async def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="does not exist"):
+        await FileDevice.open(tmp_path / "data", SIZE)
+    with pytest.raises(DeviceError, match="create its directory first"):
+        await FileDevice.open(tmp_path / "no" / "data", SIZE, create=True)
+    with pytest.raises(DeviceError, match="not a regular file"):
+        await FileDevice.open(tmp_path, SIZE)
+    with pytest.raises(DeviceError, match="not a regular file"):
+        await FileDevice.open("/dev/null", SIZE)
+    with pytest.raises(DeviceError, match="configure its size"):
+        await FileDevice.open(tmp_path / "data", None, create=True)
+    assert not (tmp_path / "data").exists(), "a failed creation leaves nothing behind"
+    for threads in (0, 257):
+        with pytest.raises(DeviceError, match="io_threads"):
+            await FileDevice.open(tmp_path / "data", SIZE, create=True, io_threads=threads)
+
+
+async def test_a_full_file_system_is_told_before_it_is_filled(tmp_path: Path) -> None:
+    room = os.statvfs(tmp_path)
+    free = room.f_bavail * room.f_frsize
+    with pytest.raises(DeviceError, match="configure a smaller data file") as caught:
+        await FileDevice.open(tmp_path / "data", free + (1 << 40), create=True)
+    assert caught.value.status is Status.NO_SPACE
+    assert not (tmp_path / "data").exists()
+
+
+async def test_a_failing_allocation_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(DeviceError, match="No space left") as caught:
+        await FileDevice.open(tmp_path / "data", SIZE, create=True)
+    assert caught.value.status is Status.NO_SPACE
+    assert not (tmp_path / "data").exists()
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """Run `work` in a forked process, so that it may give up rights; returns what it said."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write_end, said.encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+async def _open_and_write(path: Path) -> str:
+    try:
+        device = await FileDevice.open(path, SIZE, create=True)
+    except DeviceError as error:
+        return f"open: {error.status.label}: {error}"
+    try:
+        await device.write([IoOp(SIZE - BLOCK, aligned_buffer(BLOCK))])
+    except DeviceError as error:
+        return f"write: {error.status.label}: {error}"
+    finally:
+        await device.close()
+    return "written"
+
+
+def test_a_read_only_directory_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        if parent.stat().st_uid == os.getuid():
+            parent.chmod(0o755)
+    folder.chmod(0o555)
+
+    def work() -> str:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        return asyncio.run(_open_and_write(folder / "data"))
+
+    said = in_child(work)
+    assert said.startswith("open: io_error: cannot open"), said
+    assert "let this user write the file and its directory" in said
+
+
+def test_a_file_size_limit_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+
+    def work() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, SIZE // 2))
+        return asyncio.run(_open_and_write(path))
+
+    assert in_child(work).startswith("open: no_space: cannot reserve")
+    with path.open("wb") as file:
+        file.truncate(SIZE)  # as if the limit came later
+    assert in_child(work).startswith("write: no_space: write of")
+
+
+async def test_refused_direct_io_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = fcntl.fcntl
+
+    def refuse(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(real(fd, command, argument))
+
+    monkeypatch.setattr(device_module.fcntl, "fcntl", refuse)
+    async with opened(tmp_path / "data") as device:
+        assert not device.direct
+        assert "direct_io_refused" in caplog.text
+        view = aligned_buffer(BLOCK)
+        view[:4] = b"here"
+        await device.write([IoOp(0, view)])
+        await device.flush()
+        assert await device.read([IoOp(0, view)]) == [Status.OK]
+
+
+async def test_one_bad_block_fails_one_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, bad = os.preadv, 5 * BLOCK
+
+    def flaky(fd: int, views: Any, offset: int) -> int:
+        if offset <= bad < offset + sum(v.nbytes for v in views):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, views, offset)
+
+    async with opened(tmp_path / "data") as device:
+        monkeypatch.setattr(os, "preadv", flaky)
+        ops = [IoOp(n * BLOCK, aligned_buffer(BLOCK)) for n in range(8)]
+        statuses = await device.read(ops)
+        assert statuses == [Status.IO_ERROR if n == 5 else Status.OK for n in range(8)]
+
+
+async def test_short_transfers_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_read, real_write = os.preadv, os.pwritev
+
+    def short_read(fd: int, views: Any, offset: int) -> int:
+        return real_read(fd, [views[0][:BLOCK]], offset)
+
+    def short_write(fd: int, views: Any, offset: int) -> int:
+        return real_write(fd, [views[0][:BLOCK]], offset)
+
+    async with opened(tmp_path / "data") as device:
+        monkeypatch.setattr(os, "preadv", short_read)
+        monkeypatch.setattr(os, "pwritev", short_write)
+        source = aligned_buffer(5 * BLOCK)
+        source[:] = random.Random(3).randbytes(5 * BLOCK)
+        await device.write([IoOp(0, source[: 3 * BLOCK]), IoOp(3 * BLOCK, source[3 * BLOCK :])])
+        target = aligned_buffer(5 * BLOCK)
+        assert await device.read([IoOp(0, target)]) == [Status.OK]
+        assert bytes(target) == bytes(source)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+async def test_failed_writes_and_flushes_are_device_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with opened(tmp_path / "data") as device:
+        monkeypatch.setattr(os, call, refuse)
+        ops = [IoOp(0, aligned_buffer(BLOCK))]
+        work = device.write(ops) if call == "pwritev" else device.flush()
+        with pytest.raises(DeviceError, match="Input/output error"):
+            await work
+
+
+async def test_a_cancelled_read_leaves_the_buffer_alone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun, finished = os.preadv, threading.Event(), threading.Event()
+
+    def slow(fd: int, views: Any, offset: int) -> int:
+        begun.set()
+        time.sleep(0.05)
+        done = real(fd, views, offset)
+        finished.set()
+        return done
+
+    async with opened(tmp_path / "data") as device:
+        monkeypatch.setattr(os, "preadv", slow)
+        task = asyncio.create_task(device.read([IoOp(0, aligned_buffer(BLOCK))]))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert finished.is_set(), "the caller may reuse its buffer now"
+
+
+async def test_an_engine_on_a_real_file(tmp_path: Path) -> None:
+    options = replace(OPTIONS, checkpoint_path=tmp_path / "index.arrow")
+    compute = ThreadCompute(2)
+    blocks = {n: random.Random(n).randbytes(n * 700 + 1) for n in range(40)}
+    kinds = []
+    for opening in range(3):
+        device = await FileDevice.open(tmp_path / "data", SIZE, create=True)
+        engine = await Engine.open(device, options, compute=compute, now_ns=time.monotonic_ns)
+        kinds.append(engine.recovery.kind)
+        if opening == 0:
+            futures = [put(engine, (NAMESPACES[0], key_of(n)), b)[1] for n, b in blocks.items()]
+            assert set(await asyncio.gather(*futures)) == {Status.OK}
+        for number, data in blocks.items():
+            assert await get(engine, (NAMESPACES[0], key_of(number))) == (Status.OK, data)
+        await engine.close(clean=opening == 0)
+        await device.close()
+    await compute.close()
+    assert kinds == [RecoveryKind.FORMATTED, RecoveryKind.CHECKPOINT, RecoveryKind.FOOTERS]
+
+
+def test_round_up() -> None:
+    assert [round_up(n) for n in (0, 1, BLOCK, BLOCK + 1)] == [0, BLOCK, BLOCK, 2 * BLOCK]
