@@ -37,6 +37,7 @@ from harness import DaemonProcess, Running, running_daemon
 from entresol_client.client import Namespace
 from entresol_client.results import PutBlock, RequestFailedError
 from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.ids import TenantName
 from entresol_proto.limits import KIB, MIB
 from entresol_proto.status import Status
 from entresol_proto.wire.data import OpenAt, Reason, Tier
@@ -362,3 +363,28 @@ async def test_large_blocks_and_small_ones_share_a_commit(tmp_path: Path) -> Non
         assert (await namespace.get_into([item.key for item in items], buffers)).ok
         assert [bytes(b) for b in buffers] == [item.buffer for item in items]
         assert len(blocks(keys_of(1), 1)) == 1
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_a_snapshot_tells_what_the_put_said(tmp_path: Path, fabric: str) -> None:
+    """Parents, positions and token ids come back out of the sealed block, whoever sealed it."""
+    async with lab(tmp_path, fabric) as running, client_of(running, fabric=fabric) as client:
+        namespace = await client.namespace(DESCRIPTOR)
+        keys = keys_of(6)
+        chain = blocks(keys, 64 * KIB, token_ids=tuple(range(100, 116)))
+        tenant = TenantName("dev")
+        following = running.daemon.shard.parts.events.subscribe(tenant)
+        assert (await namespace.put(chain, ack="durable")).ok
+        events = following.poll()
+        following.close()
+        assert isinstance(events, list)
+        assert [event.engine_keys[0] for event in events] == keys, "a child before its parent"
+        told = {
+            event.engine_keys[0]: event async for event in running.daemon.admin.snapshot(tenant)
+        }
+        assert list(told) == keys
+        for at, block in enumerate(chain):
+            event = told[block.key]
+            assert event.parent == (block.parent_key or b""), at
+            assert event.position == at
+            assert event.token_ids == tuple(range(100, 116))

@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from entresol_daemon.control.admin import (
     DrainResult,
     EraseReceipt,
@@ -88,8 +90,12 @@ class ShardAdmin:
 
     def admit(self, tenant: TenantName) -> None:
         """Raises: KeyringError (FORBIDDEN, ERASED) for a tenant that is not ours."""
-        if self._shard.parts.keyring.info(tenant) is None:
-            self._shard.parts.keyring.get(tenant)
+        parts = self._shard.parts
+        if parts.keyring.info(tenant) is not None:
+            return
+        if parts.config.tenants.auto_add and not parts.keyring.was_erased(tenant):
+            return  # its first session will add it; until then it has nothing to see
+        parts.keyring.get(tenant)
 
     async def describe(self) -> ShardDescription:
         config = self._shard.parts.config
@@ -234,11 +240,15 @@ class ShardAdmin:
         return rows
 
     async def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
-        """Every stored block of a tenant as a STORED event, read from the record heads."""
+        """Every stored block of a tenant as a STORED event, read from the record heads.
+
+        In order of position within a namespace: parents before what follows them.
+        """
         parts = self._shard.parts
+        index = parts.engine.index
         for namespace_id in parts.keyring.namespaces_of(tenant):
-            slots = parts.engine.index.slots_of(namespace_id).tolist()
-            for slot in slots:
+            slots = index.slots_of(namespace_id)
+            for slot in slots[np.argsort(index.position[slots], kind="stable")].tolist():
                 event = await self._stored_event(tenant, namespace_id, slot)
                 if event is not None:
                     yield event

@@ -116,17 +116,17 @@ class GetPath:
 
     def release(self, session: Session, request: Release) -> None:
         """End leases; look into what the host could not verify. Unknown leases are ignored."""
-        suspects: list[tuple[Leased, int]] = []
+        suspects: dict[Resident, None] = {}  # each once, however often it is reported
         for lease_id, index, status in request.reports:
             lease = self._parts.leases.get(session.number, lease_id)
             if lease is None or status not in (Status.CORRUPT, Status.CONFLICT):
                 continue
             resident = lease.payload.sealed.get(index)
             if resident is not None:
-                self._parts.residency.pin(resident)
-                suspects.append((lease.payload, index))
-        for leased, index in suspects:
-            self._spawn(self._examine(leased.sealed[index]))
+                suspects[resident] = None
+        for resident in suspects:
+            self._parts.residency.pin(resident)
+            self._spawn(self._examine(resident))
         for lease_id in request.lease_ids:
             lease = self._parts.leases.release(session.number, lease_id)
             if lease is not None:

@@ -238,7 +238,11 @@ class PutPath:
     async def _take(
         self, session: Session, window: list[Pull]
     ) -> list[tuple[Pull, asyncio.Future[Status]]]:
-        """Bring one window of blocks into records and append them, tail first."""
+        """Bring one window of blocks into records and append them.
+
+        In prefix order, so that nobody hears of a block before its parent; then they are made
+        recent tail first, so that what many sequences share is evicted last.
+        """
         try:
             for pull in window:
                 await self._find_memory(session, pull)
@@ -249,11 +253,15 @@ class PutPath:
                     pull.status = self._check_sealed(pull)
             await self._seal([p for p in here if not p.reservation.at_host])
             waits = []
-            for pull in sorted(here, key=lambda p: -p.reservation.item.position):
+            for pull in sorted(here, key=lambda p: p.reservation.item.position):
                 if pull.status is Status.OK:
                     flushed = await self._append(pull)
                     if flushed is not None:
                         waits.append((pull, flushed))
+            stored = [pull.reservation for pull, _ in reversed(waits)]
+            find = self._parts.engine.index.find
+            slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
+            self._parts.engine.touch([slot for slot in slots if slot >= 0])
             return waits
         finally:
             for pull in window:
