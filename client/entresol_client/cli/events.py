@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from entresol_client.cli import options, output, rpc
 from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_client.cli.overview import one_admin_socket
-from entresol_proto.status import Status
+from entresol_proto.status import ConfigError, Status
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    from entresol_client.config import ClientConfig
 
 BACKOFF_S_MIN = 0.25
 BACKOFF_S_MAX = 5.0
@@ -214,6 +216,7 @@ class Watcher:
         self._printer = Printer(args)
         self._grpc, self._pb, self._stubs = rpc.modules()
         self._named = (args.tenant or "") if args.admin_socket is not None else ""
+        self._config: ClientConfig | None = None
         self.place: Place | None = None
 
     def run(self) -> int:
@@ -243,8 +246,12 @@ class Watcher:
         args = self._args
         if args.all_tenants or args.admin_socket is not None:
             return rpc.operator_channel(one_admin_socket(args))
-        config = options.load_config(args)
-        return rpc.tenant_channel(config, options.pick_shard(config.shards, args.shard))
+        try:
+            self._config = options.load_config(args)
+        except ConfigError:
+            if self._config is None:
+                raise  # later on it is being rewritten, or we can do without it
+        return rpc.tenant_channel(self._config, options.pick_shard(self._config.shards, args.shard))
 
     def _once(self) -> None:
         """One connection. Raises: CliError, Unreachable."""

@@ -47,8 +47,9 @@ exit status: 0 all there, 1 missing (with the reason), 2 wrong use, 3 no daemon.
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = options.command(
-        subparsers, "get", "read back what put stored", about=ABOUT, examples=EXAMPLES
-    )
+        subparsers, "get", "read back what put stored", about=ABOUT, examples=EXAMPLES,
+        usage="(--name NAME | --key KEY --length SIZE) -o FILE|- [options]",
+    )  # fmt: skip
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--name", help="name it was put under")
     which.add_argument("--key", metavar="HEX|text:WORDS", help="one block; needs --length")
@@ -167,13 +168,17 @@ def run(args: argparse.Namespace) -> int:
 def _lines(args: argparse.Namespace, data: dict[str, Any], getter: Getter) -> list[str]:
     tiers = ", ".join(f"{count} from {tier}" for tier, count in sorted(getter.tiers.items()))
     blocks = output.plural(data["blocks"], "block")
-    return [
+    lines = [
         f"got {output.size(data['bytes'])} in {blocks}: {tiers or 'nothing to read'}",
         f"sha256 {data['sha256']}" + ("  (as it was stored)" if args.name is not None else ""),
-        f"{output.duration(getter.seconds * 1e9)}, "
-        f"{output.rate(data['bytes'], getter.seconds)} over {data['fabric']}, "
-        f"{output.size(getter.wire_bytes)} moved, opened at the {args.open_at}",
     ]
+    if getter.wire_bytes:
+        lines.append(
+            f"{output.duration(getter.seconds * 1e9)}, "
+            f"{output.rate(data['bytes'], getter.seconds)} over {data['fabric']}, "
+            f"{output.size(getter.wire_bytes)} moved, opened at the {args.open_at}"
+        )
+    return lines
 
 
 def _get_single(getter: Getter, key: bytes, args: argparse.Namespace) -> dict[str, Any]:

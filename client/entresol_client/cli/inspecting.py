@@ -28,6 +28,7 @@ EXAMPLES = """\
 ABOUT = """\
 With a path: reads a data file without keys and without writing: superblock, segments, records,
 every header's check and every payload's hash. What is sealed stays sealed.
+
 Without one: asks the running daemon, over the admin socket.
 
 exit status: 0 sound, 1 damage found or not a data file, 2 wrong use, 3 no daemon.

@@ -51,7 +51,10 @@ def add_parser(subparsers: Any) -> None:
             f"  entresol {name} --name notes\n"
             f"  entresol {name} --key text:session-42 --key 0011223344556677 --json\n"
         )
-        parser = options.command(subparsers, name, short, about=about, examples=examples)
+        parser = options.command(
+            subparsers, name, short, about=about, examples=examples,
+            usage="(--name NAME | --key KEY ...) [options]",
+        )  # fmt: skip
         which = parser.add_mutually_exclusive_group(required=True)
         which.add_argument("--name", help="name it was put under")
         which.add_argument(
@@ -151,7 +154,9 @@ def run_explain(args: argparse.Namespace) -> int:
                 rows += ns.explain(part, deadline_ns=args.deadline)
             keys = keys + blocks
     here = all(session.is_here(row) for row in rows)
-    counts = Counter(row.reason.label if row.reason else row.status.label for row in rows)
+    counts = Counter(
+        row.reason.label if row.reason is not None else row.status.label for row in rows
+    )
     data = {
         "exists": here,
         "reasons": dict(counts),

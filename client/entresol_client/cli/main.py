@@ -7,11 +7,12 @@ standard error, never a traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from entresol_client.cli import (
@@ -57,7 +58,9 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=options.Formatter,
     )
     parser.add_argument("--version", action="version", version=f"entresol {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", help="what to do"
+    )
     _add_demo(subparsers, wanted="demo" in argv[:1])
     for module in (storing, fetching, lookup, events, overview, doctor, inspecting, tenants):
         module.add_parser(subparsers)
@@ -94,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return errors.EXIT_USAGE
-    _log(verbose=getattr(args, "verbose", False))
+    with _logging(verbose=getattr(args, "verbose", False)):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         status: int = args.run(args)
         sys.stdout.flush()
@@ -112,17 +119,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return errors.EXIT_FAILED
 
 
-def _log(*, verbose: bool) -> None:
+@contextlib.contextmanager
+def _logging(*, verbose: bool) -> Iterator[None]:
     """Log lines only when they are asked for; failures are reported by the command itself."""
     logger = logging.getLogger("entresol")
-    if not verbose:
-        if not logger.handlers:
-            logger.addHandler(logging.NullHandler())
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    handler: logging.Handler = logging.NullHandler()
+    level = logger.level
+    if verbose:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+        logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 if __name__ == "__main__":

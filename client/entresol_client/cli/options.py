@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from entresol_client.config import ClientConfig, ShardAddress
     from entresol_proto.ids import NamespaceDescriptor
 
+HELP_COLUMNS_MIN = 60
 HELP_COLUMNS_MAX = 98
 _SIZES = {"": 1, "B": 1} | {
     f"{letter}{tail}": 1024**power
@@ -36,26 +39,39 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     """Help that fits beside an editor, whatever the terminal's width."""
 
     def __init__(self, prog: str) -> None:
-        columns = int(os.environ.get("COLUMNS", "0") or 0) if _is_number("COLUMNS") else 0
-        width = min(columns or HELP_COLUMNS_MAX, HELP_COLUMNS_MAX)
-        super().__init__(prog, max_help_position=28, width=max(width, 60))
+        super().__init__(prog, max_help_position=28, width=_columns())
 
 
-def _is_number(name: str) -> bool:
-    return os.environ.get(name, "").isdigit()
+def _columns() -> int:
+    found = shutil.get_terminal_size().columns
+    return max(HELP_COLUMNS_MIN, min(found, HELP_COLUMNS_MAX))
+
+
+def _paragraphs(text: str) -> str:
+    """Text, each paragraph filled anew for this terminal."""
+    parts = (textwrap.fill(" ".join(part.split()), _columns()) for part in text.split("\n\n"))
+    return "\n\n".join(parts)
 
 
 def command(
-    subparsers: Any, name: str, short: str, *, about: str = "", examples: str = ""
+    subparsers: Any,
+    name: str,
+    short: str,
+    *,
+    about: str = "",
+    examples: str = "",
+    usage: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A subcommand's parser, in the form they all have."""
-    text = f"{short[0].upper()}{short[1:]}." + (f"\n\n{about.strip()}" if about else "")
+    """A subcommand's parser, in the form they all have. `usage`: where naming every option there
+    would bury the ones that matter."""
+    text = _paragraphs(f"{short[0].upper()}{short[1:]}.\n\n{about}".strip())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=short,
         description=text,
         epilog=f"examples:\n{examples.rstrip()}" if examples else None,
         formatter_class=Formatter,
+        usage=f"entresol {name} {usage}" if usage else None,
     )
     return parser
 

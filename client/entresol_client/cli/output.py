@@ -50,9 +50,10 @@ def duration(span_ns: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds)
-    for name, long, short_name, short in (("min", 60, "s", 1), ("h", 3600, "min", 60)):
-        if whole < 60 * long:
-            return f"{whole // long} {name} {whole % long // short} {short_name}"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 

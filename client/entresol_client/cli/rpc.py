@@ -141,7 +141,9 @@ def server_name(config: ClientConfig, shard: ShardAddress) -> str:
         check_server_identity(peer, config.tls.trust_domain, shard=shard.name)
     except IdentityError as error:
         raise CliError(
-            f"{where}: {Exception.__str__(error)}", hint=error.hint, status=Status.FORBIDDEN
+            f"{where}: {Exception.__str__(error)}",
+            hint=error.hint or "correct the name or the address of this shard in [[shards]]",
+            status=Status.FORBIDDEN,
         ) from None
     name = _host_name(load_certificate(peer or b""), shard.host)
     if not name:

@@ -33,7 +33,6 @@ FIXES = {
     Status.BREAKER_OPEN: "the daemon stopped answering: `entresol doctor` tells more",
     Status.FABRIC_ERROR: "the data path failed: `entresol doctor` tells more",
     Status.UNSUPPORTED: "this data path cannot do that; see `entresol doctor`",
-    Status.BAD_REQUEST: "it is stored with another length, or under a key that is not allowed",
     Status.CORRUPT: "the block was damaged and has been dropped: store it again",
     Status.ERASED: "the tenant was erased: nothing of it can be read any more",
 }
@@ -151,6 +150,11 @@ def missing(what: str, ns: SyncNamespace, key: bytes, status: Status) -> CliErro
         if row.reason is not None and not is_here(row):
             text, fix = sentence(row)
             return CliError(f"{what} {text}", hint=fix)
+    if status is Status.BAD_REQUEST:
+        return CliError(
+            f"{what} is stored with another length than the one that was asked for",
+            hint="give its exact length in bytes",
+        )
     return failure(f"{what} cannot be read", status)
 
 

@@ -53,8 +53,9 @@ exit status: 0 stored (or there already), 1 not stored, 2 wrong use, 3 no daemon
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = options.command(
-        subparsers, "put", "store a file as a chain of blocks", about=ABOUT, examples=EXAMPLES
-    )
+        subparsers, "put", "store a file as a chain of blocks", about=ABOUT, examples=EXAMPLES,
+        usage="FILE|- [--name NAME | --key KEY] [options]",
+    )  # fmt: skip
     parser.add_argument("file", metavar="FILE", help="what to store; - is standard input")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--name", help="name to find it again (default: made from the content)")
@@ -199,10 +200,9 @@ def _source(name: str) -> Iterator[BinaryIO]:
     try:
         file = open(name, "rb")  # noqa: SIM115 - closed below; opening has an error of its own
     except OSError as error:
-        raise UsageProblem(f"cannot read {name!r}: {error.strerror}") from None
+        hint = "tar c DIR | entresol put - --name NAME" if Path(name).is_dir() else ""
+        raise UsageProblem(f"cannot read {name!r}: {error.strerror}", hint=hint) from None
     with file:
-        if Path(name).is_dir():
-            raise UsageProblem(f"{name!r} is a directory", hint="tar c DIR | entresol put -")
         yield file
 
 

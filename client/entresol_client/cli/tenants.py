@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "tenant", "add, list, limit, rotate and erase tenants",
         about=ABOUT, examples=EXAMPLES,
     )  # fmt: skip
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, help="what to do")
     table: tuple[tuple[str, str, str, Callable[[argparse.Namespace], int]], ...] = (
         ("list", "show all tenants, what they use and may use", "", run_list),
         ("add", "make a tenant known and give it keys", "", run_add),

@@ -246,6 +246,8 @@ class ShardAdmin:
         """
         parts = self._shard.parts
         index = parts.engine.index
+        if parts.keyring.info(tenant) is None:
+            return  # admitted, but never seen: nothing is stored
         for namespace_id in parts.keyring.namespaces_of(tenant):
             slots = index.slots_of(namespace_id)
             for slot in slots[np.argsort(index.position[slots], kind="stable")].tolist():

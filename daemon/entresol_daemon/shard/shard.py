@@ -158,21 +158,23 @@ class Shard:
         return shard
 
     def _adopt(self) -> None:
-        """After recovery: give every indexed block to its tenant; drop those of nobody."""
+        """After recovery: charge every tenant with what lies in its segments.
+
+        Blocks of a stream that is nobody's (a tenant erased just before a crash) cannot be asked
+        for; their segments are the first to be evicted.
+        """
         parts = self.parts
         for info in parts.keyring.tenants():
             self.adopt_tenant(info)
-        index = parts.engine.index
-        for namespace_id in index.namespaces():
-            name = parts.keyring.tenant_of(namespace_id)
-            if name is None:
-                dropped = parts.engine.drop_namespace(namespace_id)
-                log.warning("event=orphan_namespace blocks=%d", len(dropped))
-                continue
-            account = parts.accounts.by_name[name]
-            slots = index.slots_of(namespace_id)
-            records = (index.sealed_bytes[slots].astype(np.int64) + _ROUND_UP) // ALIGN_BYTES
-            account.flash_bytes += int(records.sum()) * ALIGN_BYTES
+        orphans = 0
+        for segment in parts.engine.segments():
+            account = parts.accounts.by_stream.get(segment.stream)
+            if account is not None:
+                account.flash_bytes += segment.live_bytes
+            else:
+                orphans += segment.live_blocks
+        if orphans:
+            log.warning("event=orphan_blocks blocks=%d", orphans)
 
     def adopt_tenant(self, info: TenantInfo) -> Account:
         """Enter a tenant of the keyring into the books; its quota follows the keyring."""
@@ -198,7 +200,13 @@ class Shard:
             return account
         if parts.keyring.was_erased(name) or not parts.config.tenants.auto_add:
             parts.keyring.get(name)  # raises with the right words
-        tenant = await self.parts.compute.run(self._add_first_seen, name)
+        try:
+            tenant = await parts.compute.run(self._add_first_seen, name)
+        except EntresolError:
+            added = parts.keyring.info(name)  # by another session of its, a moment ago
+            if added is None:
+                raise
+            tenant = added
         return self.adopt_tenant(tenant)
 
     def _add_first_seen(self, name: TenantName) -> TenantInfo:
