@@ -100,7 +100,7 @@ def index(quick: bool) -> list[Line]:
     from bench import index as bench
 
     found = bench.measure(blocks=200_000 if quick else 5_000_000)
-    return [Line("index_bytes_per_block", "B", [found["bytes_per_block"]], at_most=128)]
+    return [Line("index_bytes_per_block", "B", [found["bytes_per_block_resident"]], at_most=128)]
 
 
 def restart(quick: bool) -> list[Line]:

@@ -115,6 +115,23 @@ def in_new_process(path: Path, options: EngineOptions, clean: bool) -> dict[str,
         return pool.submit(reopen_here, path, options, clean).result()
 
 
+def measure(blocks: int, folder: Path | None = None) -> dict[str, float]:
+    """Seconds of `Engine.open` in a fresh process: `crash_s` from footers, `warm_s` from the
+    checkpoint of the clean close in between."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        path = Path(name) / "data"
+        build(path, blocks)
+        options = EngineOptions(
+            segment_bytes=SEGMENT,
+            blocks_max=blocks + 1024,
+            checkpoint_path=Path(name) / "index.arrow",
+        )
+        crash, warm = (in_new_process(path, options, clean) for clean in (True, False))
+    assert (crash["kind"], warm["kind"]) == ("footers", "checkpoint"), (crash, warm)
+    assert crash["blocks"] == warm["blocks"] == blocks, (crash, warm)
+    return {"crash_s": float(str(crash["open_s"])), "warm_s": float(str(warm["open_s"]))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)

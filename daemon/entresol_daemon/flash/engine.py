@@ -310,7 +310,8 @@ class Engine:
         index = self.index
         segment = self._table.segments[index.m_segment[slot]]
         size = extent_bytes(index.m_sealed_bytes[slot])
-        gone = Removed(index.namespace_of(slot), index.key_of(slot), slot, reason, size)
+        space, key = index.namespace_of(slot), index.key_of(slot)
+        gone = Removed(space, key, slot, reason, size, segment.stream)
         self._unhand(slot)
         index.remove(slot)
         self._table.add_dead(segment, size)
@@ -326,9 +327,11 @@ class Engine:
         removed = []
         for slot in slots.tolist():
             size = extent_bytes(index.m_sealed_bytes[slot])
-            removed.append(Removed(namespace_id, index.key_of(slot), slot, reason, size))
+            home = self._table.segments[index.m_segment[slot]]
+            key = index.key_of(slot)
+            removed.append(Removed(namespace_id, key, slot, reason, size, home.stream))
             self._unhand(slot)
-            self._table.add_dead(self._table.segments[index.m_segment[slot]], size)
+            self._table.add_dead(home, size)
         index.remove_many(slots)
         self._table.on_removed(removed)
         self._bury(TombstoneKind.NAMESPACE, namespace_id, bytes(16), self._table.sequence)

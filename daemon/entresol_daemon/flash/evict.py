@@ -116,8 +116,10 @@ class Evictor:
         for slot in slots.tolist():
             size = extent_bytes(index.m_sealed_bytes[slot])
             key = index.key_of(slot)
-            removed.append(Removed(index.namespace_of(slot), key, slot, reason, size))
-            self._table.add_dead(self._table.segments[index.m_segment[slot]], size)
+            home = self._table.segments[index.m_segment[slot]]
+            space = index.namespace_of(slot)
+            removed.append(Removed(space, key, slot, reason, size, home.stream))
+            self._table.add_dead(home, size)
         index.remove_many(slots)
         self._table.on_removed(removed)
         return removed
@@ -173,7 +175,8 @@ class Evictor:
                 reason = RemoveReason.IO_ERROR  # the writer told it already
                 size = extent_bytes(expected.sealed_bytes)
                 key = expected.wire_key
-                removed.append(Removed(expected.namespace_id, key, slot, reason, size))
+                space, stream = expected.namespace_id, segment.stream
+                removed.append(Removed(space, key, slot, reason, size, stream))
             else:
                 self._stats.copied_blocks += 1
                 self._stats.copied_bytes += extent_bytes(expected.sealed_bytes)

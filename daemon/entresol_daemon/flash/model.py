@@ -73,6 +73,7 @@ class Removed:
     slot: int
     reason: RemoveReason
     extent_bytes: int  # what its record took on flash
+    stream: bytes  # whose segment it was in
 
 
 RemovedHook = Callable[[Sequence[Removed]], None]

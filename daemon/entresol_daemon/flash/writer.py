@@ -423,7 +423,8 @@ class Writer:
     def _end(self, p: Pending, status: Status) -> None:
         """A record that will not become durable: out of the index."""
         reason = RemoveReason.NO_SPACE if status is Status.NO_SPACE else RemoveReason.IO_ERROR
-        gone = Removed(p.namespace_id, p.wire_key, p.slot, reason, p.extent.nbytes)
+        size = p.extent.nbytes
+        gone = Removed(p.namespace_id, p.wire_key, p.slot, reason, size, p.stream)
         self._index.remove(p.slot)
         del self.pending[p.slot]
         self._stats.append_failures += 1

@@ -27,7 +27,7 @@ from entresol_daemon.events import types as events
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason
 from entresol_daemon.shard.parts import Parts
-from entresol_proto.ids import TenantName, short
+from entresol_proto.ids import short
 from entresol_proto.wire.data import Reason
 
 _REASONS = {
@@ -157,32 +157,41 @@ class Removal:
         """The index let go of these in this very moment. Called by the engine."""
         parts = self._parts
         now = parts.unix_ns()
-        groups: dict[tuple[bytes, RemoveReason], list[bytes]] = {}
+        groups: dict[tuple[bytes, bytes, RemoveReason], list[bytes]] = {}
         for row in removed:
             parts.residency.drop_slot(row.slot)
             reason = _REASONS[row.reason][0]
             parts.history.record(row.namespace_id, row.wire_key, reason, now)
-            groups.setdefault((row.namespace_id, row.reason), []).append(row.wire_key)
-            name = parts.keyring.tenant_of(row.namespace_id)
-            account = None if name is None else parts.accounts.by_name.get(name)
+            place = (row.stream, row.namespace_id, row.reason)
+            groups.setdefault(place, []).append(row.wire_key)
+            account = parts.accounts.by_stream.get(row.stream)
             if account is not None:
                 account.flash_bytes -= row.extent_bytes
                 assert account.flash_bytes >= 0, "flash bytes refunded twice"
-        for (namespace_id, cause), keys in groups.items():
-            self._publish(namespace_id, cause, tuple(keys), now)
+        for (stream, namespace_id, cause), keys in groups.items():
+            self._publish(stream, namespace_id, cause, tuple(keys), now)
         parts.room.notify()
 
     def _publish(
-        self, namespace_id: bytes, cause: RemoveReason, keys: tuple[bytes, ...], now: int
+        self,
+        stream: bytes,
+        namespace_id: bytes,
+        cause: RemoveReason,
+        keys: tuple[bytes, ...],
+        now: int,
     ) -> None:
         reason = _REASONS[cause][1]
         if cause is RemoveReason.CORRUPT and self._reported_by_host:
             reason = events.Reason.HOST_REPORT
         self._parts.meters.removed(reason.label, len(keys))
-        name: TenantName | None = self._parts.keyring.tenant_of(namespace_id)
-        if name is None or cause is RemoveReason.NAMESPACE_DROPPED:
+        account = self._parts.accounts.by_stream.get(stream)
+        if account is None or cause is RemoveReason.NAMESPACE_DROPPED:
             return  # nobody to tell, or TENANT_ERASED says it all
-        kind = events.Kind.CORRUPT if cause is RemoveReason.CORRUPT else events.Kind.REMOVED
         self._parts.events.publish(
-            kind, name, time_unix_ns=now, namespace_id=namespace_id, wire_keys=keys, reason=reason
+            events.Kind.CORRUPT if cause is RemoveReason.CORRUPT else events.Kind.REMOVED,
+            account.name,
+            time_unix_ns=now,
+            namespace_id=namespace_id,
+            wire_keys=keys,
+            reason=reason,
         )
