@@ -59,6 +59,7 @@ class Daemon:
         self.metrics = Metrics(version=__version__, shard=config.shard.name)
         self._closers: list[tuple[str, Closer]] = []
         self._stopping = False
+        self._flash_direct = False
         self.shard: Shard
         self.control: ControlListener
         self.grpc: GrpcServer
@@ -145,6 +146,7 @@ class Daemon:
             direct=flash.direct != "off",
         )
         self._on_close("device", device.close)
+        self._flash_direct = device.direct
         if flash.direct == "on" and not device.direct:
             raise DeviceError(
                 f"{device.name} does not support O_DIRECT",
@@ -220,6 +222,7 @@ class Daemon:
             Addresses(f"{listen.control_host}:{self.control.port}", data),
             end_sessions=self._end_sessions,
             begin_drain=self._begin_drain,
+            flash_direct=self._flash_direct,
         )
         self.grpc = GrpcServer(
             self.admin, tls=tls.bundle, trust_domain=config.tls.trust_domain,

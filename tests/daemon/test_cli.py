@@ -289,6 +289,7 @@ def test_stat_for_people_scripts_operators_and_tenants(cli: Cli, tmp_path: Path)
     row = cli("stat", "--json").json["shards"][0]
     assert row["stat"]["blocks"] >= 3
     assert row["stat"]["blocks_stored"] >= 3
+    assert isinstance(row["stat"]["flash_direct"], bool)
     socket_path = str(cli.folder / "run" / "admin.sock")
     bare = cli("stat", "--admin-socket", socket_path, "--json").json["shards"][0]
     assert bare["incarnation"] == row["incarnation"]
@@ -453,6 +454,23 @@ def test_a_reader_that_has_enough_is_no_error(daemon: DaemonProcess) -> None:
             process("put", "-", config=config, stdin=os.urandom(64))
         assert running.returncode == 1
         assert "Traceback" not in running.stderr.read()
+
+
+def test_a_put_is_interrupted_cleanly(daemon: DaemonProcess) -> None:
+    config = daemon.directory / "client.toml"
+    with subprocess.Popen(
+        [*COMMAND, "put", "-", "--name", "interrupted", "--config", str(config)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        assert running.stdin is not None
+        running.stdin.write(content("interrupted", 40 * MIB))  # it is past its first window now
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=PROCESS_SECONDS_MAX)
+    assert (running.returncode, out) == (130, b"")
+    assert err.splitlines()[-1] == b"entresol: interrupted"
+    assert process("exists", "--name", "interrupted", config=config).returncode == 1
 
 
 # -- doctor

@@ -374,6 +374,13 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
     yield Finding(
         area, OK, f"admin socket open; {stat.blocks:,} blocks, flash {100 * full:.0f} % live"
     )
+    if stat.flash_direct:
+        yield Finding(area, OK, "flash with O_DIRECT")
+    else:
+        yield Finding(
+            area, WARN, "flash goes through the page cache: slower, and memory is used twice",
+            "put the data file on ext4, xfs or a raw drive; see [flash] direct of the daemon",
+        )  # fmt: skip
     corrupt = stat.blocks_corrupt
     if corrupt:
         yield Finding(

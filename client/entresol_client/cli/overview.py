@@ -184,7 +184,8 @@ def _stat_rows(stat: dict[str, Any]) -> list[tuple[str, str]]:
                   f"{output.plural(stat['leases'], 'lease')}"),
         ("blocks", f"{stat['blocks']:,}"),
         ("memory", used("dram", "used")),
-        ("flash", used("flash", "live") + f", {output.size(stat['flash_written_bytes'])} written"),
+        ("flash", used("flash", "live") + f", {output.size(stat['flash_written_bytes'])} written"
+                  + (", O_DIRECT" if stat["flash_direct"] else ", through the page cache")),
         ("read", f"{stat['blocks_served']:,} served, {stat['blocks_missed']:,} missed{hits}"),
         ("stored", output.plural(stat["blocks_stored"], "block")
                    + (f"{sealed} ({ratio:.2f}:1)" if ratio else "")),

@@ -63,6 +63,7 @@ class ShardStat:
     plain_bytes: int = 0
     stored_bytes: int = 0
     reasons_not_ready: tuple[str, ...] = ()
+    flash_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

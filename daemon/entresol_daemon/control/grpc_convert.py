@@ -150,6 +150,7 @@ def stat_message(stat: ShardStat) -> pb.StatReply:
         plain_bytes=stat.plain_bytes,
         stored_bytes=stat.stored_bytes,
         reasons_not_ready=stat.reasons_not_ready,
+        flash_direct=stat.flash_direct,
     )
 
 

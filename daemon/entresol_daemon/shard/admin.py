@@ -59,12 +59,15 @@ class ShardAdmin:
         *,
         end_sessions: Callable[[TenantName], Awaitable[int]],
         begin_drain: Callable[[], None],
+        flash_direct: bool = False,
     ) -> None:
-        """`end_sessions` closes a tenant's connections and waits; `begin_drain` tells hosts."""
+        """`end_sessions` closes a tenant's connections and waits; `begin_drain` tells hosts;
+        `flash_direct` tells whether the device bypasses the page cache."""
         self._shard = shard
         self._addresses = addresses
         self._end_sessions = end_sessions
         self._begin_drain = begin_drain
+        self._flash_direct = flash_direct
         self._started_ns = shard.parts.now_ns()
 
     @property
@@ -137,6 +140,7 @@ class ShardAdmin:
             plain_bytes=totals.plain_bytes,
             stored_bytes=totals.stored_bytes,
             reasons_not_ready=tuple(self.reasons_not_ready()),
+            flash_direct=self._flash_direct,
         )
 
     async def tenant_list(self) -> Sequence[TenantRecord]:

@@ -130,7 +130,7 @@ class StatRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatReply(_message.Message):
-    __slots__ = ("state", "uptime_ns", "sessions", "leases", "blocks", "dram_capacity_bytes", "dram_used_bytes", "flash_capacity_bytes", "flash_live_bytes", "flash_written_bytes", "blocks_served", "blocks_missed", "blocks_stored", "blocks_corrupt", "plain_bytes", "stored_bytes", "reasons_not_ready")
+    __slots__ = ("state", "uptime_ns", "sessions", "leases", "blocks", "dram_capacity_bytes", "dram_used_bytes", "flash_capacity_bytes", "flash_live_bytes", "flash_written_bytes", "blocks_served", "blocks_missed", "blocks_stored", "blocks_corrupt", "plain_bytes", "stored_bytes", "reasons_not_ready", "flash_direct")
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class StatReply(_message.Message):
     PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASONS_NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    FLASH_DIRECT_FIELD_NUMBER: _ClassVar[int]
     state: State
     uptime_ns: int
     sessions: int
@@ -165,7 +166,8 @@ class StatReply(_message.Message):
     plain_bytes: int
     stored_bytes: int
     reasons_not_ready: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[_Union[State, str]] = ..., uptime_ns: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., flash_capacity_bytes: _Optional[int] = ..., flash_live_bytes: _Optional[int] = ..., flash_written_bytes: _Optional[int] = ..., blocks_served: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_corrupt: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reasons_not_ready: _Optional[_Iterable[str]] = ...) -> None: ...
+    flash_direct: bool
+    def __init__(self, state: _Optional[_Union[State, str]] = ..., uptime_ns: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., flash_capacity_bytes: _Optional[int] = ..., flash_live_bytes: _Optional[int] = ..., flash_written_bytes: _Optional[int] = ..., blocks_served: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_corrupt: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reasons_not_ready: _Optional[_Iterable[str]] = ..., flash_direct: bool = ...) -> None: ...
 
 class Quota(_message.Message):
     __slots__ = ("flash_bytes", "dram_bytes", "in_flight_bytes", "index_bytes", "sessions", "leases", "weight")
