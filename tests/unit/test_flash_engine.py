@@ -23,6 +23,7 @@ from flashlab import (
     put,
 )
 
+from entresol_daemon.flash import checkpoint
 from entresol_daemon.flash.device import BLOCK, aligned_buffer
 from entresol_daemon.flash.engine import (
     RECORD_HEADER_BYTES,
@@ -469,6 +470,69 @@ def test_a_transient_wrong_answer_is_asked_again() -> None:
         assert engine.stats.read_retries == 1
         assert engine.stats.corrupt_reads == 0
         await engine.close()
+
+    play(life())
+
+
+def test_a_scrub_finds_every_planted_error_and_nothing_else() -> None:
+    async def life() -> None:
+        device, engine = await fresh(segments=20)
+        slots = [await stored(engine, n, bytes([n]) * 4500) for n in range(60)]
+        planted = set()
+        for slot in slots[::3]:
+            place = engine._superblock.segment_at(engine.index.m_segment[slot])
+            place += engine.index.m_offset[slot] * BLOCK + 96 + slot * 70 % 4500
+            device.poke(place, bytes([device.image_at(place, 1)[0] ^ 4]))
+            planted.add((slot, Status.CORRUPT))
+        found = []
+        for info in engine.segments():
+            found += await engine.scrub(info.segment)
+        assert len(found) == 20
+        assert set(found) == planted
+        await engine.close()
+
+    play(life())
+
+
+def test_closing_waits_for_an_eviction_and_counts_what_it_moved(tmp_path: Path) -> None:
+    async def life() -> None:
+        options = with_checkpoint(tmp_path / "index.arrow")
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep)
+        engine = await open_engine(device, options)
+        slots = [await stored(engine, n, bytes([n]) * 5000) for n in range(6)]
+        evicting = asyncio.ensure_future(engine.evict(0, slots[:3]))
+        await asyncio.sleep(0)
+        await engine.close()
+        assert len(await evicting) == 3
+        again = await open_engine(device, options)
+        assert again.recovery.kind is RecoveryKind.CHECKPOINT
+        for n in range(3):
+            assert await get(again, (NS, key_of(n))) == (Status.OK, bytes([n]) * 5000)
+        assert len(again.index) == 3
+        await again.close()
+
+    play(life())
+
+
+def test_a_removal_during_the_close_spoils_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def life() -> None:
+        options = with_checkpoint(tmp_path / "index.arrow")
+        device = SimDevice(device_bytes(10))
+        engine = await open_engine(device, options)
+        slot = await stored(engine, 1)
+        real = checkpoint.save
+
+        def save(*args: Any) -> bytes:
+            engine.remove(slot, FORGOTTEN)
+            return real(*args)
+
+        monkeypatch.setattr(checkpoint, "save", save)
+        await engine.close()
+        again = await open_engine(device, options)
+        assert again.recovery.kind is RecoveryKind.FOOTERS
+        await again.close(clean=False)
 
     play(life())
 

@@ -395,6 +395,14 @@ class Engine:
         """
         return await self._evictor.evict(segment, keep)
 
+    async def scrub(self, segment: int) -> list[tuple[int, Status]]:
+        """Read and verify all blocks of a segment; returns slots that are CORRUPT or IO_ERROR.
+
+        At most COPY_BYTES_MAX bytes of memory and of I/O at a time. The caller sets the pace and
+        removes what is found.
+        """
+        return await self._reader.scrub(self.segment_slots(segment))
+
     # -- end
 
     async def close(self, *, clean: bool = True) -> None:
@@ -408,6 +416,7 @@ class Engine:
         self._closing = True
         try:
             if clean and not self._writer.failed:
+                await self._evictor.finish()
                 for segment in list(self._table.open.values()):
                     self._table.close(segment)
                 await self._writer.drain()
@@ -420,6 +429,7 @@ class Engine:
         path = self.options.checkpoint_path
         if path is None:
             return
+        last = self._table.lsn
         try:
             raw = await self._compute.run(
                 checkpoint.encode, self._superblock, self.index, self._table
@@ -428,6 +438,9 @@ class Engine:
             clean = replace(
                 self._superblock, clean=True, checkpoint_bytes=len(raw), checkpoint_digest=digest
             )
+            if self._table.lsn != last:  # somebody went on removing: the footers know better
+                self._log.warning("event=checkpoint_outdated effect=not_used")
+                return
             await write_superblock(self._device, clean)
         except ImportError as error:
             self._log.warning("event=no_checkpoint reason=%r", str(error))

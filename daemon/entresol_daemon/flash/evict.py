@@ -41,6 +41,7 @@ from entresol_proto.status import DeviceError, Status
 
 Keep = Callable[[Slots], "Slots | Sequence[int]"] | Sequence[int] | Slots
 TOMBSTONE_READ_TRIES_MAX = 3
+_FINISH_POLL_S = 0.0005
 
 
 class Evictor:
@@ -64,13 +65,14 @@ class Evictor:
         self._stats = stats
         self._log = log
         self._running: set[int] = set()
+        self._finishing = False
 
     async def evict(self, number: int, keep: Keep) -> list[Removed]:
         """See `Engine.evict`."""
         segment = self._table.segments[number]
         if segment.state in (SegmentState.FREE, SegmentState.FREEING) or number in self._running:
             return []
-        if self._writer.failed:
+        if self._writer.failed or self._finishing:
             return []  # nothing can be freed; what is there stays readable
         self._running.add(number)
         try:
@@ -83,6 +85,14 @@ class Evictor:
             return await self._empty(segment, keep)
         finally:
             self._running.discard(number)
+
+    async def finish(self) -> None:
+        """Begin no more evictions and wait for the ones in progress."""
+        self._finishing = True
+        for number in sorted(self._running):
+            while number in self._running:
+                self._writer.kick()
+                await asyncio.sleep(_FINISH_POLL_S)
 
     async def _empty(self, segment: Segment, keep: Keep) -> list[Removed]:
         # From here on it holds copies of blocks that the index does not know in this place.
@@ -152,7 +162,7 @@ class Evictor:
             end = at + extent_bytes(expected.sealed_bytes)
             items.append((slot, expected, scratch[at:end]))
             at = end
-        statuses = await self._reader.read([(slot, view) for slot, _, view in items])
+        statuses = await self._reader.read([(slot, view) for slot, _, view in items], patient=True)
         removed: list[Removed] = []
         moving: list[tuple[Expected, int, asyncio.Future[Status]]] = []
         for (slot, expected, view), status in zip(items, statuses, strict=True):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from entresol_daemon.compute import Compute, ComputeError
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
-from entresol_daemon.flash.index import Index
-from entresol_daemon.flash.model import EngineStats
+from entresol_daemon.flash.index import Index, Slots
+from entresol_daemon.flash.model import COPY_BYTES_MAX, EngineStats
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     RecordHeader,
@@ -110,9 +110,9 @@ class Reader:
         )
 
     async def read(
-        self, ops: Sequence[tuple[int, memoryview]], *, wipe: bool = True
+        self, ops: Sequence[tuple[int, memoryview]], *, patient: bool = False
     ) -> list[Status]:
-        """Whole records into whole extents; see `Engine.read`. `wipe` clears the header bytes."""
+        """Whole records into whole extents; see `Engine.read`. `patient` never answers BUSY."""
         statuses = [Status.MISS] * len(ops)
         self._stats.reads += len(ops)
         names: list[tuple[bytes, bytes] | None] = [
@@ -124,15 +124,14 @@ class Reader:
         todo = list(range(len(ops)))
         for attempt in range(READ_TRIES_MAX):
             self._stats.read_retries += len(todo) if attempt else 0
-            await self._attempt(ops, names, todo, statuses)
+            await self._attempt(ops, names, todo, statuses, patient)
             todo = [number for number in todo if statuses[number] is Status.CORRUPT]
             if not todo:
                 break
         self._stats.corrupt_reads += sum(s is Status.CORRUPT for s in statuses)
         self._stats.io_error_reads += sum(s is Status.IO_ERROR for s in statuses)
-        if wipe:
-            for _, extent in ops:
-                extent[:RECORD_HEADER_BYTES] = _WIPE
+        for _, extent in ops:
+            extent[:RECORD_HEADER_BYTES] = _WIPE
         return statuses
 
     async def _attempt(
@@ -141,6 +140,7 @@ class Reader:
         names: list[tuple[bytes, bytes] | None],
         todo: list[int],
         statuses: list[Status],
+        patient: bool,
     ) -> None:
         """Look the wanted slots up again (an eviction may have moved them) and read them."""
         wanted: list[tuple[int, Expected, memoryview]] = []
@@ -161,11 +161,35 @@ class Reader:
             else:
                 wanted.append((number, expected, extent))
         if wanted:
-            found = await self._once([(e, view) for _, e, view in wanted], self._verify_payloads)
+            items = [(expected, view) for _, expected, view in wanted]
+            found = await self._once(items, self._verify_payloads, patient)
             for (number, _, view), status in zip(wanted, found, strict=True):
                 statuses[number] = status
                 if status is Status.OK:
                     self._stats.read_bytes += view.nbytes
+
+    async def scrub(self, slots: Slots) -> list[tuple[int, Status]]:
+        """Verify durable blocks batch by batch; returns those that are not what was stored."""
+        bad: list[tuple[int, Status]] = []
+        left = slots.tolist()
+        while left:
+            batch: list[tuple[int, Expected]] = []
+            size = 0
+            while left and (not batch or size < COPY_BYTES_MAX):
+                slot = left.pop(0)
+                if self._index.is_live(slot) and slot not in self._writer.pending:
+                    batch.append((slot, self.expect(slot)))
+                    size += extent_bytes(batch[-1][1].sealed_bytes)
+            scratch = aligned_buffer(size)
+            ops, at = [], 0
+            for slot, expected in batch:
+                end = at + extent_bytes(expected.sealed_bytes)
+                ops.append((slot, scratch[at:end]))
+                at = end
+            for (slot, _), status in zip(ops, await self.read(ops, patient=True), strict=True):
+                if status in (Status.CORRUPT, Status.IO_ERROR):
+                    bad.append((slot, status))
+        return bad
 
     async def heads(self, slots: Sequence[int]) -> list[bytes]:
         """The first block of each record, empty where it cannot be had or is not the record's."""
@@ -182,13 +206,15 @@ class Reader:
                 view = scratch[number * BLOCK : (number + 1) * BLOCK]
                 todo.append((number, self.expect(slot), view))
         if todo:
-            statuses = await self._once([(e, view) for _, e, view in todo], False)
+            statuses = await self._once([(e, view) for _, e, view in todo], False, False)
             for (number, _, view), status in zip(todo, statuses, strict=True):
                 if status is Status.OK:
                     result[number] = bytes(view)
         return result
 
-    async def _once(self, items: list[tuple[Expected, memoryview]], payloads: bool) -> list[Status]:
+    async def _once(
+        self, items: list[tuple[Expected, memoryview]], payloads: bool, patient: bool
+    ) -> list[Status]:
         """Read and verify; the segments cannot be freed meanwhile."""
         superblock = self._table.superblock
         for expected, _ in items:
@@ -204,9 +230,12 @@ class Reader:
             try:
                 good = await self._compute.run(_verify, *args)
             except ComputeError as error:
-                good = [True] * len(arrived)
-                for n in arrived:
-                    statuses[n] = error.status
+                if patient:
+                    good = _verify(*args)
+                else:
+                    good = [True] * len(arrived)
+                    for n in arrived:
+                        statuses[n] = error.status
             for n, is_good in zip(arrived, good, strict=True):
                 if not is_good:
                     statuses[n] = Status.CORRUPT

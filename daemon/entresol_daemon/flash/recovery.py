@@ -40,6 +40,7 @@ from entresol_daemon.flash.segment import (
     decode_table,
     decode_tombstones,
     decode_trailer,
+    extent_bytes,
     footer_bytes,
     payload_hash,
     scan_segment,
@@ -110,6 +111,7 @@ class Recovery:
         self._rows: list[Rows] = []
         self._where: list[tuple[int, int, int]] = []  # segment, sequence, count per part of rows
         self._tombstones: list[Tombstone] = []
+        self._tombstone_records: list[tuple[Segment, int, int]] = []  # offset, extent bytes
         self._found = Found()
 
     # -- with a checkpoint
@@ -245,6 +247,9 @@ class Recovery:
                 self._report.segments_from_footer += 1
                 segment.used_bytes = trailer.used_bytes
                 self._take_rows(segment, rows)
+                for row in rows[rows["kind"] == RecordKind.TOMBSTONES]:
+                    place = (int(row["offset"]), extent_bytes(int(row["sealed"])))
+                    self._tombstone_records.append((segment, *place))
         return bad
 
     def _take_rows(self, segment: Segment, rows: Rows) -> None:
@@ -258,20 +263,27 @@ class Recovery:
             self._where.append((segment.index, segment.sequence, len(blocks)))
 
     async def _read_tombstones(self) -> None:
-        """Fetch the tombstone records that footers list, one batch per segment."""
-        for segment in self._table.used():
-            for offset in segment.tombstone_offsets:
-                start = self._superblock.segment_at(segment.index) + offset * BLOCK
-                head = (await self._blocks([start]))[0]
-                header = (
-                    None if head is None else decode_record_header(head, self._superblock.check_key)
-                )
-                size = BLOCK if header is None else header.extent_bytes
-                entries = None
-                if offset * BLOCK + size <= self._superblock.segment_bytes:
-                    buffer = aligned_buffer(size)
-                    await self._read([IoOp(start, buffer)])
-                    entries = _payload_of(self._superblock, segment.sequence, offset, buffer)
+        """Fetch the tombstone records that footers list, in batches."""
+        todo, self._tombstone_records = self._tombstone_records, []
+        while todo:
+            batch: list[tuple[int, int, int, int]] = []  # sequence, offset, start, end
+            ops: list[tuple[int, int]] = []
+            size = 0
+            while todo and (not batch or size < RECOVERY_BATCH_BYTES):
+                segment, offset, length = todo.pop()
+                base = self._superblock.segment_at(segment.index)
+                batch.append((segment.sequence, offset, size, size + length))
+                ops.append((base + offset * BLOCK, length))
+                size += length
+            buffer = aligned_buffer(size)
+            await self._read(
+                [
+                    IoOp(at, buffer[start:end])
+                    for (at, _), (_, _, start, end) in zip(ops, batch, strict=True)
+                ]
+            )
+            for sequence, offset, start, end in batch:
+                entries = _payload_of(self._superblock, sequence, offset, buffer[start:end])
                 if entries is None:
                     self._report.records_damaged += 1
                 else:

@@ -135,6 +135,11 @@ class SegmentTable:
         """The highest sequence given out."""
         return self._sequence
 
+    @property
+    def lsn(self) -> int:
+        """The highest log number given out: it moves with every append and removal."""
+        return self._lsn
+
     def next_lsn(self) -> int:
         """A log number above all earlier ones."""
         self._lsn += 1

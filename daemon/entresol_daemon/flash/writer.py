@@ -43,7 +43,7 @@ from entresol_daemon.flash.segment import (
 from entresol_daemon.flash.space import COPY_RESERVE, NO_STREAM, Segment, SegmentTable
 from entresol_proto.status import DeviceError, Status
 
-FAILURE_BACKOFF_NS = 10_000_000  # after the first failed group; doubles with each further one
+FAILURE_BACKOFF_NS = 100_000_000  # after the first failed group; doubles with each further one
 _NO_KEY = bytes(16)
 _WIPE = bytes(RECORD_HEADER_BYTES)
 
