@@ -351,7 +351,7 @@ class Connection(asyncio.Protocol):
             raise RequestFailedError(Status.DEADLINE, "the daemon reads nothing") from None
 
     def _send(self, message: Message, entry: Call | GrantSink) -> int:
-        if self.draining:
+        if self.draining and not isinstance(message, Commit):  # it ends what was begun before
             raise RequestFailedError(Status.DRAINING)
         try:
             request_id, raw = self.session.send(message)

@@ -228,7 +228,7 @@ class Raw:
         request_id, sink = await self.connection.fetch(message, _until(seconds))
         grants: list[Grant] = []
         try:
-            while found := await sink.next(_until(seconds)):
+            while found := await sink.next(_until(seconds + 30)):
                 grants += [grant for grant, _ in found]
         finally:
             self.connection.end_fetch(request_id, sink)

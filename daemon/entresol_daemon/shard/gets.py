@@ -74,11 +74,17 @@ class GetPath:
         self._opened = OpenedBlocks(parts)
         self._loading: dict[Resident, asyncio.Future[Status]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving = 0
 
     @property
     def loading(self) -> int:
         """Blocks being read from flash."""
         return len(self._loading)
+
+    @property
+    def serving(self) -> int:
+        """Requests whose last answer is not out yet."""
+        return self._serving
 
     async def close_session(self, session: Session) -> None:
         """Give up a session's plaintext; its leases have ended."""
@@ -156,6 +162,13 @@ class GetPath:
         return _Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
 
     async def _serve(self, job: _Job) -> None:
+        self._serving += 1
+        try:
+            await self._serve_windows(job)
+        finally:
+            self._serving -= 1
+
+    async def _serve_windows(self, job: _Job) -> None:
         index = self._parts.engine.index
         slots = index.lookup(job.namespace.namespace_id, job.keys).tolist()
         wanted = plan_fetch(slots, prefix=job.prefix)
@@ -372,6 +385,9 @@ class GetPath:
                 items = await self._opened.items(leased)
             elif entries:
                 items = await self._sealed_items(session, entries)
+            if items and not await self._lease_room(job):
+                job.misses += [(item.index, Status.BUSY) for item in items]
+                items = []
             expires_ns = parts.now_ns() + job.lease_ns
             lease_id = 0
             if items:
@@ -387,6 +403,14 @@ class GetPath:
         job.emit(
             Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), tuple(sorted(misses)))
         )
+
+    async def _lease_room(self, job: _Job) -> bool:
+        """Wait until the session may hold another lease: windows land several at a time."""
+        parts = self._parts
+        while not parts.leases.room(job.session.number):
+            if not await parts.room.wait(job.deadline_ns - parts.now_ns()):
+                return False
+        return True
 
     def _openable(
         self, job: _Job, entries: list[tuple[int, Resident]]

@@ -54,6 +54,7 @@ class PutPath:
         self._wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
         self._next_id = 1
+        self._committing = 0
 
     async def reserve(self, session: Session, request: Reserve) -> Reserved:
         """Decide item by item; wanted ones carry an id and, for host sealing, their key.
@@ -192,6 +193,7 @@ class PutPath:
             del self._reservations[pull.reservation.put_id]  # a second COMMIT finds nothing
         statuses = [Status.OK] * len(request.items)
         waits: list[tuple[Pull, asyncio.Future[Status]]] = []
+        self._committing += 1
         try:
             for window in windows(pulls):
                 waits += await self._take(session, window)
@@ -201,6 +203,7 @@ class PutPath:
                 if pull.reservation.ack is Ack.DURABLE:
                     statuses[pull.place] = await self._await_durable(pull, flushed)
         finally:
+            self._committing -= 1
             for pull in pulls:
                 if not pull.reservation.appended:
                     self._close(pull.reservation)
@@ -219,6 +222,11 @@ class PutPath:
         for reservation in list(self._reservations.values()):
             if reservation.deadline_ns <= now_ns:
                 self._close(reservation)
+
+    @property
+    def under_way(self) -> int:
+        """Reservations without a COMMIT yet, and COMMITs without an answer yet."""
+        return len(self._reservations) + self._committing
 
     async def drain(self) -> None:
         """Wait until everything accepted is durable or failed."""

@@ -408,19 +408,23 @@ class Shard:
         self.draining = True
         try:
             async with asyncio.timeout(max(0, deadline_ns - self.parts.now_ns()) / 1e9):
-                await self.puts.drain()
-                while self.leases_held() and not self._hurry.is_set():
+                while self.under_way() and not self._hurry.is_set():
                     await asyncio.sleep(TICK_NS / 1e9)
-            return not self.leases_held()
+                await self.puts.drain()
+            return not self.under_way()
         except TimeoutError:
             return False
+
+    def under_way(self) -> int:
+        """What hosts still do here: gets being served, leases, puts reserved or being read."""
+        return self.gets.serving + self.leases_held() + self.puts.under_way
 
     def leases_held(self) -> int:
         """Leases of sessions that are open; those of gone sessions only wait for their time."""
         return sum(self.parts.leases.held_by(number) for number in self.sessions)
 
     def hurry(self) -> None:
-        """Do not wait for hosts to give their leases back; what was accepted is still written."""
+        """Do not wait for hosts; what was accepted is still written."""
         self._hurry.set()
 
     async def close(self, *, clean: bool = True) -> None:

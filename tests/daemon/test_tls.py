@@ -1,0 +1,221 @@
+"""Who gets in: every kind of certificate over real handshakes, rotation, the age of sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import certs
+import pytest
+from daemon_lab import DESCRIPTOR, client_of, get, keys_of, put, raw_of, shape
+from harness import Running, eventually, running_daemon
+
+from entresol_client.client import AsyncClient
+from entresol_client.config import ClientConfig, TlsFiles
+from entresol_client.results import RequestFailedError
+from entresol_proto.fabric.registry import same_host_id
+from entresol_proto.limits import KIB
+from entresol_proto.status import Status
+from entresol_proto.wire.frames import FrameType, encode_frame
+from entresol_proto.wire.opening import Hello
+
+pytestmark = pytest.mark.daemon
+
+DOMAIN = "entresol.local"
+
+
+@dataclass
+class Pki:
+    """The daemon's CA and shard certificate, made by the test, in the places of the dev PKI."""
+
+    folder: Path
+    ca: certs.TestCA
+
+    @classmethod
+    def at(cls, folder: Path) -> Pki:
+        pki = cls(folder, certs.make_ca("the pod"))
+        pki.install("dev")
+        return pki
+
+    def install(self, shard: str) -> None:
+        """Put CA and shard certificate where the daemon's configuration points."""
+        self.folder.mkdir(exist_ok=True)
+        pair = self.ca.issue(shard, spiffe_uri=f"spiffe://{DOMAIN}/shard/{shard}")
+        for name, raw in (("ca.pem", self.ca.pem), ("shard.key", pair.key_pem),
+                          ("shard.pem", pair.cert_pem)):  # fmt: skip
+            scratch = self.folder / "scratch"
+            scratch.write_bytes(raw)
+            scratch.replace(self.folder / name)
+
+    def change(self, **tls: int) -> Callable[..., object]:
+        changed = shape(tls={
+            "cert": self.folder / "shard.pem", "key": self.folder / "shard.key",
+            "ca": self.folder / "ca.pem", **tls,
+        })  # fmt: skip
+        return changed
+
+
+def config_of(running: Running, pair: certs.CertPair, ca: bytes, folder: Path) -> ClientConfig:
+    paths = pair.write(folder)
+    paths.ca.write_bytes(ca)
+    base = running.client_config("dev", connect_deadline_ns=5_000_000_000)
+    return replace(base, tls=TlsFiles(paths.cert, paths.key, paths.ca, DOMAIN))
+
+
+async def greeted(running: Running, context: ssl.SSLContext) -> bool:
+    """Whether the daemon answers anything at all to a HELLO under this context."""
+    hello = encode_frame(FrameType.HELLO, 1, Hello(1, 1, same_host_id(), 1, "tls").encode())
+    with contextlib.suppress(ssl.SSLError, OSError):
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", running.daemon.control.port, ssl=context
+        )
+        try:
+            writer.write(hello)
+            await writer.drain()
+            async with asyncio.timeout(10):
+                return bool(await reader.read(16))
+        finally:
+            writer.transport.abort()
+            with contextlib.suppress(ssl.SSLError, OSError):
+                await writer.wait_closed()
+    return False
+
+
+async def test_every_kind_of_certificate(tmp_path: Path) -> None:
+    pki = Pki.at(tmp_path / "pki")
+    foreign = certs.make_ca("somebody else")
+    good = f"spiffe://{DOMAIN}/tenant/dev"
+    issue = pki.ca.issue
+    refused = {
+        "foreign CA": foreign.issue("x", spiffe_uri=good),
+        "expired": issue("x", spiffe_uri=good, days=-1),
+        "not yet valid": issue("x", spiffe_uri=good, start_days_ago=-0.5, days=2),
+        "a shard's": issue("x", spiffe_uri=f"spiffe://{DOMAIN}/shard/dev"),
+        "another trust domain": issue("x", spiffe_uri="spiffe://other.pod/tenant/dev"),
+        "trust domain in the path": issue("x", spiffe_uri=f"spiffe://evil/{DOMAIN}/tenant/dev"),
+        "no tenant in the path": issue("x", spiffe_uri=f"spiffe://{DOMAIN}/tenant/"),
+        "a deeper path": issue("x", spiffe_uri=good + "/sub"),
+        "a bad name": issue("x", spiffe_uri=f"spiffe://{DOMAIN}/tenant/A%20b"),
+        "a query": issue("x", spiffe_uri=good + "?admin=1"),
+        "upper-case scheme": issue("x", spiffe_uri=good.replace("spiffe", "https")),
+        "no URI": issue("x"),
+        "two tenants": issue("x", uris=[good, f"spiffe://{DOMAIN}/tenant/other"]),
+        "for servers only": issue("x", spiffe_uri=good, client=False),
+    }  # fmt: skip
+    async with running_daemon(tmp_path / "d", pki.change()) as running:
+        for what, pair in refused.items():
+            assert not await greeted(running, certs.client_context(pair, pki.ca)), what
+        bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        bare.check_hostname = False
+        bare.load_verify_locations(cadata=pki.ca.pem.decode())
+        assert not await greeted(running, bare), "no certificate"
+        allowed = issue("x", spiffe_uri=good)
+        assert await greeted(running, certs.client_context(allowed, pki.ca))
+        old = certs.client_context(allowed, pki.ca)
+        old.minimum_version = ssl.TLSVersion.TLSv1_2
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert not await greeted(running, old), "TLS 1.2"
+        assert len(running.daemon.shard.sessions) <= 1
+        config = config_of(running, allowed, pki.ca.pem, tmp_path)
+        async with raw_of(running, config=config) as raw:
+            assert raw.opened.welcome.tenant == "dev"
+        # The other direction: a host talks to nobody but the very shard it names.
+        for spoiled in (
+            replace(config, shards=(replace(config.shards[0], name="shard9"),)),
+            replace(config, tls=replace(config.tls, trust_domain="other.pod")),
+            config_of(running, allowed, foreign.pem, tmp_path),
+        ):
+            with pytest.raises(RequestFailedError) as caught:
+                async with raw_of(running, config=spoiled):
+                    pass
+            assert caught.value.status is Status.FORBIDDEN
+
+
+async def test_tls_data_streams_want_the_same_certificates(tmp_path: Path) -> None:
+    """A stolen ticket is useless without a certificate the pod trusts."""
+    change = shape(fabrics=["tcp"], tcp_tls=True)
+    async with running_daemon(tmp_path / "d", change) as running, client_of(running, fabric="tls"):
+        tls = running.client_config("dev").tls
+        for context in (
+            certs.client_context(certs.make_ca().issue("x"), certs.TestCA(*_ca_of(tls.ca))),
+            None,
+        ):
+            with contextlib.suppress(ssl.SSLError, OSError):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", running.daemon.fabrics[1].port, ssl=context
+                )
+                writer.write(bytes(64))
+                async with asyncio.timeout(10):
+                    said = await reader.read(1)
+                writer.transport.abort()
+                assert not said or (context is None and said[0] == 0x15), said  # a TLS alert
+
+
+def _ca_of(path: Path) -> tuple[object, object]:
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(path.read_bytes()), None
+
+
+async def test_rotation_without_restart(tmp_path: Path) -> None:
+    pki = Pki.at(tmp_path / "pki")
+    uri = f"spiffe://{DOMAIN}/tenant/dev"
+    async with running_daemon(tmp_path / "d", pki.change(reload_interval_ns=0)) as running:
+        first = pki.ca.issue("first", spiffe_uri=uri)
+        config = config_of(running, first, pki.ca.pem, tmp_path)
+        async with await AsyncClient.open(config) as client:
+            space = await client.namespace(DESCRIPTOR)
+            keys = keys_of(4)
+            assert (await put(space, keys, 64 * KIB)).ok
+            # A broken file changes nothing.
+            (pki.folder / "ca.pem").write_text("garbage")
+            assert await greeted(running, certs.client_context(first, pki.ca))
+            assert running.daemon.tls.failures
+            before, pki.ca = pki.ca, certs.make_ca("the pod, rotated")
+            pki.install("dev")
+            second = pki.ca.issue("second", spiffe_uri=uri)
+            assert await greeted(running, certs.client_context(second, pki.ca))
+            assert not await greeted(running, certs.client_context(first, before)), "old pair"
+            old_cert_new_ca = certs.client_context(first, before)
+            old_cert_new_ca.load_verify_locations(cadata=pki.ca.pem.decode())
+            assert not await greeted(running, old_cert_new_ca), "the old certificate"
+            assert (await get(space, keys, 64 * KIB)).ok, "sessions of before go on"
+        assert running.daemon.tls.reloads == 1
+
+
+async def test_sessions_end_at_their_age(tmp_path: Path) -> None:
+    pki = Pki.at(tmp_path / "pki")
+    change = pki.change(session_age_max_ns=1_000_000_000)
+
+    def aged(config: object) -> object:
+        config = change(config)
+        return replace(config, limits=replace(config.limits, lease_ns=100_000_000))
+
+    async with running_daemon(tmp_path / "d", aged) as running:
+        pair = pki.ca.issue("x", spiffe_uri=f"spiffe://{DOMAIN}/tenant/dev")
+        config = config_of(running, pair, pki.ca.pem, tmp_path)
+        async with raw_of(running, config=config) as stubborn:
+            begun = time.monotonic()
+            async with await AsyncClient.open(config) as client:
+                space = await client.namespace(DESCRIPTOR)
+                keys = keys_of(4)
+                await eventually(lambda: client.shards()[0].connected, seconds=30)
+                assert (await put(space, keys, 64 * KIB)).stored
+                await eventually(lambda: client.stats()["connects"] >= 3, seconds=30)
+                for _ in range(50):
+                    found = await get(space, keys, 64 * KIB)
+                    if found.ok:
+                        break
+                    await asyncio.sleep(0.1)
+                assert found.ok
+                assert client.stats()["breaker_openings"] == 0
+            # One that ignores the goodbye is cut.
+            await eventually(stubborn.connection.lost.done, seconds=30, what="its end")
+            assert time.monotonic() - begun > 0.9
+        assert os.path.exists(config.tls.cert)
