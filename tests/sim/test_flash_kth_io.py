@@ -150,12 +150,12 @@ def test_fail_the_kth_io_until_it_succeeds(fault: Fault, sticky: bool) -> None:
                 break
             tried += 1
             ends[ended] += 1
-            if fault is Fault.FLUSH_FAIL and ended == "done" and not sticky:
-                assert condemned >= 0
+            ends["condemned"] += condemned
             k += 1
             assert k < 2000, "the workload never gets through"
     print(f"fault={fault} sticky={sticky} tried={tried} ends={dict(ends)} wrong=0 lost=0")
     assert tried > 5
+    assert (ends["condemned"] > 0) == (fault is not Fault.READ_EIO)
 
 
 def test_a_failed_flush_condemns_and_the_record_moves() -> None:

@@ -20,7 +20,6 @@ import pytest
 from flashlab import NAMESPACES, OPTIONS, get, key_of, put
 
 from entresol_daemon.compute import ThreadCompute
-from entresol_daemon.flash import device as device_module
 from entresol_daemon.flash.device import (
     BLOCK,
     RUN_BYTES_MAX,
@@ -204,7 +203,7 @@ async def test_refused_direct_io_falls_back(
             raise OSError(errno.EINVAL, "Invalid argument")
         return int(real(fd, command, argument))
 
-    monkeypatch.setattr(device_module.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     async with opened(tmp_path / "data") as device:
         assert not device.direct
         assert "direct_io_refused" in caplog.text

@@ -73,6 +73,7 @@ class Evictor:
         if segment.state in (SegmentState.FREE, SegmentState.FREEING) or number in self._running:
             return []
         if self._writer.failed or self._finishing:
+            await asyncio.sleep(0)  # a caller that asks again and again must not stop the loop
             return []  # nothing can be freed; what is there stays readable
         self._running.add(number)
         try:
