@@ -182,11 +182,19 @@ def namespace_secret(tenant_secret: bytes, canonical: bytes) -> bytes:
 def wire_key(secret: bytes, engine_key: EngineKey) -> WireKey:
     """16-byte name of a block: keyed BLAKE2b-128 over the whole engine key (RFC 7693).
 
-    `secret` is `namespace_secret`. Computed on the host; the daemon never derives it.
+    `secret` is `namespace_secret`. Computed on the host; the daemon checks it when a block is put.
     """
     return WireKey(
         hashlib.blake2b(engine_key, digest_size=16, key=secret, person=b"entresol-block").digest()
     )
+
+
+def engine_key_digest(engine_key: bytes) -> bytes:
+    """32 bytes that stand for the whole engine key: BLAKE2b-256 (RFC 7693).
+
+    What the daemon found in the header of a block it opened; the host compares it with its own.
+    """
+    return hashlib.blake2b(engine_key, digest_size=32, person=b"entresol-engkey").digest()
 
 
 def placement_hash(descriptor_digest: bytes, engine_key: EngineKey, shard: bytes) -> int:

@@ -14,8 +14,8 @@ Invariants: a tenant within its fair share loses nothing while one over it has a
 an eviction keeps at most half of the victim's bytes, so it always makes room; reinserted bytes
 never exceed the share of inserted bytes that `ReinsertBudget` grants.
 
-Touches are ticks of the index: larger is later. A request's blocks are touched and inserted tail
-first, so that a prefix is never less recent than its suffix and leaves after it.
+Touches are ticks of the index: larger is later. A request's blocks are touched tail first, read or
+stored, so that a prefix is never less recent than its suffix and leaves after it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.fabric.base import ReadOp
-from entresol_proto.ids import short
+from entresol_proto.ids import EngineKey, short, wire_key
 from entresol_proto.seal.block import (
     BlockIdentity,
     BlockMeta,
@@ -127,6 +127,9 @@ class PutPath:
         parts = self._parts
         place = (namespace.namespace_id, item.key)
         if item.plain_bytes < limits.BLOCK_BYTES_MIN:
+            return Reserved.Item(Status.BAD_REQUEST)
+        # Readers whose blocks the daemon opens do not see the whole key: the short name must be it.
+        if wire_key(namespace.secret, EngineKey(item.engine_key)) != item.key:
             return Reserved.Item(Status.BAD_REQUEST)
         if item.plain_bytes > parts.config.limits.block_bytes_max:
             return Reserved.Item(Status.TOO_LARGE)

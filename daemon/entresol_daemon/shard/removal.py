@@ -13,6 +13,8 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.eviction import (
     ReinsertBudget,
@@ -25,7 +27,7 @@ from entresol_daemon.core.eviction import (
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.events import types as events
 from entresol_daemon.flash.index import Slots
-from entresol_daemon.flash.model import Removed, RemoveReason
+from entresol_daemon.flash.model import Removed, RemoveReason, SegmentState
 from entresol_daemon.shard.parts import Parts
 from entresol_proto.ids import short
 from entresol_proto.wire.data import Reason
@@ -101,13 +103,38 @@ class Removal:
             now_touch=engine.index.now_touch, ranking=self._ranking, budget=self._budget,
         )  # fmt: skip
         if victim is None:
-            return False
+            return await self._evict_open(shares)
         removed = await engine.evict(victim.segment, self._keep if victim.reinsert else ())
         log.info(
             "event=evicted segment=%d blocks=%d reason=%s",
             victim.segment, len(removed), victim.reason.value,
         )  # fmt: skip
         return True
+
+    async def _evict_open(self, shares: Sequence[TenantShare]) -> bool:
+        """Nothing is sealed: many tenants have a segment each, or tiny blocks filled the index.
+
+        The tenant with the most gives its open segment; for want of index entries alone, only the
+        older half of it. False when there is none.
+        """
+        engine = self._parts.engine
+        weighed = {each.stream: each.used_bytes / each.weight for each in shares}
+        opened = [
+            each
+            for each in engine.segments()
+            if each.state is SegmentState.OPEN and each.live_blocks and each.stream in weighed
+        ]
+        if not opened:
+            return False
+        chosen = max(opened, key=lambda each: (weighed[each.stream], each.segment))
+        removed = await engine.evict(chosen.segment, () if engine.index.free else self._newer_half)
+        log.info("event=evicted segment=%d blocks=%d reason=open", chosen.segment, len(removed))
+        return True
+
+    def _newer_half(self, slots: Slots) -> Slots:
+        touched = self._parts.engine.index.last_touch[slots]
+        kept: Slots = slots[np.argsort(touched, kind="stable")[(len(slots) + 1) // 2 :]]
+        return kept
 
     def _median_of(self, segment: int) -> int:
         engine = self._parts.engine
