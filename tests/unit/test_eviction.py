@@ -212,6 +212,13 @@ def test_empty_segments_and_those_of_nobody_go_first() -> None:
     assert victim == eviction.Victim(1, VictimReason.ORPHAN, stream(7))
 
 
+def test_condemned_segments_are_freed_before_anything_that_works() -> None:
+    shares = [TenantShare(stream(0), used_bytes=200, quota_bytes=100)]
+    segments = [info(0, 0), info(1, 7), info(3, 0, state=SegmentState.CONDEMNED)]
+    victim = choose(segments, shares)
+    assert victim == eviction.Victim(3, VictimReason.CONDEMNED, stream(0), reinsert=True)
+
+
 # -- which segment
 
 

@@ -39,6 +39,7 @@ Slots = TypeVar("Slots", list[int], npt.NDArray[np.int64])
 
 _OPEN = "open"
 _SEALED = "sealed"
+_CONDEMNED = "condemned"
 
 
 class StateLike(Protocol):
@@ -98,6 +99,7 @@ class VictimReason(enum.StrEnum):
 
     EMPTY = "empty"  # nothing alive in it: freeing it costs nobody anything
     ORPHAN = "orphan"  # its stream belongs to no tenant any more
+    CONDEMNED = "condemned"  # a flush failed: it takes no more writes, its blocks move elsewhere
     OVER_QUOTA = "over_quota"
     OVER_QUOTA_OPEN = "over_quota_open"  # still written; the tenant has no other. Seal it first.
     OVER_SHARE = "over_share"
@@ -208,18 +210,21 @@ def choose_victim(
     """The next segment to free, or None when nothing may be evicted.
 
     Only sealed segments are chosen, except for a tenant over its quota that has nothing but its
-    open one. `capacity_bytes` is what tenants share. Without a `ranking`, or while `budget` could
+    open one, and condemned ones, which go first: their space is of no use until they are freed. `capacity_bytes` is what tenants share. Without a `ranking`, or while `budget` could
     not pay for what the ranked victim may keep, the segment whose last touch is oldest is taken
     (segment LRU), whole.
     """
     sealed: dict[bytes, list[SegmentLike]] = {}
     opened: dict[bytes, SegmentLike] = {}
+    condemned: list[SegmentLike] = []
     for each in segments:
         state = each.state.value
         if state == _SEALED:
             if not each.live_blocks:
                 return Victim(each.segment, VictimReason.EMPTY, each.stream)
             sealed.setdefault(each.stream, []).append(each)
+        elif state == _CONDEMNED:
+            condemned.append(each)
         elif state == _OPEN and each.live_blocks:
             opened[each.stream] = each
     tenants = list(shares)
@@ -229,6 +234,9 @@ def choose_victim(
         assert chosen.last_touch <= now_touch, "a block was touched in the future"
         return Victim(chosen.segment, reason, stream, reinsert)
 
+    if condemned:
+        worst = min(condemned, key=lambda each: (each.live_bytes, each.segment))
+        return Victim(worst.segment, VictimReason.CONDEMNED, worst.stream, reinsert=True)
     orphans = sealed.keys() - {tenant.stream for tenant in tenants}
     if orphans:
         stream = min(orphans)

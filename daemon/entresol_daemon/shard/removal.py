@@ -89,6 +89,8 @@ class Removal:
 
     async def _evict_once(self, account: Account, record_bytes: int) -> bool:
         engine = self._parts.engine
+        if engine.failed:
+            return False  # it frees nothing any more: what is there is only read
         shares = [
             TenantShare(
                 stream=each.stream,
