@@ -20,12 +20,14 @@ from entresol_daemon.core.eviction import (
     ReinsertBudget,
     SegmentRanking,
     TenantShare,
+    VictimReason,
     choose_victim,
     keep_blocks,
     median_touch,
 )
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.events import types as events
+from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason, SegmentState
 from entresol_daemon.shard.parts import Parts
@@ -106,7 +108,10 @@ class Removal:
         )  # fmt: skip
         if victim is None:
             return await self._evict_open(shares)
-        removed = await engine.evict(victim.segment, self._keep if victim.reinsert else ())
+        keep: Keep = self._keep if victim.reinsert else ()
+        if victim.reason is VictimReason.CONDEMNED:
+            keep = _keep_all
+        removed = await engine.evict(victim.segment, keep)
         log.info(
             "event=evicted segment=%d blocks=%d reason=%s",
             victim.segment, len(removed), victim.reason.value,
@@ -224,3 +229,8 @@ class Removal:
             wire_keys=keys,
             reason=reason,
         )
+
+
+def _keep_all(slots: Slots) -> Slots:
+    """The device failed here, not the blocks: whatever can still be read moves elsewhere."""
+    return slots
