@@ -194,6 +194,39 @@ async def test_too_many_requests_in_flight_end_only_that_session(tmp_path: Path)
         await assert_idle(running.daemon)
 
 
+async def test_in_flight_bytes_smaller_than_a_slab(tmp_path: Path) -> None:
+    """The budget of one session only slows it, sealed or opened by the daemon."""
+    change = shape(slab=8 * MIB, block_max=1 * MIB, inflight_bytes_per_session_max=3 * MIB)
+    async with running_daemon(tmp_path / "d", change) as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        keys = keys_of(12)
+        assert (await put(space, keys, 1 * MIB, ack="durable")).ok
+        for place in ("host", "daemon"):
+            found = await get(space, keys, 1 * MIB, open_at=place)
+            assert found.ok, (place, counts(found.statuses))
+        await assert_idle(running.daemon)
+
+
+async def test_a_large_explain_lets_others_through(tmp_path: Path) -> None:
+    async with (
+        running_daemon(tmp_path / "d", shape()) as running,
+        client_of(running) as curious,
+        client_of(running, "other") as other,
+    ):
+        for rank in range(60):
+            each = await curious.namespace(replace(DESCRIPTOR, tp_rank=rank))
+            assert (await put(each, keys_of(1, str(rank)), 64)).ok
+        theirs = await other.namespace(DESCRIPTOR)
+        keys = [key_of(0, "59"), *keys_of(4_000, "absent")]
+        space = await curious.namespace(replace(DESCRIPTOR, tp_rank=0))
+        explaining = asyncio.create_task(space.explain(keys))
+        for _ in range(5):
+            await theirs.exists(keys_of(3))
+        assert not explaining.done(), "the whole shard waited for it"
+        reasons = [row.reason for row in await explaining]
+        assert reasons == [Reason.OTHER_NAMESPACE] + [Reason.NEVER_STORED] * 4_000
+
+
 async def test_an_index_of_few_blocks(tmp_path: Path) -> None:
     """Many tiny blocks fill the index before the flash: eviction has to make room there too."""
 

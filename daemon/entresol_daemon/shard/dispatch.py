@@ -146,8 +146,6 @@ class SessionHandler:
             return self._shard.exists(session, message)
         if isinstance(message, data.Touch):
             return data.Done(self._shard.touch(session, message))
-        if isinstance(message, data.Explain):
-            return self._shard.explain(session, message)
         return None
 
     async def _guard(
@@ -187,6 +185,8 @@ class SessionHandler:
             self._send(await shard.puts.commit(session, message), request_id)
         elif isinstance(message, data.Stage):
             self._send(await shard.gets.stage(session, message), request_id)
+        elif isinstance(message, data.Explain):
+            self._send(await shard.explain(session, message), request_id)
         elif isinstance(message, data.Forget):
             self._send(data.Done(await shard.forget(session, message)), request_id)
         elif isinstance(message, opening.OpenNamespace):

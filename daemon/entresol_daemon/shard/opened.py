@@ -20,13 +20,14 @@ from entresol_daemon.memory.slabs import SlabPool
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, PlainBlock, Session
-from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.seal.block import BlockKey, derive_block_key, open_into
+from entresol_proto import limits
+from entresol_proto.ids import engine_key_digest
+from entresol_proto.seal.block import BlockKey, SealedHeader, derive_block_key, open_into
 from entresol_proto.status import Status
 from entresol_proto.wire.data import GrantItem, Tier
 
-NO_KEY = bytes(32)
 NO_COMMITMENT = bytes(16)
+EXPOSED_BLOCKS_MAX = limits.REGIONS_PER_SESSION_MAX // 2  # the rest is for slabs
 _PLAIN_OWNER = b"session plaintext"
 
 
@@ -41,8 +42,9 @@ class _Opening:
     block_key: BlockKey
 
 
-def _open(job: _Opening) -> Status:
-    return open_into(
+def _open(job: _Opening) -> tuple[Status, bytes]:
+    """The status and, if it opened, what stands for the engine key in its (proven) header."""
+    status = open_into(
         job.sealed,
         job.into,
         namespace_id=job.namespace_id,
@@ -50,6 +52,9 @@ def _open(job: _Opening) -> Status:
         engine_key=None,
         block_key=job.block_key,
     )
+    if status is not Status.OK:
+        return status, b""
+    return status, engine_key_digest(SealedHeader.parse(job.sealed).engine_key)
 
 
 class OpenedBlocks:
@@ -72,7 +77,8 @@ class OpenedBlocks:
                 leased.staged.add(index)
         jobs: list[tuple[int, Resident, PlainBlock]] = []
         for index, resident in list(leased.sealed.items()):
-            place = (resident.namespace_id, resident.wire_key)
+            # The salt, too: a block that was removed and stored again is another block.
+            place = (resident.namespace_id, resident.wire_key, resident.salt)
             ready = session.plain_blocks.get(place)
             if ready is not None:
                 ready.pins += 1
@@ -84,15 +90,16 @@ class OpenedBlocks:
                 continue
             jobs.append((index, resident, PlainBlock(place, extent, resident.plain_bytes)))
         try:
-            statuses = await parts.compute.map(
+            opened = await parts.compute.map(
                 _open, [self._opening(session, resident, block) for _, resident, block in jobs]
             )
         except BaseException:
             for _, _, block in jobs:
                 self._wipe(session, block)
             raise
-        for (index, resident, block), status in zip(jobs, statuses, strict=True):
+        for (index, resident, block), (status, digest) in zip(jobs, opened, strict=True):
             if status is Status.OK:
+                block.engine_key_digest = digest
                 block.pins = 1
                 leased.plain[index] = block
                 session.plain_blocks.setdefault(block.place, block)
@@ -105,26 +112,33 @@ class OpenedBlocks:
         leased.sealed.clear()
         return failed
 
-    async def items(self, leased: Leased) -> list[GrantItem]:
-        """Grant items of a lease's opened blocks, exposing them as the fabric allows."""
+    async def items(self, leased: Leased, deadline_ns: int) -> list[GrantItem]:
+        """Grant items of a lease's opened blocks, exposing them as the fabric allows.
+
+        None of them when the session has no exposures left by the deadline: those of earlier leases
+        come back as the host gives them up. Raises: FabricError, EntresolError.
+        """
         session = leased.session
         endpoint = session.data_path()
+        if endpoint.capabilities.revokes:  # one each, taken for all at once or not at all
+            while session.exposed_blocks + len(leased.plain) > EXPOSED_BLOCKS_MAX:
+                if not await self._parts.room.wait(deadline_ns - self._parts.now_ns()):
+                    return []
+            leased.exposed_blocks = len(leased.plain)
+            session.exposed_blocks += leased.exposed_blocks
         items = []
         for index, block in sorted(leased.plain.items()):
-            slab = block.extent.slab
             offset = block.extent.offset_bytes
             if endpoint.capabilities.revokes:
-                view = block.extent.view[: block.plain_bytes]
-                exposure = await endpoint.expose(view)
+                exposure = await endpoint.expose(block.extent.view[: block.plain_bytes])
                 leased.exposures.append(exposure)
                 offset = 0
             else:
-                found = session.plain_exposures.get(slab.number)
-                exposure = found or await endpoint.expose(slab.buffer)  # type: ignore[arg-type]
-                session.plain_exposures[slab.number] = exposure
-            span = RemoteSpan(exposure.rkey, exposure.address + offset, block.plain_bytes)
+                exposure = await session.expose_plain(block.extent.slab)
+            span = exposure.span(offset, block.plain_bytes)
             tier = Tier.FLASH if index in leased.staged else Tier.MEMORY
-            items.append(GrantItem(index, tier, span, block.plain_bytes, NO_KEY, NO_COMMITMENT))
+            digest = block.engine_key_digest
+            items.append(GrantItem(index, tier, span, block.plain_bytes, digest, NO_COMMITMENT))
         return items
 
     def let_go(self, leased: Leased) -> None:
@@ -153,7 +167,7 @@ class OpenedBlocks:
                 resident.wire_key,
                 derive_block_key(dek, resident.salt),
             )
-            status = await parts.compute.run(_open, job)
+            status, _ = await parts.compute.run(_open, job)
             job.into[:] = bytes(len(job.into))
             job.into.release()
             return status
@@ -172,10 +186,9 @@ class OpenedBlocks:
     def _pool(self, session: Session) -> SlabPool:
         if session.plain_pool is None:
             config = self._parts.config
+            budget = config.limits.inflight_bytes_per_session_max
             session.plain_pool = SlabPool(
-                config.limits.inflight_bytes_per_session_max,
-                config.memory.slab_bytes,
-                self._parts.make_plain_buffer,
+                budget, min(config.memory.slab_bytes, budget), self._parts.make_plain_buffer
             )
         return session.plain_pool
 
@@ -202,6 +215,8 @@ class OpenedBlocks:
                     del leased.session.plain_blocks[block.place]
                 self._wipe(leased.session, block)
         leased.plain.clear()
+        leased.session.exposed_blocks -= leased.exposed_blocks
+        leased.exposed_blocks = 0
 
     def _wipe(self, session: Session, block: PlainBlock) -> None:
         if session.plain_pool is None:

@@ -55,6 +55,7 @@ from entresol_proto.wire.data import (
 )
 
 TICK_NS = 50_000_000
+EXPLAIN_LOOKUPS_PER_TURN = 512  # in other namespaces, before the loop runs other work
 HISTORY_ENTRIES_MAX = 65_536
 SCRATCH_BYTES_MAX = 256 * limits.MIB
 ALIGN_BYTES = limits.ALIGN_BYTES
@@ -356,11 +357,12 @@ class Shard:
             await self.parts.engine.barrier()
         return count
 
-    def explain(self, session: Session, request: Explain) -> Explained:
-        """Why each key is, or is not, here."""
+    async def explain(self, session: Session, request: Explain) -> Explained:
+        """Why each key is, or is not, here. Lets others run in between: keys times namespaces."""
         parts = self.parts
         namespace = session.namespace(request.handle)
         others: list[tuple[bytes, bytes]] | None = None
+        lookups = 0
         rows = []
         for raw in request.engine_keys:
             engine_key = ids.check_engine_key(raw)
@@ -369,6 +371,10 @@ class Shard:
             if row[0] is Reason.NEVER_STORED:
                 if others is None:
                     others = self._other_namespaces(session, namespace)
+                lookups += len(others)
+                if lookups >= EXPLAIN_LOOKUPS_PER_TURN:
+                    lookups = 0
+                    await asyncio.sleep(0)
                 find = parts.engine.index.find
                 if any(find(ns, ids.wire_key(secret, engine_key)) >= 0 for ns, secret in others):
                     row = (Reason.OTHER_NAMESPACE, 0)
