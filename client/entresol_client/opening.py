@@ -18,6 +18,7 @@ from entresol_client.staging import Arena
 from entresol_client.workers import Workers
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
+from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import BlockKey, open_into
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import GrantItem
@@ -99,13 +100,24 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
 
 
 async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status]:
-    """The daemon opened them: read straight into the caller's memory, then look at the lease."""
-    ops = [ReadOp(one.item.span, one.wanted.into) for one in group]
-    statuses = [Status.INTERNAL] * len(group)
+    """The daemon opened them: read straight into the caller's memory, then look at the lease.
+
+    A block of another engine key (two met in one wire key) is not read at all.
+    """
+    statuses = [
+        Status.INTERNAL
+        if one.item.key == engine_key_digest(one.wanted.engine_key)
+        else Status.CONFLICT
+        for one in group
+    ]
+    mine = [index for index, status in enumerate(statuses) if status is Status.INTERNAL]
+    ops = [ReadOp(group[index].item.span, group[index].wanted.into) for index in mine]
     now_ns = 0
     try:
-        statuses = await context.endpoint.read(ops, context.deadline_ns)
+        found = await context.endpoint.read(ops, context.deadline_ns) if ops else []
         now_ns = time.monotonic_ns()
+        for index, status in zip(mine, found, strict=True):
+            statuses[index] = status
     finally:
         for index, one in enumerate(group):
             if statuses[index] is Status.OK and now_ns >= one.lease_until_ns:

@@ -27,7 +27,7 @@ from entresol_proto.fabric.registry import same_host_id
 from entresol_proto.fabric.shm import ShmFabricServer
 from entresol_proto.fabric.tcp import TcpFabricServer
 from entresol_proto.identity import shard_uri, tenant_uri
-from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.ids import NamespaceDescriptor, engine_key_digest
 from entresol_proto.seal import codecs
 from entresol_proto.seal.block import (
     BlockIdentity,
@@ -334,16 +334,18 @@ class PeerSession(asyncio.Protocol):
             peer.slab.view[stored.offset + stored.sealed_bytes - 5] ^= 0x40
             faults.flip.discard(key)
         offset, length = stored.offset, stored.sealed_bytes
+        granted, commitment = stored.block_key.key, stored.block_key.commitment
         if open_at is data.OpenAt.DAEMON:
             plain = peer.plain_of(key)
             offset, length = peer.place(len(plain)), len(plain)
             peer.slab.view[offset : offset + length] = plain
+            granted, commitment = engine_key_digest(stored.engine_key), bytes(16)
         if faults.huge_span:
             length = SLAB_BYTES - offset
         return data.GrantItem(
             index, data.Tier.MEMORY, self.exposure.span(offset, length),
             stored.plain_bytes + faults.plain_bytes_off,
-            stored.block_key.key, stored.block_key.commitment,
+            granted, commitment,
         )  # fmt: skip
 
     async def on_reserve(self, request_id: int, message: data.Reserve) -> None:

@@ -189,6 +189,17 @@ async def test_daemon_opened_reads(tmp_path: Path, fabric: str) -> None:
         await all_released(peer)
 
 
+async def test_a_daemon_opened_block_of_another_engine_key_is_a_conflict(tmp_path: Path) -> None:
+    async with opened(tmp_path, "tls") as (peer, ns):
+        fill(peer, 2)
+        peer.add(wire_key(SECRET, key(1)), key(50), content(1).tobytes())  # two keys, one name
+        into = empty(2)
+        got = await ns.get_into([key(0), key(1)], into, open_at="daemon")
+        assert got.statuses == [OK, Status.CONFLICT]
+        assert is_untouched_or_zero(into[1])
+        await all_released(peer)
+
+
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("fabric", FABRICS)
 async def test_damage_is_a_miss_and_is_reported(

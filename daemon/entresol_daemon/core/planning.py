@@ -58,6 +58,12 @@ class Window:
     def waits(self) -> bool:
         return bool(self.loads or self.joins)
 
+    def take_waits(self) -> list[tuple[int, Resident]]:
+        """What has to be waited for, with its pins; once, then it is somebody else's."""
+        taken = self.loads + self.joins
+        self.loads, self.joins = [], []
+        return taken
+
     def __len__(self) -> int:
         return len(self.ready) + len(self.loads) + len(self.joins) + len(self.misses)
 

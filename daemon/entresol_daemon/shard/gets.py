@@ -44,6 +44,7 @@ from entresol_proto.wire.data import (
 LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
 WINDOWS_LANDING_MAX = 4  # batches of one request under way
 WINDOW_BLOCKS_MAX = 256
+EXAMINED_AT_ONCE_MAX = 64  # blocks hosts reported; a report beyond is lost, its block reads again
 _KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
@@ -73,6 +74,7 @@ class GetPath:
         self._removal = removal
         self._opened = OpenedBlocks(parts)
         self._loading: dict[Resident, asyncio.Future[Status]] = {}
+        self._examining: set[Resident] = set()  # pinned, so none of them comes twice
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
 
@@ -131,8 +133,10 @@ class GetPath:
             if resident is not None:
                 suspects[resident] = None
         for resident in suspects:
-            self._parts.residency.pin(resident)
-            self._spawn(self._examine(resident))
+            if resident not in self._examining and len(self._examining) < EXAMINED_AT_ONCE_MAX:
+                self._parts.residency.pin(resident)
+                self._examining.add(resident)
+                self._spawn(self._examine(resident))
         for lease_id in request.lease_ids:
             lease = self._parts.leases.release(session.number, lease_id)
             if lease is not None:
@@ -173,7 +177,7 @@ class GetPath:
         slots = index.lookup(job.namespace.namespace_id, job.keys).tolist()
         wanted = plan_fetch(slots, prefix=job.prefix)
         job.misses = wanted.misses
-        landing: set[asyncio.Task[None]] = set()
+        landing: dict[asyncio.Task[None], Window] = {}
         known: list[int] | None = slots  # until the first await; slots are reused
         try:
             while wanted.pending:
@@ -184,7 +188,7 @@ class GetPath:
                 job.misses += window.misses
                 if window.waits:
                     loads = self._loads_of(window)
-                    landing.add(asyncio.create_task(self._land(job, window, loads)))
+                    landing[asyncio.create_task(self._land(job, window, loads))] = window
                 if window.ready:
                     final = not wanted.pending and not landing
                     await self._grant(job, window.ready, final=final)
@@ -201,16 +205,19 @@ class GetPath:
                 task.cancel()
             if landing:
                 await asyncio.gather(*landing, return_exceptions=True)
+            for window in landing.values():  # of a task that never had its first turn
+                self._undo(job, window.take_waits())
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
 
-    async def _first_of(self, landing: set[asyncio.Task[None]]) -> None:
+    async def _first_of(self, landing: dict[asyncio.Task[None], Window]) -> None:
         done, _ = await asyncio.wait(landing, return_when=asyncio.FIRST_COMPLETED)
-        landing -= done
+        for task in done:
+            del landing[task]
         for task in done:
             task.result()
 
-    async def _wait_for_room(self, job: _Job, landing: set[asyncio.Task[None]]) -> bool:
+    async def _wait_for_room(self, job: _Job, landing: dict[asyncio.Task[None], Window]) -> bool:
         left_ns = job.deadline_ns - self._parts.now_ns()
         if left_ns <= 0:
             return False
@@ -321,9 +328,9 @@ class GetPath:
         self, job: _Job, window: Window, loads: dict[Resident, asyncio.Future[Status]]
     ) -> None:
         """Wait for a window's reads, then grant what arrived."""
-        parts = self._parts
-        mine = sorted(window.loads + window.joins, key=lambda entry: entry[0])
+        mine = sorted(window.take_waits(), key=lambda entry: entry[0])
         arrived: list[tuple[int, Resident]] = []
+        lost: list[tuple[int, Resident]] = []
         misses: list[tuple[int, Status]] = []
         granted = False
         try:
@@ -332,13 +339,10 @@ class GetPath:
                 if status is Status.OK:
                     arrived.append((index, resident))
                 else:
+                    lost.append((index, resident))
                     misses.append((index, status))
-            kept = {id(resident) for _, resident in arrived}
-            for _, resident in mine:
-                if id(resident) not in kept:
-                    parts.residency.unpin(resident)
-                    job.session.held_bytes -= resident.extent.length_bytes
             mine = arrived
+            self._undo(job, lost)
             job.misses += misses
             granted = True
             if arrived:
@@ -382,7 +386,9 @@ class GetPath:
             if job.open_at is OpenAt.DAEMON and entries:
                 failed = await self._opened.open(leased, self._removal)
                 job.misses += failed
-                items = await self._opened.items(leased)
+                items = await self._opened.items(leased, job.deadline_ns)
+                if not items:
+                    job.misses += [(index, Status.BUSY) for index in leased.plain]
             elif entries:
                 items = await self._sealed_items(session, entries)
             if items and not await self._lease_room(job):
@@ -460,6 +466,7 @@ class GetPath:
             if status is not Status.OK:
                 self._removal.corrupt(resident, where="host_report")
         finally:
+            self._examining.discard(resident)
             parts.residency.unpin(resident)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

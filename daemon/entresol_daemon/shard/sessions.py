@@ -35,10 +35,11 @@ class OpenedNamespace:
 class PlainBlock:
     """One opened block in the session's own memory. `pins` counts leases and holds."""
 
-    place: tuple[bytes, bytes]  # namespace id, wire key
+    place: tuple[bytes, bytes, bytes]  # namespace id, wire key, salt
     extent: Extent
     plain_bytes: int
     pins: int = 0
+    engine_key_digest: bytes = bytes(32)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,7 @@ class Leased:
     exposures: list[Exposure] = field(default_factory=list)  # fenced: revoked at lease end
     staged: set[int] = field(default_factory=set)  # opened blocks that came up from flash for it
     held_bytes: int = 0
+    exposed_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +73,9 @@ class Session:
     exposures: dict[int, Exposure] = field(default_factory=dict)  # by slab number
     plain_exposures: dict[int, Exposure] = field(default_factory=dict)
     plain_pool: SlabPool | None = None
-    plain_blocks: dict[tuple[bytes, bytes], PlainBlock] = field(default_factory=dict)
+    plain_blocks: dict[tuple[bytes, bytes, bytes], PlainBlock] = field(default_factory=dict)
     held_bytes: int = 0
+    exposed_blocks: int = 0  # opened blocks exposed one by one
     closed: bool = False
 
     def namespace(self, handle: int) -> OpenedNamespace:
@@ -106,11 +109,21 @@ class Session:
 
         Raises: FabricError, EntresolError (DISCONNECTED).
         """
-        found = self.exposures.get(slab.number)
+        assert slab.owner == self.account.stream, "a slab of another tenant"
+        return await self._expose_once(slab, self.exposures)
+
+    async def expose_plain(self, slab: Slab) -> Exposure:
+        """Show a slab of this session's own plaintext to the peer, once per slab.
+
+        Raises: FabricError, EntresolError (DISCONNECTED).
+        """
+        return await self._expose_once(slab, self.plain_exposures)
+
+    async def _expose_once(self, slab: Slab, exposures: dict[int, Exposure]) -> Exposure:
+        found = exposures.get(slab.number)
         if found is None:
-            assert slab.owner == self.account.stream, "a slab of another tenant"
             exposure = await self.data_path().expose(slab.buffer)  # type: ignore[arg-type]
-            found = self.exposures.setdefault(slab.number, exposure)
+            found = exposures.setdefault(slab.number, exposure)
             if found is not exposure:
                 await self.data_path().revoke(exposure)
         return found

@@ -104,8 +104,8 @@ class Fetch:
 class GrantItem:
     """One leased block: where to read it and, for host-opened reads, its single-use key.
 
-    `index` is the key's place in the FETCH. For daemon-opened reads the span holds plaintext and
-    key and commitment are zero.
+    `index` is the key's place in the FETCH. For daemon-opened reads the span holds plaintext, key
+    is `ids.engine_key_digest` of the engine key in the block's header, commitment is zero.
     """
 
     index: int

@@ -1,0 +1,368 @@
+"""Rare orders of events in a shard, each made on purpose in simulation: what is pinned is let go,
+what is opened belongs to the block that was asked for, and no request waits for what cannot come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entresol_daemon.shard import gets, opened
+from entresol_daemon.shard.admin import Addresses, ShardAdmin
+from entresol_proto import limits
+from entresol_proto.fabric.base import Exposure, ReadOp
+from entresol_proto.ids import TenantName, engine_key_digest
+from entresol_proto.status import EntresolError, FabricError, Status
+from entresol_proto.wire import data
+from entresol_proto.wire.data import Ack, OpenAt
+from tests import simloop
+from tests.sim.shardlab import SECOND_NS, Host, Oracle, World
+
+KEYS = [b"review-%09d" % number for number in range(64)]
+Story = Callable[[World], Coroutine[Any, Any, None]]
+
+
+def simulate(folder: Path, story: Story, *, seed: int = 1) -> None:
+    """Run a story on a fresh world; nothing may be held when it and its hosts are gone."""
+
+    async def whole() -> None:
+        world = World(folder / "state", seed)
+        await world.open(("alpha", "beta"))
+        await story(world)
+        for host in world.hosts:
+            await host.gone()
+        world.hosts.clear()
+        await world.shard.puts.drain()
+        await asyncio.sleep(12)
+        world.check_idle()
+        await world.stop()
+
+    simloop.run(whole(), seed, loop=simloop.SimLoop(seed, seconds_max=10_000))
+
+
+async def joined(world: World, *, private: bool = False, tenant: str = "alpha") -> Host:
+    host = Host(world, tenant, private=private, careful=True)
+    await host.open()
+    return host
+
+
+async def stored(host: Host, keys: list[bytes]) -> None:
+    assert set(await host.put(keys, Ack.DURABLE)) == {Status.OK}
+
+
+def forget_memory(world: World) -> None:
+    """Drop every copy in memory: what follows comes from flash."""
+    world.shard.parts.residency.clear()
+
+
+def names(host: Host, keys: list[bytes]) -> bytes:
+    return b"".join(host._names(keys))
+
+
+async def read(host: Host, item: data.GrantItem) -> bytes:
+    into = memoryview(bytearray(item.span.length_bytes))
+    statuses = await host.wire.host.read([ReadOp(item.span, into)], host._now() + SECOND_NS)
+    assert statuses == [Status.OK]
+    return bytes(into)
+
+
+async def stage(host: Host, keys: list[bytes], open_at: OpenAt) -> list[Status]:
+    message = data.Stage(host.handle, open_at, 4 * SECOND_NS, SECOND_NS, names(host, keys))
+    return list((await host._call(message)).statuses)
+
+
+# Gets.
+
+
+def test_a_key_twice_in_a_fetch_and_removed_meanwhile_leaves_no_pin(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:2])
+        forget_memory(world)
+        engine, residency = world.shard.parts.engine, world.shard.parts.residency
+        first, second = (engine.index.find(host.namespace_id, n) for n in host._names(KEYS[:2]))
+        honest = engine.read
+        held: dict[int, asyncio.Event] = {second: asyncio.Event()}
+
+        async def slow(ops: Any) -> list[Status]:
+            statuses = await honest(ops)
+            for slot, _ in ops:
+                if slot in held:
+                    await held[slot].wait()
+            return statuses
+
+        engine.read = slow  # type: ignore[method-assign]
+        # The first block is up before the request that names it twice, around one that is not.
+        warm = asyncio.ensure_future(host.get(KEYS[1:2], OpenAt.HOST))
+        await asyncio.sleep(0.1)
+        ask = asyncio.ensure_future(host.get([KEYS[0], KEYS[1], KEYS[0]], OpenAt.HOST))
+        for _ in range(1000):
+            await asyncio.sleep(0.0005)
+            resident = residency.get(first)
+            if resident is not None and resident.state.value == "ready":
+                break
+        await asyncio.sleep(0.05)
+        assert resident is not None
+        world.shard.removal.forget([first])
+        held[second].set()
+        statuses = await ask
+        await warm
+        assert statuses[1] is Status.OK
+        await asyncio.sleep(0.1)  # the last release arrives
+        assert resident.pins == 0, f"pins={resident.pins}"
+
+    simulate(tmp_path, story)
+
+
+def test_a_grant_that_fails_at_once_leaves_no_pin_of_what_is_landing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:2])
+        forget_memory(world)
+        assert await host.get(KEYS[:1], OpenAt.DAEMON) == [Status.OK]
+        assert await stage(host, KEYS[:1], OpenAt.DAEMON) == [Status.OK]
+
+        async def full(_buffer: Any) -> Exposure:
+            raise FabricError("gone", status=Status.DISCONNECTED)
+
+        host.wire.daemon.expose = full  # type: ignore[method-assign]
+        fetch = data.Fetch(host.handle, OpenAt.DAEMON, False, SECOND_NS, names(host, KEYS[:2]))
+        with pytest.raises(EntresolError):
+            async for _ in host._answers(fetch):
+                pass
+        await asyncio.sleep(5)
+        (session,) = world.shard.sessions.values()
+        assert session.held_bytes == 0
+        residents = world.shard.parts.residency._by_slot.values()
+        assert [each.pins for each in residents] == [0] * len(residents)
+
+    simulate(tmp_path, story)
+
+
+def test_plaintext_of_a_block_is_not_served_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:1])
+        assert await stage(host, KEYS[:1], OpenAt.DAEMON) == [Status.OK]  # plaintext is held
+        await host.forget(KEYS[:1])
+        monkeypatch.setattr(Oracle, "content", lambda *_: b"another content")
+        await stored(host, KEYS[:1])
+        assert await host.get(KEYS[:1], OpenAt.DAEMON) == [Status.OK]
+        assert world.oracle.wrong_bytes == 0
+
+    simulate(tmp_path, story)
+
+
+def test_a_daemon_opened_grant_names_the_engine_key(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:1])
+        fetch = data.Fetch(host.handle, OpenAt.DAEMON, False, SECOND_NS, names(host, KEYS[:1]))
+        for _ in range(2):  # opened now, then shared with the first lease
+            grants = [grant async for grant in host._answers(fetch)]
+            (item,) = grants[0].items
+            assert item.key == engine_key_digest(KEYS[0])
+            assert await read(host, item) == world.oracle.content("alpha", KEYS[0])
+
+    simulate(tmp_path, story)
+
+
+def test_a_fetch_waits_for_exposures_of_its_earlier_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS)
+        endpoint = host.wire.daemon
+        honest = endpoint.expose
+
+        async def bounded(buffer: Any) -> Exposure:
+            if len(host.wire.exposed[0]) >= 16:
+                raise FabricError("too many exposed regions", status=Status.BUSY)
+            return await honest(buffer)
+
+        endpoint.expose = bounded  # type: ignore[method-assign]
+        forget_memory(world)
+        monkeypatch.setattr(gets, "WINDOW_BLOCKS_MAX", 8)
+        monkeypatch.setattr(opened, "EXPOSED_BLOCKS_MAX", 16)
+        both = (host.get(KEYS[:40], OpenAt.DAEMON), host.get(KEYS[20:], OpenAt.DAEMON))
+        for statuses in await asyncio.gather(*both):  # more than can be exposed at a time
+            assert set(statuses) == {Status.OK}
+        await asyncio.sleep(0.1)  # the last release arrives
+        (session,) = world.shard.sessions.values()
+        assert session.exposed_blocks == 0
+
+    simulate(tmp_path, story)
+
+
+def test_reports_without_end_do_not_pile_up(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:8])
+        fetch = data.Fetch(host.handle, OpenAt.HOST, False, SECOND_NS, names(host, KEYS[:8]))
+        grants = [grant async for grant in host._answers(fetch)]
+        lease = grants[0].lease_id
+        reports = tuple((lease, index, Status.CORRUPT) for index in range(8))
+        (session,) = world.shard.sessions.values()
+        for _ in range(100):
+            world.shard.gets.release(session, data.Release((), reports))
+        assert len(world.shard.gets._tasks) <= 8
+        world.shard.gets.release(session, data.Release((lease,), ()))
+        await asyncio.sleep(1)
+        assert set(await host.get(KEYS[:8], OpenAt.HOST)) == {Status.OK}
+
+    simulate(tmp_path, story)
+
+
+# Snapshots and erasure.
+
+
+def admin_of(world: World) -> ShardAdmin:
+    async def end_sessions(tenant: TenantName) -> int:
+        mine = [host for host in world.hosts if host.tenant == tenant]
+        for host in mine:
+            await host.gone()
+        return len(mine)
+
+    return ShardAdmin(
+        world.shard, Addresses("here", ()), end_sessions=end_sessions, begin_drain=lambda: None
+    )
+
+
+def test_a_snapshot_tells_of_blocks_with_long_meta_and_of_blocks_being_read(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        tokens = tuple(range(limits.TOKENS_PER_BLOCK_MAX))
+        (name,) = host._names(KEYS[:1])
+        plain = b"x" * 50_000
+        item = data.PutItem(name, KEYS[0], len(plain), 0, b"", tokens)
+        reserve = data.Reserve(host.handle, Ack.DURABLE, SECOND_NS, (item,))
+        (answer,) = (await host._call(reserve)).items
+        span = await host._expose(item, answer, plain)
+        done = await host._call(data.Commit(((answer.put_id, span),)))
+        assert done.statuses == (Status.OK,)
+        admin = admin_of(world)
+
+        async def told() -> list[int]:
+            events = [event async for event in admin.snapshot(TenantName("alpha"))]
+            return [len(event.token_ids_u32le) // 4 for event in events]
+
+        assert await told() == [len(tokens)]  # from memory
+        forget_memory(world)
+        assert await told() == [len(tokens)]  # from flash
+        fetch = asyncio.ensure_future(
+            host._call(data.Stage(host.handle, OpenAt.HOST, 1, SECOND_NS, name))
+        )
+        while not world.shard.gets.loading:
+            await asyncio.sleep(0.00001)
+        assert await told() == [len(tokens)]  # while it comes up
+        await fetch
+
+    simulate(tmp_path, story)
+
+
+def test_erasing_drops_blocks_of_a_namespace_opened_meanwhile(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:3])
+        keyring = world.keyring
+        honest = keyring.namespaces_of
+        keyring.namespaces_of = lambda name: []  # type: ignore[method-assign,assignment]
+        receipt = await admin_of(world).tenant_erase(TenantName("alpha"))
+        keyring.namespaces_of = honest  # type: ignore[method-assign]
+        assert receipt.blocks_dropped == 3
+        assert len(world.shard.parts.engine.index) == 0
+
+    simulate(tmp_path, story)
+
+
+# Room.
+
+
+def test_a_quota_never_evicts_what_others_stored(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        mine, other = await joined(world), await joined(world, tenant="beta")
+        await stored(other, KEYS[:40])
+        parts = world.shard.parts
+        parts.engine._table.close(parts.engine._table.open[parts.accounts.by_name["beta"].stream])
+        await stored(mine, KEYS[:1])
+        account = parts.accounts.by_name["alpha"]
+        account.flash_quota_bytes = account.flash_bytes
+        # Its only segment cannot be chosen now: a failed flush has condemned it.
+        before = parts.accounts.by_name["beta"].flash_bytes
+        segment = parts.engine._table.open[account.stream]
+        parts.engine._table.condemn(segment)
+        assert not await asyncio.wait_for(world.shard.removal.make_room(account, 4096), 10)
+        account.flash_quota_bytes = 1
+        await asyncio.wait_for(world.shard.removal.shrink_to_quota(account), 10)
+        account.flash_quota_bytes = 0
+        assert parts.accounts.by_name["beta"].flash_bytes == before
+
+    simulate(tmp_path, story)
+
+
+def test_no_room_is_made_on_flash_that_failed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:3])
+        parts = world.shard.parts
+        parts.engine._table.close(next(iter(parts.engine._table.open.values())))
+        await asyncio.sleep(1)
+        account = parts.accounts.by_name["alpha"]
+        parts.engine._writer.failed = True
+        try:
+            assert not await asyncio.wait_for(world.shard.removal.make_room(account, 4096), 10)
+            account.flash_quota_bytes = 1
+            await asyncio.wait_for(world.shard.removal.shrink_to_quota(account), 10)
+        finally:
+            parts.engine._writer.failed = False
+            account.flash_quota_bytes = 0
+
+    simulate(tmp_path, story)
+
+
+# Puts.
+
+
+def test_a_put_without_memory_does_not_wait_block_by_block(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        parts = world.shard.parts
+        account = parts.accounts.by_name["alpha"]
+        account.dram_quota_bytes = 4096
+        parts.config = replace(parts.config)
+        begun = host._now()
+        keys = [key for key in KEYS if len(world.oracle.content("alpha", key)) > 8192][:10]
+        statuses = await host.put(keys, Ack.ACCEPTED)
+        assert Status.OK not in statuses
+        assert host._now() - begun < 3 * SECOND_NS, statuses
+        account.dram_quota_bytes = 0
+
+    simulate(tmp_path, story)
+
+
+def test_reservations_that_are_never_committed_do_not_lock_others_out(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        hog, other = await joined(world), await joined(world, tenant="beta")
+        size = world.config.limits.block_bytes_max
+        items = tuple(
+            data.PutItem(name, key, size, at, b"", ())
+            for at, (name, key) in enumerate(zip(hog._names(KEYS), KEYS, strict=True))
+        )
+        reserve = data.Reserve(hog.handle, Ack.ACCEPTED, limits.DEADLINE_NS_MAX, items)
+        taken = await hog._call(reserve)
+        assert Status.OK in {item.status for item in taken.items}
+        small = tuple(
+            replace(item, key=bytes([at]) * 16, plain_bytes=1) for at, item in enumerate(items)
+        )
+        await hog._call(data.Reserve(hog.handle, Ack.ACCEPTED, limits.DEADLINE_NS_MAX, small))
+        assert Status.OK in await other.put(KEYS[:2], Ack.ACCEPTED), "no share is left for others"
+
+    simulate(tmp_path, story)
