@@ -210,9 +210,10 @@ def choose_victim(
     """The next segment to free, or None when nothing may be evicted.
 
     Only sealed segments are chosen, except for a tenant over its quota that has nothing but its
-    open one, and condemned ones, which go first: their space is of no use until they are freed. `capacity_bytes` is what tenants share. Without a `ranking`, or while `budget` could
-    not pay for what the ranked victim may keep, the segment whose last touch is oldest is taken
-    (segment LRU), whole.
+    open one, and condemned ones, which go first: their space is of no use until they are freed.
+    `capacity_bytes` is what tenants share. Without a `ranking`, or while `budget` could not pay for
+    what the ranked victim may keep, the segment whose last touch is oldest is taken (segment LRU),
+    whole.
     """
     sealed: dict[bytes, list[SegmentLike]] = {}
     opened: dict[bytes, SegmentLike] = {}
