@@ -23,20 +23,30 @@ from entresol_daemon.control.admin import (
     TenantRecord,
 )
 from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.events.types import Event
+from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.model import SegmentState
-from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.keys.keyring import TenantQuota as KeyringQuota
+from entresol_daemon.shard.gets import sealed_view
 from entresol_daemon.shard.shard import Shard
 from entresol_proto import __version__, limits
 from entresol_proto.ids import TenantName
-from entresol_proto.seal.block import SealedHeader, derive_block_key, open_meta
+from entresol_proto.seal.block import (
+    HEADER_BYTES_MAX,
+    META_BYTES_MAX,
+    TAG_BYTES,
+    SealedHeader,
+    derive_block_key,
+    open_meta,
+)
 from entresol_proto.status import EntresolError, SealError, Status
 
 DRAIN_NS_DEFAULT = 30_000_000_000
-SNAPSHOT_BATCH = 64
+_HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
 
 log = logging.getLogger("entresol.admin")
 
@@ -181,8 +191,6 @@ class ShardAdmin:
 
     async def tenant_erase(self, name: TenantName) -> EraseReceipt:
         parts = self._shard.parts
-        info = parts.keyring.info(name)
-        namespaces = parts.keyring.namespaces_of(name) if info is not None else []
         now_ns = parts.unix_ns()
 
         def erase() -> list[int]:
@@ -195,7 +203,8 @@ class ShardAdmin:
         account = parts.accounts.by_name.get(name)
         dropped = 0
         if account is not None:
-            dropped = self._shard.removal.drop_namespaces(namespaces)
+            # By what lies in its segments: a namespace may have been opened until a moment ago.
+            dropped = self._shard.removal.drop_namespaces(self._stored_namespaces(account))
             await parts.engine.barrier()
             parts.accounts.remove(name)
             parts.residency.pool.release_owner(account.stream)
@@ -211,6 +220,16 @@ class ShardAdmin:
             shard=parts.config.shard.name,
             incarnation=self._shard.incarnation,
         )
+
+    def _stored_namespaces(self, account: Account) -> list[bytes]:
+        """Every namespace that has a block in this tenant's segments."""
+        engine = self._shard.parts.engine
+        numbers, found = engine.index.namespace_numbers()
+        mine: set[int] = set()
+        for info in engine.segments():
+            if info.stream == account.stream and info.live_blocks:
+                mine.update(np.unique(numbers[engine.segment_slots(info.segment)]).tolist())
+        return [found[number] for number in sorted(mine)]
 
     async def drain(self, deadline_ns: int) -> DrainResult:
         self._begin_drain()
@@ -268,14 +287,12 @@ class ShardAdmin:
             return None
         key = index.key_of(slot)
         resident = parts.residency.get(slot)
-        if resident is not None:
-            head = bytes(resident.extent.view[: limits.ALIGN_BYTES * 4])
-        else:
-            head = await parts.engine.read_head(slot)
-            if not head:
-                return None
-        sealed = memoryview(head)[RECORD_HEADER_BYTES:]
         try:
+            if resident is not None and resident.state is ResidentState.READY:
+                sealed = memoryview(bytes(sealed_view(resident)[:_HEAD_BYTES_MAX]))
+            else:
+                resident = None
+                sealed = await self._head_from_flash(slot)
             header = SealedHeader.parse(sealed)
             if header.wire_key != key or header.namespace_id != namespace_id:
                 return None
@@ -300,6 +317,21 @@ class ShardAdmin:
             medium=events.Medium.MEMORY if resident is not None else events.Medium.FLASH,
             size_bytes=header.sealed_bytes,
         )
+
+    async def _head_from_flash(self, slot: int) -> memoryview:
+        """The sealed bytes of a block, to the end of its meta; shorter where they cannot be had.
+
+        Raises: SealError when they begin with no header.
+        """
+        engine = self._shard.parts.engine
+        sealed = memoryview(await engine.read_head(slot))[RECORD_HEADER_BYTES:]
+        header = SealedHeader.parse(sealed)
+        if header.header_bytes + header.meta_bytes <= len(sealed) or not engine.index.is_live(slot):
+            return sealed
+        # A long meta. The slot may have become another block's meanwhile: then it is that one's.
+        record = aligned_buffer(extent_bytes(engine.index.m_sealed_bytes[slot]))
+        statuses = await engine.read([(slot, record)])
+        return record[RECORD_HEADER_BYTES:] if statuses == [Status.OK] else sealed
 
     def _adopt(self, name: TenantName) -> Account:
         info = self._shard.parts.keyring.info(name)

@@ -102,12 +102,16 @@ class Removal:
             )
             for each in self._parts.accounts.by_name.values()
         ]
+        segments = engine.segments()
+        alone = not self._within(account, record_bytes)
+        if alone:  # whatever its own segments look like: a quota costs nobody else anything
+            segments = [each for each in segments if each.stream == account.stream]
         victim = choose_victim(
-            engine.segments(), shares, capacity_bytes=engine.capacity_bytes,
+            segments, shares, capacity_bytes=engine.capacity_bytes,
             now_touch=engine.index.now_touch, ranking=self._ranking, budget=self._budget,
         )  # fmt: skip
         if victim is None:
-            return await self._evict_open(shares)
+            return not alone and await self._evict_open(shares)
         keep: Keep = self._keep if victim.reinsert else ()
         if victim.reason is VictimReason.CONDEMNED:
             keep = _keep_all
