@@ -85,7 +85,7 @@ class GrpcServer:
         self._limits = grpc_limits or GrpcLimits()
         self._servers: list[Any] = []
         self._events: list[EventsService] = []
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health: Any = getattr(health, "aio").HealthServicer()  # noqa: B009 - no stubs agree on it
         self._generation = 0
         self.port = 0  # of the TCP server, once started
 
