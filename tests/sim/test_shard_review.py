@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,13 +336,26 @@ def test_a_put_without_memory_does_not_wait_block_by_block(tmp_path: Path) -> No
         parts = world.shard.parts
         account = parts.accounts.by_name["alpha"]
         account.dram_quota_bytes = 4096
-        parts.config = replace(parts.config)
         begun = host._now()
         keys = [key for key in KEYS if len(world.oracle.content("alpha", key)) > 8192][:10]
         statuses = await host.put(keys, Ack.ACCEPTED)
         assert Status.OK not in statuses
         assert host._now() - begun < 3 * SECOND_NS, statuses
         account.dram_quota_bytes = 0
+
+    simulate(tmp_path, story)
+
+
+def test_a_put_larger_than_its_memory_is_stored_bit_by_bit(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for private in (False, True):
+            host = await joined(world, private=private)
+            world.shard.parts.accounts.by_name["alpha"].dram_quota_bytes = 96 * 1024
+            begun = host._now()
+            keys = [b"%d%s" % (private, key) for key in KEYS[:40]]
+            await stored(host, keys)
+            assert host._now() - begun < SECOND_NS
+            assert set(await host.get(keys, OpenAt.HOST)) == {Status.OK}
 
     simulate(tmp_path, story)
 
@@ -359,10 +371,14 @@ def test_reservations_that_are_never_committed_do_not_lock_others_out(tmp_path: 
         reserve = data.Reserve(hog.handle, Ack.ACCEPTED, limits.DEADLINE_NS_MAX, items)
         taken = await hog._call(reserve)
         assert Status.OK in {item.status for item in taken.items}
+        more = [b"filling-%09d" % number for number in range(64)]
         small = tuple(
-            replace(item, key=bytes([at]) * 16, plain_bytes=1) for at, item in enumerate(items)
+            data.PutItem(name, key, 1, 0, b"", ())
+            for name, key in zip(hog._names(more), more, strict=True)
         )
         await hog._call(data.Reserve(hog.handle, Ack.ACCEPTED, limits.DEADLINE_NS_MAX, small))
         assert Status.OK in await other.put(KEYS[:2], Ack.ACCEPTED), "no share is left for others"
+        await asyncio.sleep(31)  # and what is not committed does not stay reserved for ten minutes
+        assert world.shard.puts.under_way == 0
 
     simulate(tmp_path, story)

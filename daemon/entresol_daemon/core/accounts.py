@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
 
+SHARE_OF_FREE = 8  # one busy tenant gets 8/9 of the put budget, two get 8/17 each
+
 
 @dataclass(slots=True, eq=False)
 class Account:
@@ -35,14 +37,25 @@ class PutBudget:
     used_bytes: int = 0
     used_blocks: int = 0
 
-    def admit(self, account: Account, record_bytes: int) -> Status:
-        """Charge one put if it fits. QUOTA when it never can, BUSY when not now."""
+    def admit(self, account: Account, record_bytes: int, *, alone: bool = True) -> Status:
+        """Charge one put if it fits. QUOTA when it never can, BUSY when not now.
+
+        Unless it is `alone`, a tenant may hold SHARE_OF_FREE times what is free, so that it never
+        takes all and every further one finds some (dynamic thresholds: Choudhury and Hahne, 1998).
+        """
         if account.flash_quota_bytes and record_bytes > account.flash_quota_bytes:
             return Status.QUOTA
         if record_bytes > self.bytes_max or not self.blocks_max:
             return Status.QUOTA
         if self.used_blocks >= self.blocks_max or self.used_bytes + record_bytes > self.bytes_max:
             return Status.BUSY
+        if not alone and account.put_blocks:  # the first block of a tenant may take what is there
+            free_bytes = self.bytes_max - self.used_bytes
+            free_blocks = self.blocks_max - self.used_blocks
+            if account.put_bytes + record_bytes > SHARE_OF_FREE * (
+                free_bytes - record_bytes
+            ) or account.put_blocks >= SHARE_OF_FREE * (free_blocks - 1):
+                return Status.BUSY
         self.used_bytes += record_bytes
         self.used_blocks += 1
         account.put_bytes += record_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.memory.slabs import Extent
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
@@ -33,7 +34,8 @@ class Reservation:
     dek_version: int
     salt: bytes = field(repr=False)
     block_key: BlockKey = field(repr=False)
-    at_host: bool = True
+    at_host: bool
+    commit_by_ns: int
     appended: bool = False  # from here on the flush closes it
     closed: bool = False
 
@@ -64,6 +66,29 @@ class Sealing:
     codec_id: int
     meta: BlockMeta
     chunk_bytes: int
+
+
+def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
+    """The job of a block whose plaintext and record memory are there."""
+    reservation, item = pull.reservation, pull.reservation.item
+    assert pull.extent is not None
+    assert pull.plain is not None
+    namespace = reservation.namespace
+    meta = BlockMeta(
+        parent=item.parent,
+        position=item.position,
+        block_tokens=namespace.descriptor.block_tokens,
+        token_ids=item.token_ids,
+    )
+    identity = BlockIdentity(
+        namespace.namespace_id, item.key, item.engine_key, namespace.dtype,
+        reservation.dek_version,
+    )  # fmt: skip
+    return Sealing(
+        pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
+        reservation.block_key, reservation.salt, namespace.codec_id, meta,
+        chunk_bytes,
+    )  # fmt: skip
 
 
 def seal(job: Sealing) -> SealedHeader | None:

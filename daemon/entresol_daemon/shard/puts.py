@@ -20,15 +20,13 @@ from entresol_daemon.events import types as events
 from entresol_daemon.flash.engine import Record
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.parts import Parts
-from entresol_daemon.shard.pulls import Pull, Reservation, Sealing, seal, windows, zero_tail
+from entresol_daemon.shard.pulls import Pull, Reservation, seal, sealing, windows, zero_tail
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import EngineKey, short, wire_key
 from entresol_proto.seal.block import (
-    BlockIdentity,
-    BlockMeta,
     SealedHeader,
     check_header,
     derive_block_key,
@@ -38,7 +36,8 @@ from entresol_proto.seal.block import (
 from entresol_proto.status import EntresolError, SealError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reason, Reserve, Reserved
 
-BLOCK_MEMORY_WAIT_NS = 2_000_000_000
+BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
+COMMIT_WAIT_NS_MAX = 30_000_000_000  # a reservation waits so long for its COMMIT, at most
 PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
 
 log = logging.getLogger("entresol.put")
@@ -143,7 +142,8 @@ class PutPath:
                 engine_key_bytes=len(item.engine_key),
             )
         )
-        status = parts.put_budget.admit(session.account, record_bytes)
+        alone = len(parts.accounts.by_name) == 1
+        status = parts.put_budget.admit(session.account, record_bytes, alone=alone)
         if status is not Status.OK:
             return Reserved.Item(status)
         # Asked last: a block that had no room must not count as touched when it comes again.
@@ -157,7 +157,7 @@ class PutPath:
         block_key = derive_block_key(session.tenant.active_dek, salt)
         reservation = Reservation(
             self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
-            block_key, at_host,
+            block_key, at_host, min(deadline_ns, parts.now_ns() + COMMIT_WAIT_NS_MAX),
         )  # fmt: skip
         self._next_id += 1
         self._reservations[reservation.put_id] = reservation
@@ -199,7 +199,7 @@ class PutPath:
         self._committing += 1
         try:
             for window in windows(pulls):
-                waits += await self._take(session, window)
+                waits += await self._store(session, window)
             for pull in pulls:
                 statuses[pull.place] = pull.status
             for pull, flushed in waits:
@@ -221,9 +221,9 @@ class PutPath:
                 self._close(reservation)
 
     def expire(self, now_ns: int) -> None:
-        """Give up reservations whose deadline passed without a COMMIT."""
+        """Give up reservations whose time passed without a COMMIT."""
         for reservation in list(self._reservations.values()):
-            if reservation.deadline_ns <= now_ns:
+            if reservation.commit_by_ns <= now_ns:
                 self._close(reservation)
 
     @property
@@ -246,19 +246,41 @@ class PutPath:
         done, _ = await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
         return flushed.result() if done else Status.DEADLINE
 
-    async def _take(
+    async def _store(
         self, session: Session, window: list[Pull]
     ) -> list[tuple[Pull, asyncio.Future[Status]]]:
-        """Bring one window of blocks into records and append them.
+        """Store one window, in as many rounds as its memory comes in; patient while some comes."""
+        waits: list[tuple[Pull, asyncio.Future[Status]]] = []
+        until_ns = self._parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+        while window:
+            batch, taken = await self._take(session, window, until_ns)
+            waits += taken
+            window = window[batch:]
+            if taken:
+                until_ns = self._parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+        return waits
 
-        In prefix order, so that nobody hears of a block before its parent; then they are made
+    async def _take(
+        self, session: Session, window: list[Pull], until_ns: int
+    ) -> tuple[int, list[tuple[Pull, asyncio.Future[Status]]]]:
+        """Bring the first blocks of a window into records and append them; returns how many.
+
+        Nobody waits for memory while holding some: as many as have it are taken at once. They go
+        in prefix order, so that nobody hears of a block before its parent; then they are made
         recent tail first, so that what many sequences share is evicted last.
         """
         try:
+            here: list[Pull] = []
+            batch = 0
             for pull in window:
-                await self._find_memory(session, pull)
-            await self._read(session, [pull for pull in window if pull.status is Status.OK])
-            here = [pull for pull in window if pull.status is Status.OK]
+                await self._find_memory(session, pull, 0 if here else until_ns)
+                if pull.status is Status.BUSY and here:
+                    pull.status = Status.OK  # its turn comes in the next round
+                    break
+                batch += 1
+                here += [pull] if pull.status is Status.OK else []
+            await self._read(session, here)
+            here = [pull for pull in here if pull.status is Status.OK]
             for pull in here:
                 if pull.reservation.at_host:
                     pull.status = self._check_sealed(pull)
@@ -273,12 +295,12 @@ class PutPath:
             find = self._parts.engine.index.find
             slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
             self._parts.engine.touch([slot for slot in slots if slot >= 0])
-            return waits
+            return batch, waits
         finally:
             for pull in window:
                 self._drop_memory(pull)
 
-    async def _find_memory(self, session: Session, pull: Pull) -> None:
+    async def _find_memory(self, session: Session, pull: Pull, until_ns: int) -> None:
         parts, item = self._parts, pull.reservation.item
         account = session.account
         length = pull.reservation.record_bytes_max
@@ -301,8 +323,8 @@ class PutPath:
                 pull.plain = parts.scratch.allocate(account.stream, item.plain_bytes)
             if pull.extent is not None and (pull.reservation.at_host or pull.plain is not None):
                 return
-            left_ns = min(pull.reservation.deadline_ns - parts.now_ns(), BLOCK_MEMORY_WAIT_NS)
-            if not await parts.room.wait(left_ns):
+            until_ns = min(until_ns, pull.reservation.deadline_ns)
+            if not await parts.room.wait(until_ns - parts.now_ns()):
                 pull.status = Status.BUSY
                 return
 
@@ -355,7 +377,8 @@ class PutPath:
         """Seal pulled plaintext in worker threads; the plaintext is wiped right after."""
         if not window:
             return
-        jobs = [self._sealing(pull) for pull in window]
+        chunk_bytes = self._parts.config.sealing.chunk_bytes
+        jobs = [sealing(pull, chunk_bytes) for pull in window]
         sealed = await self._parts.compute.map(seal, jobs)
         for pull, header in zip(window, sealed, strict=True):
             if header is None:
@@ -365,27 +388,6 @@ class PutPath:
             pull.sealed_bytes = header.sealed_bytes
             assert pull.extent is not None
             self._parts.residency.pool.shrink(pull.extent, extent_bytes(header.sealed_bytes))
-
-    def _sealing(self, pull: Pull) -> Sealing:
-        reservation, item = pull.reservation, pull.reservation.item
-        assert pull.extent is not None
-        assert pull.plain is not None
-        namespace = reservation.namespace
-        meta = BlockMeta(
-            parent=item.parent,
-            position=item.position,
-            block_tokens=namespace.descriptor.block_tokens,
-            token_ids=item.token_ids,
-        )
-        identity = BlockIdentity(
-            namespace.namespace_id, item.key, item.engine_key, namespace.dtype,
-            reservation.dek_version,
-        )  # fmt: skip
-        return Sealing(
-            pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
-            reservation.block_key, reservation.salt, namespace.codec_id, meta,
-            self._parts.config.sealing.chunk_bytes,
-        )  # fmt: skip
 
     async def _append(self, pull: Pull) -> asyncio.Future[Status] | None:
         """Enter one complete record into the index and the open segment."""
