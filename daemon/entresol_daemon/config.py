@@ -24,6 +24,7 @@ from entresol_proto.status import ConfigError, EntresolError
 CONFIG_FILE_BYTES_MAX = 1 * MIB
 TIB = 1024 * GIB
 SECOND_NS = 1_000_000_000
+SLABS_MAX = proto_limits.REGIONS_PER_SESSION_MAX // 2  # a session may be shown every one of them
 FABRICS = ("shm", "verbs", "tcp")
 
 
@@ -408,6 +409,9 @@ class Config:
             found.append(("[memory] slab_bytes is not a multiple of 2MiB", "try 32MiB"))
         if self.memory.dram_bytes < 2 * slab:
             found.append(("[memory] dram_bytes is less than two slabs", "use smaller slabs"))
+        if self.memory.dram_bytes > slab * SLABS_MAX:
+            hint = f"a host is shown {SLABS_MAX} slabs at most; raise [memory] slab_bytes"
+            found.append((f"[memory] dram_bytes is more than {SLABS_MAX} slabs", hint))
         block = self.limits.block_bytes_max
         if block * 2 > slab or block * 4 > segment:
             hint = "lower it, or raise [memory] slab_bytes and [flash] segment_bytes"

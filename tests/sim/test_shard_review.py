@@ -7,12 +7,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from entresol_daemon.control.listener import _Connection
 from entresol_daemon.shard import gets, opened
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
+from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, ReadOp
 from entresol_proto.ids import TenantName, engine_key_digest
@@ -323,6 +326,79 @@ def test_no_room_is_made_on_flash_that_failed(tmp_path: Path) -> None:
         finally:
             parts.engine._writer.failed = False
             account.flash_quota_bytes = 0
+
+    simulate(tmp_path, story)
+
+
+# Sessions.
+
+
+def test_a_session_ends_while_others_give_back_plaintext_without_end(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        busy, leaving = await joined(world, private=True), await joined(world, private=True)
+        await stored(busy, KEYS[:2])
+        honest = busy.wire.daemon.revoke
+
+        async def slow(exposure: Exposure) -> None:
+            await asyncio.sleep(0.3)
+            await honest(exposure)
+
+        busy.wire.daemon.revoke = slow  # type: ignore[method-assign]
+        going = True
+
+        async def without_end() -> None:
+            while going:
+                assert await busy.get(KEYS[:1], OpenAt.DAEMON) == [Status.OK]
+
+        readers = [asyncio.ensure_future(without_end()) for _ in range(3)]
+        await asyncio.sleep(1)
+        await asyncio.wait_for(leaving.gone(), 1)
+        going = False
+        await asyncio.gather(*readers)
+
+    simulate(tmp_path, story)
+
+
+def test_a_session_whose_data_path_does_not_close_is_gone_all_the_same(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+
+        async def broken() -> None:
+            raise OSError("no")
+
+        host.wire.daemon.close = broken  # type: ignore[method-assign]
+        await host.gone()
+        assert not world.shard.sessions
+
+    simulate(tmp_path, story)
+
+
+def test_a_bug_in_a_short_request_is_an_answer(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+
+        def broken(*_: object) -> data.ExistsReply:
+            raise RuntimeError("a bug")
+
+        world.shard.exists = broken  # type: ignore[method-assign]
+        with pytest.raises(EntresolError) as caught:
+            await asyncio.wait_for(host.present(KEYS[:1]), 5)
+        assert caught.value.status is Status.INTERNAL
+
+    simulate(tmp_path, story)
+
+
+def test_a_silent_connection_ends_although_its_timer_fires_early(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        shard, clock = world.shard, world.shard.parts.now_ns
+        shard.parts.now_ns = lambda: clock() * 999 // 1000  # behind the clock of the timers
+        closed = asyncio.Event()
+        connection = _Connection(SimpleNamespace(shard=shard))  # type: ignore[arg-type]
+        connection.handler = SessionHandler(
+            shard, TenantName("alpha"), write=lambda _: None, close=closed.set
+        )
+        connection._watch_handshake()
+        await asyncio.wait_for(closed.wait(), 6)
 
     simulate(tmp_path, story)
 

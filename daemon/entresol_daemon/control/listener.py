@@ -22,6 +22,7 @@ WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024  # unsent answers; above it nothing mor
 BACKLOG = 512
 TLS_HANDSHAKE_SECONDS_MAX = 5.0
 CLOSE_SECONDS_MAX = 2.0
+HANDSHAKE_LOOK_NS_MIN = 1_000_000
 
 log = logging.getLogger("entresol.control")
 
@@ -52,12 +53,19 @@ class _Connection(asyncio.Protocol):
         self.handler = SessionHandler(shard, tenant, write=transport.write, close=self.close)
         self._listener.connections.add(self)
         loop = asyncio.get_running_loop()
-        due_ns = self.handler.deadline_ns()
-        if due_ns is not None:
-            left = max(0.0, (due_ns - shard.parts.now_ns()) / 1e9)
-            self._timers.append(loop.call_later(left, self.handler.handle_timer))
+        self._watch_handshake()
         age = shard.parts.config.tls.session_age_max_ns / 1e9
         self._timers.append(loop.call_later(age, self._too_old))
+
+    def _watch_handshake(self) -> None:
+        """End a session that is not opened in time. Timers may fire early: then look again."""
+        assert self.handler is not None
+        self.handler.handle_timer()
+        due_ns = self.handler.deadline_ns()
+        if due_ns is not None:
+            left_ns = max(HANDSHAKE_LOOK_NS_MIN, due_ns - self._listener.shard.parts.now_ns())
+            loop = asyncio.get_running_loop()
+            self._timers[:1] = [loop.call_later(left_ns / 1e9, self._watch_handshake)]
 
     def data_received(self, data: bytes) -> None:
         if self.handler is not None:

@@ -125,6 +125,9 @@ class SessionHandler:
         except EntresolError as error:
             self._fail(request_id, message.TYPE, error)
             return
+        except Exception:
+            self._fail_unexpectedly(request_id, message.TYPE)
+            return
         if answer is not None:
             self._send(answer, request_id)
             self._shard.parts.metrics.requests[message.TYPE, Status.OK].inc()
@@ -161,9 +164,7 @@ class SessionHandler:
         except asyncio.CancelledError:
             raise
         except Exception:
-            log.exception("event=request_failed type=%s", kind.name.lower())
-            bug = EntresolError("internal error", hint="see the daemon's log")
-            self._fail(request_id, kind, bug)
+            self._fail_unexpectedly(request_id, kind)
             return
         metrics.requests[kind, Status.OK].inc()
         metrics.request_seconds[kind].observe((self._shard.parts.now_ns() - started_ns) / 1e9)
@@ -247,6 +248,11 @@ class SessionHandler:
             if offer is not keep:
                 self._shard.fabrics[offer.kind].withdraw(offer)
         self._offers = []
+
+    def _fail_unexpectedly(self, request_id: int, kind: FrameType) -> None:
+        log.exception("event=request_failed type=%s", kind.name.lower())
+        bug = EntresolError("internal error", hint="see the daemon's log")
+        self._fail(request_id, kind, bug)
 
     def _fail(self, request_id: int, kind: FrameType, error: EntresolError) -> None:
         self._shard.parts.metrics.requests[kind, error.status].inc()

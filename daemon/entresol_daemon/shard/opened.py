@@ -62,7 +62,7 @@ class OpenedBlocks:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._revoking: set[asyncio.Task[None]] = set()
+        self._revoking: dict[asyncio.Task[None], Session] = {}
 
     async def open(self, leased: Leased, removal: Removal) -> list[tuple[int, Status]]:
         """Replace a lease's sealed blocks by opened ones; returns what failed.
@@ -145,8 +145,8 @@ class OpenedBlocks:
         """End of a lease: revoke first, wipe and free what no other lease keeps after that."""
         if leased.exposures and not leased.session.closed:
             task = asyncio.get_running_loop().create_task(self._revoke(leased))
-            self._revoking.add(task)
-            task.add_done_callback(self._revoking.discard)
+            self._revoking[task] = leased.session
+            task.add_done_callback(self._revoking.pop)
         else:
             self._unpin(leased)
 
@@ -176,8 +176,8 @@ class OpenedBlocks:
 
     async def close_session(self, session: Session) -> None:
         """Give up all plaintext of a session; its leases have ended."""
-        while self._revoking:
-            await asyncio.wait(self._revoking)
+        while mine := [task for task, owner in self._revoking.items() if owner is session]:
+            await asyncio.wait(mine)  # not those of other sessions: they never cease
         if session.plain_pool is not None:
             session.plain_pool.close()
             session.plain_pool = None

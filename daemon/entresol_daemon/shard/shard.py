@@ -285,7 +285,10 @@ class Shard:
         endpoint = session.endpoint
         self.puts.close_session(session)
         if endpoint is not None:
-            await endpoint.close()
+            try:
+                await endpoint.close()
+            except Exception:  # what the session holds must come back all the same
+                log.exception("event=endpoint_close_failed session=%d", session.number)
         # Where reads cannot be fenced (shm) the host may be opening a block in place this very
         # moment: what it was promised stays as it is until the lease runs out by itself.
         if endpoint is None or endpoint.capabilities.revokes:
