@@ -175,7 +175,9 @@ class _Get:
         self._groups.discard(task)
         if task.cancelled():
             self._done(lease, group, [Status.DISCONNECTED] * len(group))
-        elif (error := task.exception()) is not None:
+        elif isinstance(error := task.exception(), RequestFailedError):  # the client is closed
+            self._done(lease, group, [error.status] * len(group))
+        elif error is not None:
             log.error("event=bug where=open_group", exc_info=error)
             self._done(lease, group, [Status.INTERNAL] * len(group))
         else:

@@ -229,6 +229,10 @@ class _Put:
             lengths = await self._link.workers.run_later(
                 seal_blocks, self._context, jobs, region.view, starts
             )
+        except RequestFailedError as error:  # the client is closed
+            region.give_back()
+            self._tally.settle(positions, error.status)
+            return
         except BaseException:
             region.give_back()
             raise

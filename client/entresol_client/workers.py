@@ -11,6 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
+from entresol_client.results import RequestFailedError
+from entresol_proto.status import Status
+
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
@@ -33,8 +36,14 @@ class Workers:
 
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """`fn(*args)` on a thread. `fn` minds its own deadline; hand over milliseconds of work,
-        not microseconds: one hand-over costs tens of microseconds."""
-        job: Future[R] = self._pool.submit(fn, *args)
+        not microseconds: one hand-over costs tens of microseconds.
+
+        Raises: RequestFailedError (DISCONNECTED) once closed.
+        """
+        try:
+            job: Future[R] = self._pool.submit(fn, *args)
+        except RuntimeError:
+            raise RequestFailedError(Status.DISCONNECTED, "the client is closed") from None
         waiter = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(waiter)

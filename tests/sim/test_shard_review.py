@@ -223,6 +223,22 @@ def test_reports_without_end_do_not_pile_up(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
+def test_a_report_about_a_block_whose_key_is_gone_is_no_corruption(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:1])
+        fetch = data.Fetch(host.handle, OpenAt.HOST, False, SECOND_NS, names(host, KEYS[:1]))
+        (grant,) = [grant async for grant in host._answers(fetch) if grant.items]
+        parts = world.shard.parts
+        parts.dek_of = lambda _stream, _version: None
+        host._send(data.Release((grant.lease_id,), ((grant.lease_id, 0, Status.CORRUPT),)))
+        await asyncio.sleep(1)
+        assert parts.meters.totals.blocks_corrupt == 0
+        assert await host.present(KEYS[:1]) == [True]
+
+    simulate(tmp_path, story)
+
+
 # Snapshots and erasure.
 
 

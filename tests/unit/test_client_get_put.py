@@ -492,3 +492,19 @@ async def test_many_calls_at_once(tmp_path: Path) -> None:
         stats = ns._client.stats()
         assert (stats["gets"], stats["puts"]) == (12, 12)
         assert stats["hits"] == {"memory": 120}
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_a_client_closed_meanwhile_ends_calls_as_disconnected(
+    tmp_path: Path, fabric: str
+) -> None:
+    """Also those that come to the worker threads only when there are none any more."""
+    async with opened(tmp_path, fabric) as (peer, ns):
+        fill(peer, 2)
+        into = empty(2)
+        workers = ns._client._workers
+        workers.close()
+        got = await ns.get_into([key(0), key(1)], into)
+        assert set(got.statuses) <= {OK, Status.DISCONNECTED}  # small ones need no thread
+        put = await ns.put([PutBlock(key(9), content(9))])
+        assert put.statuses == [Status.DISCONNECTED]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from entresol_daemon.compute import ComputeError
 from entresol_daemon.core.planning import Shape, Window, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
@@ -463,8 +464,10 @@ class GetPath:
                 "event=host_report namespace=%s block=%s verdict=%s",
                 short(resident.namespace_id), short(resident.wire_key), status.label,
             )  # fmt: skip
-            if status is not Status.OK:
+            if status is Status.CORRUPT:  # and not that its key version is gone
                 self._removal.corrupt(resident, where="host_report")
+        except ComputeError:
+            return  # no thread to look closer: in doubt, the host's miss was enough
         finally:
             self._examining.discard(resident)
             parts.residency.unpin(resident)
