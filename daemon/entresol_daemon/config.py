@@ -174,7 +174,7 @@ class FabricConfig:
         FABRICS, "Fabrics to offer: shm (same host), verbs (RDMA), tcp.", choices=FABRICS
     )
     streams: int = setting(
-        4, "tcp data streams per session.", low=1, high=proto_limits.DATA_STREAMS_PER_SESSION_MAX
+        2, "tcp data streams per session.", low=1, high=proto_limits.DATA_STREAMS_PER_SESSION_MAX
     )
     tcp_tls: bool = setting(
         False, "TLS on tcp data streams as well; what travels there is sealed either way."
