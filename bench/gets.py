@@ -43,6 +43,7 @@ from tests.harness import DaemonProcess
 
 MIB = limits.MIB
 STAGE_HOLD_NS = 400_000_000
+BURST = 4  # batches per timing, ceilings alike: one alone measures the scheduler
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -149,11 +150,13 @@ async def measure(
                 if name == "shm_staged":
                     held = await staged.stage(batch.keys, hold_ns=STAGE_HOLD_NS, open_at="daemon")
                     assert set(held.statuses) == {Status.OK}, held.statuses
+                burst = 1 if name == "shm_staged" else BURST  # a hold is for one fetch
                 began = time.perf_counter()
-                waiting = path()
-                if isinstance(waiting, Awaitable):
-                    await waiting
-                took = time.perf_counter() - began
+                for _ in range(burst):
+                    waiting = path()
+                    if isinstance(waiting, Awaitable):
+                        await waiting
+                took = (time.perf_counter() - began) / burst
                 if name in ("tcp", "shm", "shm_daemon", "shm_staged"):
                     batch.check()
                 if round_ >= 2:  # two rounds to warm caches, maps and staging memory
