@@ -318,6 +318,9 @@ class World:
             )
             assert account.flash_bytes == live, (account.name, account.flash_bytes, live)
         assert parts.scratch.allocated_bytes == 0, "plaintext scratch is left"
+        pool = parts.residency.pool
+        known = sum(each.extent.length_bytes for each in parts.residency._by_slot.values())
+        assert pool.allocated_bytes == known, "memory of a block that is gone is left"
 
 
 class Host:

@@ -5,6 +5,7 @@ what is opened belongs to the block that was asked for, and no request waits for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -474,3 +475,43 @@ def test_reservations_that_are_never_committed_do_not_lock_others_out(tmp_path: 
         assert world.shard.puts.under_way == 0
 
     simulate(tmp_path, story)
+
+
+# All of it at once.
+
+
+async def disorder(host: Host, steps: int) -> None:
+    """Keys named twice, holds beside fetches of the same blocks, memory that empties meanwhile."""
+    rng = host.rng
+    with contextlib.suppress(EntresolError):
+        await host.open()
+        for _ in range(steps):
+            start = rng.randrange(len(KEYS) - 8)
+            keys = KEYS[start : start + rng.randint(1, 8)]
+            opened_there = host.wire.private and rng.random() < 0.7
+            place = OpenAt.DAEMON if opened_there else OpenAt.HOST
+            choice = rng.random()
+            if choice < 0.3:
+                await host.put(keys, rng.choice((Ack.ACCEPTED, Ack.DURABLE)))
+            elif choice < 0.7:
+                fetches = (host.get(keys + keys[::-1], place), host.get(keys[:2], place))
+                await asyncio.gather(*fetches, stage(host, keys, place))
+            elif choice < 0.8:
+                await stage(host, keys * 2, place)
+            elif choice < 0.9:
+                await host.forget(keys[:2])
+            else:
+                forget_memory(host.world)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_disorder_leaves_nothing_behind(seed: int, tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.faults.cut = (0.0, 0.0005)[seed % 2]
+        world.faults.read_fails = world.faults.bit_flips = 0.01
+        hosts = [Host(world, ("alpha", "beta")[n % 2], private=n < 3) for n in range(5)]
+        await asyncio.gather(*(disorder(host, 30) for host in hosts))
+        assert world.oracle.wrong_bytes == 0, f"seed={seed}"
+        assert world.oracle.served > 0, f"seed={seed}"
+
+    simulate(tmp_path, story, seed=seed)
