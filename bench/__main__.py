@@ -83,7 +83,7 @@ def gets(quick: bool) -> list[Line]:
 
 
 def cost(quick: bool) -> list[Line]:
-    """Daemon time per block and per fetch: user (interpreter), and with the kernel (cpu)."""
+    """Daemon time per block and per fetch: the interpreter, and the whole process (cpu)."""
     from bench import daemon_cost as bench
 
     found = uvloop.run(bench.measure(fetches=200 if quick else 2000, rounds=2 if quick else 5))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -45,6 +46,7 @@ from entresol_proto.status import DeviceError, EntresolError, FabricError, Statu
 DRAIN_NS = 20_000_000_000
 SHM_MAPPED_BYTES_PER_SESSION_MAX = 1 << 30  # of a host's put staging
 ADMIN_SOCKET = "admin.sock"
+GC_OBJECTS_THRESHOLD = 20_000  # container objects made between two looks at the youngest
 
 log = logging.getLogger("entresol.daemon")
 Closer = Callable[[], Awaitable[None]]
@@ -370,6 +372,11 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     daemon = Daemon(config)
     await daemon.start()
     loop.add_signal_handler(signal.SIGHUP, lambda: daemon.tls.check(force=True))
+    # What was imported and built so far lives as long as the process: keep the collector from
+    # walking it again and again, and let it look at the rest less often than per 700 objects.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS_THRESHOLD, 10, 10)
     try:
         if on_ready is not None:
             on_ready(daemon)
