@@ -37,8 +37,10 @@ bench: $(READY) ## Budgets as ratios within one run; writes bench/results.json
 lint: $(READY) ## Style and types
 	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy
 
-generate: $(READY) ## Rewrite generated files: protobuf code, CONFIG.md, METRICS.md
-	@$(BIN)/python proto/generate.py
+generate: $(READY) ## Rewrite generated files: protobuf code, CONFIG.md
+	@test -x $(VENV)/generator/bin/python || { $(PYTHON) -m venv $(VENV)/generator && \
+	  $(VENV)/generator/bin/python -m pip install -q grpcio-tools==1.62.3 "setuptools<80"; }
+	@$(VENV)/generator/bin/python proto/generate.py
 	@$(BIN)/python -m entresol_daemon.config_reference
 
 clean: ## Remove what the verbs made
