@@ -15,14 +15,14 @@ $(READY): pyproject.toml
 	  { echo "Entresol needs Python 3.11 or newer; try: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing the distribution's python3-venv"; \
-	    apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null && \
+	    echo "installing the distribution's python3-venv" >&2; \
+	    apt-get update -qq >&2 && apt-get install -y -qq python3-venv >&2 && \
 	    $(PYTHON) -m venv --clear $(VENV); \
 	  else \
 	    echo "python cannot make virtual environments here; as root: apt-get install python3-venv"; exit 1; \
 	  fi
-	@echo "installing Entresol and its tools into $(VENV) (about a minute)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]'
+	@echo "installing Entresol and its tools into $(VENV) (about a minute)" >&2
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]' >&2
 	@touch $@
 
 demo: $(READY) ## The whole story on real KV, in about a minute
