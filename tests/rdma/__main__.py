@@ -1,0 +1,93 @@
+"""The harness's command line: build images, run a command in a guest, run a pod of two guests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.rdma import guest
+from tests.rdma.images import images
+from tests.rdma.progress import say
+from tests.rdma.qemu import MEMORY_MIB_DEFAULT
+from tests.rdma.spec import ARCHES, KERNELS, HarnessError
+from tests.rdma.tools import NotHere, ensure_tools
+
+REQUIRED_ENV = "ENTRESOL_RDMA_REQUIRED"
+RC_CANNOT = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every verb and option."""
+    top = argparse.ArgumentParser(prog="python -m tests.rdma", description=__doc__)
+    verbs = top.add_subparsers(dest="verb", required=True)
+    build = verbs.add_parser("build", help="build what is missing and print where it is")
+    build.add_argument(
+        "--refresh", action="store_true", help="rebuild if Debian has newer versions"
+    )
+    run = verbs.add_parser("run", help="run a command in a guest; its exit code is ours")
+    for verb in (build, run):
+        verb.add_argument("--arch", choices=sorted(ARCHES), default="x86")
+        verb.add_argument("--kernel", choices=sorted(KERNELS), default="7.2")
+    run.add_argument("--net", choices=("pair", "loopback", "none"), default="pair")
+    run.add_argument("--timeout", type=float, default=guest.TIMEOUT_S_DEFAULT, metavar="S")
+    run.add_argument("--memory", type=int, default=MEMORY_MIB_DEFAULT, metavar="MIB")
+    run.add_argument("--out", type=Path, metavar="DIR", help="where /out of the guest comes to")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
+    return top
+
+
+def _build(options: argparse.Namespace) -> int:
+    made = images(ARCHES[options.arch], KERNELS[options.kernel], refresh=options.refresh)
+    for path in (made.kernel, made.root, made.site):
+        print(path)
+    return 0
+
+
+def _out(named: Path | None) -> Path:
+    """The folder for results: the one asked for, or a new one that is printed."""
+    if named is None:
+        import tempfile
+
+        named = Path(tempfile.mkdtemp(prefix="entresol-rdma-out-"))
+        say(f"results in {named}")
+    named.mkdir(parents=True, exist_ok=True)
+    return named
+
+
+def _run(options: argparse.Namespace) -> int:
+    kernel = KERNELS[options.kernel]
+    if options.net == "pair" and not kernel.namespaces:
+        raise HarnessError(f"kernel {kernel.name} has no rxe per namespace: use --net loopback")
+    command = guest.command_of(options.command)
+    arch = ARCHES[options.arch]
+    made = images(arch, kernel)
+    with guest.snapshot() as repo:
+        return guest.run(
+            guest.Job(
+                arch=arch, images=made, command=command, net=options.net, out=_out(options.out),
+                timeout_s=options.timeout, memory_mib=options.memory,
+            ),
+            repo,
+        )  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Run one verb; returns its exit code."""
+    options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        ensure_tools([options.arch])
+        return {"build": _build, "run": _run}[options.verb](options)
+    except NotHere as cannot:
+        print(f"not run here: {cannot}", file=sys.stderr)
+        return RC_CANNOT if os.environ.get(REQUIRED_ENV) else 0
+    except HarnessError as error:
+        print(f"tests.rdma: {error}", file=sys.stderr)
+        return RC_CANNOT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

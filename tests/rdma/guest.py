@@ -1,0 +1,233 @@
+"""Runs one command in one guest: stage, boot, stream, collect.
+
+A guest that ends without an exit code of the command is the harness's failure, not the command's;
+it is booted once more. A command that runs past its time is killed with its guest, for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.rdma import cpio
+from tests.rdma.images import Images
+from tests.rdma.progress import say
+from tests.rdma.qemu import MEMORY_MIB_DEFAULT, Machine, Running, Sink
+from tests.rdma.spec import Arch, HarnessError
+from tests.rdma.tools import tool
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GUEST_FILES = Path(__file__).resolve().parent / "guest"
+
+RC_TIMED_OUT = 124
+RC_NO_RESULT = 125
+ATTEMPTS_MAX = 2
+TIMEOUT_S_DEFAULT = 600.0
+BOOT_TIMEOUT_S = 180.0  # 4 s on a quiet machine; a loaded one needs ten times that
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One command for one guest."""
+
+    arch: Arch
+    images: Images
+    command: tuple[str, ...]
+    net: str
+    out: Path
+    env: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S_DEFAULT
+    memory_mib: int = MEMORY_MIB_DEFAULT
+    name: str = "guest"
+    wire: str | None = None
+    mac: str = "52:54:00:00:00:01"
+
+
+def to_stdout(data: bytes) -> None:
+    """The guest's output as it comes."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def repository_files() -> list[str]:
+    """What to take into the guest: what git tracks or would track, else all but build products."""
+    done = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0 and done.stdout:
+        names = [name for name in done.stdout.split("\0") if name]
+    else:
+        hidden = (".git", ".venv", "__pycache__", "build", "dist")
+        names = [
+            path.relative_to(REPOSITORY).as_posix()
+            for path in REPOSITORY.rglob("*")
+            if not any(part in hidden for part in path.relative_to(REPOSITORY).parts)
+        ]
+    return sorted(name for name in names if (REPOSITORY / name).is_file())
+
+
+@contextlib.contextmanager
+def snapshot() -> Iterator[Path]:
+    """The repository as one read-only image, frozen at this moment; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="entresol-repo-") as scratch:
+        tree = Path(scratch) / "tree"
+        for name in repository_files():
+            target = tree / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
+                shutil.copy2(REPOSITORY / name, target)
+        image = Path(scratch) / "repo.erofs"
+        done = subprocess.run(
+            [tool("mkfs.erofs"), "--all-root", str(image), str(tree)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise HarnessError(f"packing the repository failed: {done.stderr.strip()[-200:]}")
+        yield image
+
+
+def _initrd(job: Job, target: Path) -> None:
+    """The cached archive of modules, and behind it one with what is particular to this boot."""
+    env = {
+        "GUEST_NAME": job.name,
+        "GUEST_NET": job.net,
+        "GUEST_NOW": str(int(time.time())),
+    } | job.env
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items())]
+    contents = {
+        "init": (GUEST_FILES / "initramfs-init").read_bytes(),
+        "guest/init": (GUEST_FILES / "init").read_bytes(),
+        "guest/net.sh": (GUEST_FILES / "net.sh").read_bytes(),
+        "guest/env": "".join(lines).encode(),
+        "guest/cmd": f"#!/bin/bash\nexec {shlex.join(job.command)}\n".encode(),
+    }
+    base = (job.images.kernel / "initrd.gz").read_bytes()
+    padded = base + b"\0" * (-len(base) % 4)
+    target.write_bytes(padded + cpio.archive(cpio.files(contents)))
+
+
+class Attempt:
+    """One boot of one job. Context manager; the machine is off when it ends."""
+
+    def __init__(self, job: Job, repo: Path, sink: Sink = to_stdout) -> None:
+        """Boots at once; the command's output goes to `sink`."""
+        self._stack = contextlib.ExitStack()
+        self.job = job
+        try:
+            scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="guest-")))
+            self.console = scratch / "console.log"
+            self._share = scratch / "share"
+            (self._share / "out").mkdir(parents=True)
+            _initrd(job, scratch / "initrd")
+            machine = Machine(
+                arch=job.arch,
+                kernel=job.images.kernel / "vmlinuz",
+                initrd=scratch / "initrd",
+                disks=(
+                    ("root", job.images.root / "root.erofs"),
+                    ("site", job.images.site / "site.erofs"),
+                    ("repo", repo),
+                ),
+                share=self._share,
+                console=self.console,
+                memory_mib=job.memory_mib,
+                wire=job.wire,
+                mac=job.mac,
+            )
+            self.running = self._stack.enter_context(Running(machine, sink))
+        except BaseException:
+            self._stack.close()
+            raise
+        self.started_after_s: float | None = None
+
+    def poll(self) -> int | None:
+        """None while the guest works; the command's exit code, or one of ours, when it is over."""
+        now = time.monotonic() - self.running.started_s
+        if self.started_after_s is None and (self._share / "started").exists():
+            self.started_after_s = now
+        if not self.running.poll():
+            if self.started_after_s is None and now > BOOT_TIMEOUT_S:
+                return RC_NO_RESULT
+            return RC_TIMED_OUT if now > self.job.timeout_s else None
+        try:
+            return int((self._share / "rc").read_text())
+        except (OSError, ValueError):
+            return RC_NO_RESULT
+
+    def wait(self) -> int:
+        """Block until the guest is over."""
+        while (rc := self.poll()) is None:
+            time.sleep(POLL_S)
+        return rc
+
+    def collect(self, rc: int) -> None:
+        """Copy what the command left in /out; after a failure of ours, all that may explain it."""
+        self.running.kill()
+        shutil.copytree(self._share / "out", self.job.out, dirs_exist_ok=True)
+        if rc == 0:
+            return
+        logs = [self.console, self._share / "dmesg.txt", self._share / "net.txt"]
+        for path in logs:
+            if path.exists():
+                shutil.copyfile(path, self.job.out / f"{self.job.name}-{path.name}")
+        if self.running.complaint:
+            (self.job.out / f"{self.job.name}-qemu.log").write_bytes(self.running.complaint)
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+def why(attempt: Attempt, rc: int) -> str:
+    """One line on an attempt that gave no result of the command's own."""
+    if rc == RC_TIMED_OUT:
+        return f"{attempt.job.name}: killed after its {attempt.job.timeout_s:.0f} s"
+    last = attempt.running.complaint.decode(errors="replace").strip().splitlines()
+    if attempt.console.exists():
+        last += attempt.console.read_text(errors="replace").strip().splitlines()[-1:]
+    return f"{attempt.job.name}: no result from the guest ({'; '.join(last) or 'it said nothing'})"
+
+
+def run(job: Job, repo: Path) -> int:
+    """Run a job to its end; returns the command's exit code, 124 or 125."""
+    rc = RC_NO_RESULT
+    for number in range(1, ATTEMPTS_MAX + 1):
+        with Attempt(job, repo) as attempt:
+            rc = attempt.wait()
+            attempt.collect(rc)
+            took = time.monotonic() - attempt.running.started_s
+            if attempt.started_after_s is not None and rc not in (RC_NO_RESULT, RC_TIMED_OUT):
+                say(
+                    f"{job.name}: command started after {attempt.started_after_s:.1f} s, "
+                    f"over after {took:.1f} s, exit code {rc}"
+                )
+                return rc
+            say(why(attempt, rc))
+        if rc == RC_TIMED_OUT:
+            return rc
+        if number < ATTEMPTS_MAX:
+            say(f"{job.name}: booting once more")
+    return rc
+
+
+def command_of(words: Sequence[str]) -> tuple[str, ...]:
+    """The command after the double dash.
+
+    Raises: HarnessError when there is none.
+    """
+    command = tuple(words[1:] if words[:1] == ["--"] else words)
+    if not command:
+        raise HarnessError("no command; give one after --")
+    return command
