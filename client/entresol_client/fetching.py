@@ -24,6 +24,7 @@ from entresol_client.opening import (
 from entresol_client.results import RequestFailedError
 from entresol_client.shard_link import Session, ShardLink
 from entresol_proto import limits
+from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import HEADER_BYTES_MAX, META_BYTES_MAX, TAG_BYTES
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Fetch, Grant, OpenAt, Tier
@@ -94,6 +95,7 @@ class _Get:
         self._deadline_ns = deadline_ns
         self._tally = tally
         self._unanswered = dict(enumerate(wanted))
+        self._digests: list[bytes] = []  # of the engine keys, for what the daemon opened
         self._groups: set[asyncio.Task[list[Status]]] = set()
         self._context = OpenContext(
             endpoint=session.endpoint,
@@ -118,6 +120,8 @@ class _Get:
             b"".join(one.wire_key for one in self._wanted),
         )
         request_id, sink = await connection.fetch(fetch, self._deadline_ns)
+        if self._context.at_daemon:  # while the daemon is at work
+            asyncio.get_running_loop().call_soon(self._digest_keys)
         try:
             while grants := await sink.next(self._deadline_ns):
                 for grant, received_ns in grants:
@@ -125,6 +129,10 @@ class _Get:
         finally:
             connection.end_fetch(request_id, sink)
             await self._finish_groups()
+
+    def _digest_keys(self) -> None:
+        if not self._digests:
+            self._digests = [engine_key_digest(one.engine_key) for one in self._wanted]
 
     def _accept(self, grant: Grant, received_ns: int) -> None:
         """Note misses, start groups for what is leased."""
@@ -141,11 +149,17 @@ class _Get:
         lease = _Lease(grant.lease_id, len(grant.items))
         usable: list[Granted] = []
         at_daemon = self._context.at_daemon
+        if at_daemon:
+            self._digest_keys()
         for item in grant.items:
             wanted = self._answer(item.index)
             room, span_bytes = len(wanted.into), item.span.length_bytes
             if at_daemon:
                 possible = span_bytes == room == item.plain_bytes
+                if possible and item.key != self._digests[item.index]:
+                    # Two engine keys met in one wire key: the other one's bytes are not read.
+                    self._done(lease, [Granted(wanted, item, until_ns)], [Status.CONFLICT])
+                    continue
             else:
                 most = room + SEALED_OVERHEAD_BYTES_MAX
                 possible = item.plain_bytes == room and 0 < span_bytes <= most
@@ -155,7 +169,7 @@ class _Get:
             else:  # nothing is read or written
                 self._done(lease, [one], [Status.BAD_REQUEST])
         threads, staging_bytes = self._link.workers.threads, self._link.staging_bytes
-        for group in plan_groups(usable, threads, staging_bytes):
+        for group in plan_groups(usable, threads, staging_bytes, at_daemon=at_daemon):
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
             self._groups.add(task)
             task.add_done_callback(functools.partial(self._group_done, lease, group))

@@ -18,12 +18,11 @@ from entresol_client.staging import Arena
 from entresol_client.workers import Workers
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
-from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import BlockKey, open_into
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import GrantItem
 
-GROUP_BYTES_MIN = 1 * limits.MIB
+GROUP_BYTES_MIN = 2 * limits.MIB
 GROUP_BYTES_MAX = 8 * limits.MIB
 SPREAD_BLOCK_BYTES_MIN = 256 * limits.KIB  # mean block length from which threads pay
 INLINE_BYTES_MAX = 128 * limits.KIB  # below this a hand-over to a thread costs more than opening
@@ -63,27 +62,33 @@ class OpenContext:
 
 
 def plan_groups(
-    granted: Sequence[Granted], threads: int, staging_bytes: int
+    granted: Sequence[Granted], threads: int, staging_bytes: int, *, at_daemon: bool
 ) -> list[list[Granted]]:
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
-    Groups of 1 to 8 MiB of sealed bytes, at least two per thread if the batch is large enough, and
-    several to the staging memory. A larger block is a group by itself. Small blocks are not spread
-    over threads: opening one is mostly interpreter work, and threads would fight for the lock.
+    A group takes its thread's share of half of what is left, at least 1 and at most 8 MiB, so that
+    few hand-overs are made and yet all threads end at about the same time (guided self-scheduling,
+    Polychronopoulos and Kuck, 1987); several groups fit into the staging memory. A larger block is
+    a group by itself. Small blocks are not spread over threads: opening one is mostly interpreter
+    work, and threads would fight for the lock. Where the daemon opened the blocks there is nothing
+    to overlap: an equal part for each thread.
     """
-    total = sum(g.item.span.length_bytes for g in granted)
-    goal = most = min(GROUP_BYTES_MAX, staging_bytes // 4)
-    if total >= SPREAD_BLOCK_BYTES_MIN * len(granted):
-        goal = min(most, max(GROUP_BYTES_MIN, total // (2 * threads)))
+    left = sum(g.item.span.length_bytes for g in granted)
+    spread = left >= SPREAD_BLOCK_BYTES_MIN * len(granted)
+    equal = max(GROUP_BYTES_MAX, -(-left // threads))
+    most = equal if at_daemon else min(GROUP_BYTES_MAX, staging_bytes // 4)
     groups: list[list[Granted]] = []
-    held = goal  # so that the first block opens a group
+    held = goal = 0  # so that the first block opens a group
     for one in granted:
         size = one.item.span.length_bytes
         if held >= goal or held + size > most:
+            share = left // (2 * threads) if spread and not at_daemon else most
+            goal = min(most, max(GROUP_BYTES_MIN, share))
             groups.append([])
             held = 0
         groups[-1].append(one)
         held += size
+        left -= size
     return groups
 
 
@@ -100,24 +105,13 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
 
 
 async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status]:
-    """The daemon opened them: read straight into the caller's memory, then look at the lease.
-
-    A block of another engine key (two met in one wire key) is not read at all.
-    """
-    statuses = [
-        Status.INTERNAL
-        if one.item.key == engine_key_digest(one.wanted.engine_key)
-        else Status.CONFLICT
-        for one in group
-    ]
-    mine = [index for index, status in enumerate(statuses) if status is Status.INTERNAL]
-    ops = [ReadOp(group[index].item.span, group[index].wanted.into) for index in mine]
+    """The daemon opened them: read straight into the caller's memory, then look at the lease."""
+    statuses = [Status.INTERNAL] * len(group)
     now_ns = 0
     try:
-        found = await context.endpoint.read(ops, context.deadline_ns) if ops else []
+        ops = [ReadOp(one.item.span, one.wanted.into) for one in group]
+        statuses = await context.endpoint.read(ops, context.deadline_ns)
         now_ns = time.monotonic_ns()
-        for index, status in zip(mine, found, strict=True):
-            statuses[index] = status
     finally:
         for index, one in enumerate(group):
             if statuses[index] is Status.OK and now_ns >= one.lease_until_ns:

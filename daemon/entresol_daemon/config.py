@@ -374,7 +374,7 @@ class Config:
             memory=MemoryConfig(dram_bytes=256 * MIB, slab_bytes=16 * MIB),
             limits=LimitsConfig(
                 block_bytes_max=4 * MIB,
-                inflight_bytes_per_session_max=64 * MIB,
+                inflight_bytes_per_session_max=128 * MIB,
                 put_queue_bytes_max=64 * MIB,
             ),
             tenants=TenantsConfig(auto_add=True),

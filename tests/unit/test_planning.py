@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entresol_daemon.core.planning import Shape, Window, plan_fetch, take_window
+from entresol_daemon.core import planning
+from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Residency, Resident, ResidentState
 from entresol_daemon.memory.slabs import SlabPool
 from entresol_proto.limits import ALIGN_BYTES
@@ -247,3 +248,29 @@ def test_windows_answer_every_key_once(
     assert sorted([*answered, *pending]) == list(range(len(slots)))
     if prefix and -1 in slots:
         assert all(index < slots.index(-1) for index in served), "served after a gap"
+
+
+# What is granted ahead ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pages", "ahead"),
+    [
+        ([], 0),
+        ([1] * 7, 0),  # not worth a lease of its own
+        ([1] * 8, 4),
+        ([1] * 30, 4),
+        ([3] * 10, 1),
+        ([5] * 10, 0),  # the first block alone is more than the part ahead
+    ],
+)
+def test_a_large_window_is_granted_in_two_parts(
+    pages: list[int], ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "FIRST_GRANT_BYTES", 4 * PAGE)
+    table = residency(256)
+    entries = [
+        (number, resident(table, number, ResidentState.READY, size))
+        for number, size in enumerate(pages)
+    ]
+    assert granted_ahead(entries) == ahead

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from entresol_client.cli import output
 from entresol_client.cli.doctor import OK, WARN, Finding
-from entresol_proto import limits
+from entresol_proto import limits, native
 
 RDMA_PATH = Path("/sys/class/infiniband")
 MEMLOCK_WANTED_BYTES = 1 * limits.GIB
@@ -30,6 +30,7 @@ def check_host() -> Iterator[Finding]:
     yield _memlock(rdma=bool(devices))
     yield _huge_pages()
     yield _aes()
+    yield _kernel()
     yield _clock()
     yield Finding(
         "host", OK,
@@ -111,6 +112,17 @@ def _aes() -> Finding:
     return Finding(
         "cpu", WARN, "no AES instructions: sealing and opening will be slow",
         "in a guest, pass the host's CPU features through (-cpu host)",
+    )  # fmt: skip
+
+
+def _kernel() -> Finding:
+    if native.KERNEL is not None:
+        return Finding("kernel", OK, "the native kernel is loaded")
+    if os.environ.get("ENTRESOL_NATIVE") == "0":
+        return Finding("kernel", WARN, "the native kernel is off", "unset ENTRESOL_NATIVE")
+    return Finding(
+        "kernel", WARN, "no native kernel: large copies take about 1.6 times as long",
+        "install gcc and libc6-dev, then install entresol again",
     )  # fmt: skip
 
 

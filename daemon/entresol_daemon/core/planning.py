@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from entresol_daemon.core.residency import Residency, Resident, ResidentState
+from entresol_proto import limits
 from entresol_proto.status import Status
+
+FIRST_GRANT_BYTES = 4 * limits.MIB  # granted ahead, so that the host moves them while we go on
 
 
 @dataclass(slots=True)
@@ -135,3 +138,13 @@ def take_window(
         window.taken_bytes += shape.record_bytes
         pending.popleft()
     return window
+
+
+def granted_ahead(entries: Sequence[tuple[int, Resident]]) -> int:
+    """How many blocks in memory to grant before the others; 0 if all are granted together."""
+    total = first = 0
+    for count, (_, resident) in enumerate(entries, 1):
+        total += resident.extent.length_bytes
+        if total <= FIRST_GRANT_BYTES:
+            first = count
+    return first if total >= 2 * FIRST_GRANT_BYTES else 0

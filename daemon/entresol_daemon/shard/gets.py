@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entresol_daemon.compute import ComputeError
-from entresol_daemon.core.planning import Shape, Window, plan_fetch, take_window
+from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.opened import OpenedBlocks
@@ -192,7 +192,7 @@ class GetPath:
                     landing[asyncio.create_task(self._land(job, window, loads))] = window
                 if window.ready:
                     final = not wanted.pending and not landing
-                    await self._grant(job, window.ready, final=final)
+                    await self._grant_ready(job, window.ready, final)
                     if final:
                         return
                 elif not len(window) and not await self._wait_for_room(job, landing):
@@ -374,6 +374,18 @@ class GetPath:
             self._parts.residency.unpin(resident)
             job.session.held_bytes -= resident.extent.length_bytes
         self._parts.room.notify()
+
+    async def _grant_ready(self, job: _Job, rest: list[tuple[int, Resident]], final: bool) -> None:
+        """Grant what is in memory; of a large window the first part at once."""
+        try:
+            if first := granted_ahead(rest):
+                ahead, rest = rest[:first], rest[first:]
+                await self._grant(job, ahead, final=False)
+                await asyncio.sleep(0)  # the frame leaves while the rest is prepared
+            mine, rest = rest, []
+            await self._grant(job, mine, final=final)
+        finally:
+            self._undo(job, rest)
 
     async def _grant(self, job: _Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
         """Turn pinned residents into one lease and emit it, with the misses known so far."""

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from entresol_proto import limits
+from entresol_proto import limits, native
 from entresol_proto.fabric.memory import F_SEAL_SHRINK, seals_of
 from entresol_proto.status import FabricError, Status
 
@@ -105,7 +105,7 @@ def _map_for_reading(fd: int, length_bytes: int) -> mmap.mmap:
 class Piece(NamedTuple):
     """One copy of a batch: `into` and `source` have the same length."""
 
-    into: Bytes
+    into: memoryview
     source: Bytes
 
 
@@ -125,20 +125,31 @@ class CopyJob:
 
     def run(self, deadline_ns: int) -> None:
         """Copy until done, stopped or past the deadline; looks every STEP_BYTES."""
-        since_look = STEP_BYTES
-        for into, source in self.pieces:
-            size = len(into)
-            for at in range(0, size, STEP_BYTES):
-                if since_look >= STEP_BYTES:
-                    if self._stop or time.monotonic_ns() > deadline_ns:
-                        return
-                    since_look = 0
-                if size <= STEP_BYTES:
-                    np.copyto(into, source)
-                else:
-                    np.copyto(into[at : at + STEP_BYTES], source[at : at + STEP_BYTES])
-                since_look += min(size, STEP_BYTES)
-            self.copied += 1
+        at = 0
+        while at < len(self.pieces):
+            end, step_bytes = at, 0
+            while end < len(self.pieces) and (end == at or step_bytes < STEP_BYTES):
+                step_bytes += len(self.pieces[end].source)
+                end += 1
+            if step_bytes <= 2 * STEP_BYTES:
+                if self._late(deadline_ns):
+                    return
+                native.copy(*zip(*self.pieces[at:end], strict=True))
+            elif not self._copy_long(self.pieces[at:end], deadline_ns):
+                return
+            self.copied = at = end
+
+    def _copy_long(self, pieces: Sequence[Piece], deadline_ns: int) -> bool:
+        for into, source in pieces:
+            for at in range(0, len(source), STEP_BYTES):
+                if self._late(deadline_ns):
+                    return False
+                part = slice(at, at + STEP_BYTES)
+                native.copy((into[part],), (source[part],))
+        return True
+
+    def _late(self, deadline_ns: int) -> bool:
+        return self._stop or time.monotonic_ns() > deadline_ns
 
 
 class SharedPool:

@@ -17,8 +17,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from entresol_proto import limits
 from entresol_proto.fabric.base import (
     Capabilities,
@@ -257,7 +255,10 @@ class ShmEndpoint:
             statuses.append(status)
             if region is not None and status is Status.OK:
                 source = region.array[span.address : span.address + span.length_bytes]
-                pieces.append(Piece(np.frombuffer(op.into, np.uint8), source))
+                into = op.into
+                if into.format != "B" or into.ndim != 1:
+                    into = into.cast("B")
+                pieces.append(Piece(into, source))
                 users.append((number, region))
                 region.users += 1
         job = CopyJob(pieces)
@@ -275,7 +276,7 @@ class ShmEndpoint:
 
     async def _copy(self, job: CopyJob, deadline_ns: int) -> None:
         """Run a job to its end; when cancelled, to the end of the step it is in."""
-        if sum(len(piece.into) for piece in job.pieces) <= _INLINE_BYTES_MAX:
+        if sum(len(piece.source) for piece in job.pieces) <= _INLINE_BYTES_MAX:
             job.run(deadline_ns)
             return
         self._jobs.add(job)

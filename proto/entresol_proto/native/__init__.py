@@ -1,0 +1,83 @@
+"""The native kernel, where the package was built with a C compiler, and its Python twins.
+
+Invariant: with and without the kernel the same bytes come out; only the speed differs. A kernel of
+another version, or one that does not load, counts as none. `ENTRESOL_NATIVE=0` turns it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+_log = logging.getLogger("entresol.native")
+
+LIBRARY = Path(__file__).with_name("_kernel.so")
+SOURCE = Path(__file__).with_name("kernel.c")
+KERNEL_VERSION = 1  # of `entresol_kernel_version`
+# Shorter batches may be read again soon, from the caches that a streamed copy passes by.
+STREAM_BYTES_MIN = 2 * 1024 * 1024
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Kernel:
+    """The loaded library. Calls release the interpreter lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError if it does not load, ValueError if it is of another version."""
+        library = ctypes.CDLL(str(path))
+        try:
+            version = library.entresol_kernel_version()
+        except AttributeError:
+            version = None
+        if version != KERNEL_VERSION:
+            raise ValueError(f"kernel of version {version}, {KERNEL_VERSION} is needed")
+        self._stream_copy = library.entresol_stream_copy
+        self._stream_copy.argtypes = (
+            ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+        )  # fmt: skip
+        self._stream_copy.restype = None
+
+    def copy(self, into: Sequence[memoryview], sources: Sequence[Bytes]) -> None:
+        """See `copy`."""
+        count = len(into)
+        addresses = ctypes.c_void_p * count
+        targets = [ctypes.c_char.from_buffer(view) for view in into]  # they hold the memory
+        self._stream_copy(
+            count,
+            addresses(*map(ctypes.addressof, targets)),
+            addresses(*[source.__array_interface__["data"][0] for source in sources]),
+            (ctypes.c_size_t * count)(*map(len, sources)),
+        )
+
+
+def _load() -> Kernel | None:
+    if os.environ.get("ENTRESOL_NATIVE") == "0" or not LIBRARY.exists():
+        return None
+    try:
+        return Kernel(LIBRARY)
+    except (OSError, ValueError) as error:
+        _log.warning("event=kernel_refused reason=%s", error)
+        return None
+
+
+KERNEL = _load()
+
+
+def copy(into: Sequence[memoryview], sources: Sequence[Bytes]) -> None:
+    """Copy each source into the view of the same number.
+
+    Views are writable, contiguous bytes, as long as their source, and overlap none. They may be
+    used again on return. A batch of `STREAM_BYTES_MIN` and more goes past the caches.
+    """
+    if KERNEL is not None and sum(map(len, sources)) >= STREAM_BYTES_MIN:
+        KERNEL.copy(into, sources)
+        return
+    for view, source in zip(into, sources, strict=True):
+        np.copyto(np.frombuffer(view, np.uint8), source)
