@@ -57,6 +57,29 @@ SHM_MESSAGES_QUEUED_MAX = 4_096  # unsent shm messages, then the session ends
 EXPOSE_DEADLINE_NS = 5_000_000_000  # the peer's acknowledgement of an exposure (shm)
 REVOKE_DEADLINE_NS = 1_000_000_000  # bytes of a revoked exposure still queued, then the stream ends
 
+# The verbs fabric. A queue pair gives up after (retries + 1) x 4.096 us x 2^timeout, 0.5 s here.
+VERBS_RAILS_MAX = 4  # ports (or devices) that one session is spread over
+VERBS_TIMEOUT = 14  # exponent, see above
+VERBS_RETRIES = 6  # 7 means for ever on soft-RoCE
+VERBS_RNR_TIMER = 12  # code for 0.64 ms: how long a sender waits when no receive is posted
+VERBS_RNR_RETRIES = 6
+VERBS_RD_ATOMIC_MAX = 16  # reads one queue pair has on the wire; less where a device has less
+VERBS_READS_POSTED_MAX = 64  # read requests handed to the device and not completed, per rail
+VERBS_WINDOW_BYTES = 8 * MIB  # of those
+VERBS_READS_SIGNALED_EVERY = 8  # at the latest; or every piece of full size
+VERBS_PIECE_BYTES_MAX = 1 * MIB  # one read request
+VERBS_READS_QUEUED_MAX = 65_536  # read requests waiting for the device, per session
+VERBS_MESSAGES_IN_FLIGHT_MAX = 32  # sent and not known to be taken
+VERBS_MESSAGES_QUEUED_MAX = 8_192  # waiting to be sent, then the session ends
+VERBS_OFFER_LIFETIME_MS_MAX = 60_000  # what a host believes
+VERBS_GRANULE_BYTES = 16 * MIB  # long-lived memory is registered in pieces of this, when used
+VERBS_REGISTRATIONS_MAX = 64  # long-lived buffers per session
+VERBS_BOUNCE_BYTES = 4 * MIB  # per rail; reads into small foreign memory land there first
+VERBS_BOUNCE_OP_BYTES_MAX = 256 * KIB  # larger foreign memory is registered for the one read
+VERBS_ANNOUNCE_NS = 200_000_000  # a read of an unknown rkey waits so long for its announcement
+VERBS_DRAIN_NS = 500_000_000  # reads past their deadline may still land, then the session ends
+VERBS_GOODBYE_NS = 50_000_000  # how long closing waits for its last message to leave
+
 # Time.
 HANDSHAKE_DEADLINE_NS = 5_000_000_000
 LEASE_NS_DEFAULT = 10_000_000_000

@@ -208,6 +208,15 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class VerbsSettings:
+    """verbs: overrides of what is found by itself."""
+
+    devices: tuple[str, ...] = ()  # "mlx5_0" or "mlx5_0:1" (port); empty: every usable port
+    gid_index: int | None = None  # into every port's GID table
+    mtu_bytes: int | None = None  # RDMA's: 256 to 4096
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectOptions:
     """What the host's side may add to an offer. Every fabric takes what it needs."""
 
@@ -217,7 +226,30 @@ class ConnectOptions:
     server_hostname: str | None = None  # tcp: the name to check, if the context checks names
     host: str | None = None  # tcp: where to connect when the offer names no address
     mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX  # shm: peer memory to map
-    device: str | None = None  # verbs: the RDMA device to use; None picks one
+    verbs: VerbsSettings = VerbsSettings()
+
+
+class Registration(Protocol):
+    """Memory that was made ready for reads into it. Ends with `close` or its endpoint."""
+
+    def close(self) -> None:
+        """Give the memory back: nothing refers to it once reads into it are over. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class RegisteringEndpoint(Protocol):
+    """An endpoint that reads faster into memory it was told about (verbs)."""
+
+    def register(self, buffer: memoryview | SharedBuffer) -> Registration:
+        """Name long-lived memory (an arena, a slab) that reads will land in.
+
+        Reads into any part of it then need no set-up and no copy. The memory must stay mapped until
+        the registration is closed. Pages are pinned when first used, not now.
+
+        Raises: FabricError; status BUSY at VERBS_REGISTRATIONS_MAX, DISCONNECTED when closed.
+        """
+        ...
 
 
 class FabricServer(Protocol):

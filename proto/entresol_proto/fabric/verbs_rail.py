@@ -1,0 +1,267 @@
+"""One rail of a session: its protection domain, queue pair and completions, on one device port.
+
+Invariants:
+- Work requests complete in the order they were posted, so one signaled completion answers for all
+  before it; what is on the wire is `posted`, oldest first.
+- After `destroy` the device touches no memory on behalf of this rail, and every posted work was
+  handed back to its owner.
+- At most VERBS_READS_POSTED_MAX reads with VERBS_WINDOW_BYTES are on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from entresol_proto import limits
+from entresol_proto.fabric.verbs_api import Completion, Completions, Device, Domain
+from entresol_proto.fabric.verbs_device import Port, path_mtu
+from entresol_proto.fabric.verbs_memory import Bounce
+from entresol_proto.fabric.verbs_queue import (
+    READS_PER_POST_MAX,
+    RECV_FLAG,
+    QueuePair,
+    ReadRequest,
+    Receive,
+    Route,
+)
+from entresol_proto.fabric.verbs_status import WR_FLUSH_ERR, name_of, status_of
+from entresol_proto.fabric.verbs_wire import Rail
+from entresol_proto.status import FabricError, Status
+
+_log = logging.getLogger("entresol.fabric")
+
+_POLL_ENTRIES = 32
+_POLLS_PER_TURN = 8  # then other work of the loop gets its turn
+_SENDS = limits.VERBS_MESSAGES_IN_FLIGHT_MAX + 8  # messages on the wire, those about credit too
+RECEIVES = limits.VERBS_MESSAGES_IN_FLIGHT_MAX + 4
+SEND_SLOTS = _SENDS
+
+
+class Work(Protocol):
+    """Something on the wire."""
+
+    length_bytes: int
+
+    def over(self, link: RailLink, status: Status) -> None:
+        """It is done, one way or the other; the device no longer touches its memory."""
+        ...
+
+
+class Owner(Protocol):
+    """The endpoint, as its rails see it."""
+
+    def received(self, link: RailLink, slot: int, length_bytes: int) -> None: ...
+    def rail_failed(self, link: RailLink, status: Status, reason: str) -> None: ...
+    def turn_ended(self) -> None:
+        """Completions were handled: there may be room for more."""
+        ...
+
+
+class RailLink:
+    """See the module. Made in INIT; `connect` makes it usable, `watch` puts it on the loop."""
+
+    def __init__(self, device: Device, port: Port, number: int, mtu_bytes: int | None) -> None:
+        """Takes over one use of `device`. Raises: FabricError; nothing is left then."""
+        self.number = number
+        self.port = port
+        self.posted: deque[tuple[int, Work]] = deque()
+        self.reads_posted = 0
+        self.bytes_posted = 0
+        self.destroyed = False
+        self._device = device
+        self._mtu_setting = mtu_bytes
+        self._psn = secrets.randbits(24)
+        self._sequence = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._owner: Owner | None = None
+        self._bounce: Bounce | None = None
+        self._spare_receive: Receive | None = None
+        self._closers = [device.release]
+        try:
+            state = device.port_state(port.port)
+            path_mtu(state.mtu_bytes, state.mtu_bytes, mtu_bytes)
+            self._mtu_bytes = state.mtu_bytes
+            self.domain = Domain(device)
+            self._closers.append(self.domain.close)
+            entries = limits.VERBS_READS_POSTED_MAX + _SENDS + RECEIVES + 8
+            self._completions = Completions(device, entries)
+            self._closers.append(self._completions.close)
+            self.queue_pair = QueuePair(
+                device, self.domain, self._completions,
+                sends=limits.VERBS_READS_POSTED_MAX + _SENDS, receives=RECEIVES,
+            )  # fmt: skip
+            self._closers.append(self.queue_pair.close)
+            self.queue_pair.initialize(port.port)
+        except BaseException:
+            for closer in reversed(self._closers):
+                closer()
+            raise
+        found = device.limits
+        self._rd_atomic = max(1, min(limits.VERBS_RD_ATOMIC_MAX, found.rd_atomic_initiator,
+                                     found.rd_atomic_responder))  # fmt: skip
+
+    @property
+    def local(self) -> Rail:
+        """What the peer must know to connect."""
+        return Rail(
+            self.number, self.port.infiniband, self._mtu_bytes, self._rd_atomic, self.port.lid,
+            self.queue_pair.number, self._psn, self.port.gid.raw,
+        )  # fmt: skip
+
+    def connect(self, peer: Rail) -> None:
+        """Join the peer's queue pair. Raises: FabricError."""
+        if peer.infiniband != self.port.infiniband:
+            raise FabricError("InfiniBand and RoCE do not meet", status=Status.BAD_REQUEST)
+        route = Route(
+            port=self.port.port,
+            gid_index=self.port.gid.index,
+            infiniband=peer.infiniband,
+            peer_gid=peer.gid_text,
+            peer_lid=peer.lid,
+            peer_qpn=peer.qpn,
+            peer_psn=peer.psn,
+            mtu_bytes=path_mtu(self._mtu_bytes, peer.mtu_bytes, self._mtu_setting),
+            rd_atomic=min(self._rd_atomic, peer.rd_atomic),
+        )
+        self.queue_pair.connect(route, self._psn)
+
+    def watch(self, owner: Owner, *, spare_receive: bool) -> None:
+        """Begin to handle completions. `spare_receive` posts one receive that no message meets: its
+        flush tells that the peer broke the connection."""
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._completions.fd, self._readable)
+        if spare_receive:
+            self._spare_receive = Receive(RECEIVES, 0, 0, 0)
+            self.queue_pair.post_receive(self._spare_receive)
+
+    # -- posting ------------------------------------------------------------------------------
+
+    def has_room(self, length_bytes: int) -> bool:
+        """Whether one more read of this length may go on the wire."""
+        return self.reads_posted < limits.VERBS_READS_POSTED_MAX and (
+            not self.reads_posted or self.bytes_posted + length_bytes <= limits.VERBS_WINDOW_BYTES
+        )
+
+    def reserve(self, length_bytes: int) -> None:
+        """Count a read that `post_reads` will be given in this turn."""
+        self.reads_posted += 1
+        self.bytes_posted += length_bytes
+
+    def read_over(self, length_bytes: int) -> None:
+        """Uncount a read; called by its `over`."""
+        self.reads_posted -= 1
+        self.bytes_posted -= length_bytes
+
+    def post_reads(self, reads: Sequence[tuple[Work, ReadRequest]]) -> None:
+        """Post reserved reads as chains, few of them signaled.
+
+        Raises: FabricError; the rail is then unusable, and `destroy` hands all of them back.
+        """
+        requests: list[ReadRequest] = []
+        quiet = 0  # bytes since the last signaled one
+        for index, (work, request) in enumerate(reads):
+            self._sequence += 1
+            quiet += request.length_bytes
+            signaled = (
+                index + 1 == len(reads)
+                or quiet >= limits.VERBS_PIECE_BYTES_MAX
+                or (index + 1) % limits.VERBS_READS_SIGNALED_EVERY == 0
+            )
+            if signaled:
+                quiet = 0
+            self.posted.append((self._sequence, work))
+            requests.append(request._replace(number=self._sequence, signaled=signaled))
+        for at in range(0, len(requests), READS_PER_POST_MAX):
+            self.queue_pair.post_reads(requests[at : at + READS_PER_POST_MAX])
+
+    def post_send(self, work: Work, address: int, lkey: int) -> None:
+        """Send `work.length_bytes` from registered memory. Raises: FabricError."""
+        self._sequence += 1
+        self.posted.append((self._sequence, work))
+        self.queue_pair.post_send(self._sequence, address, lkey, work.length_bytes)
+
+    def bounce(self) -> Bounce:
+        """The bounce buffer, made at first use. Raises: FabricError."""
+        if self._bounce is None:
+            self._bounce = Bounce(self.domain)
+        return self._bounce
+
+    # -- completing ---------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        if not self.destroyed:
+            self._completions.rearm()
+            self.drain()
+
+    def drain(self) -> None:
+        """Handle what has completed; what comes later makes the channel readable."""
+        for _ in range(_POLLS_PER_TURN):
+            if self.destroyed:
+                return
+            found = self._completions.poll(_POLL_ENTRIES)
+            self._handle(found)
+            if len(found) < _POLL_ENTRIES:
+                break
+        else:
+            assert self._loop is not None
+            self._loop.call_soon(self.drain)
+        if self._owner is not None and not self.destroyed:
+            self._owner.turn_ended()
+
+    def _handle(self, found: Sequence[Completion]) -> None:
+        failure = 0
+        for completion in found:
+            if self.destroyed:
+                return
+            if completion.status:
+                if failure in (0, WR_FLUSH_ERR):
+                    failure = completion.status
+                if not completion.number & RECV_FLAG:
+                    self._sent_until(completion.number, status_of(completion.status))
+            elif completion.number & RECV_FLAG:
+                assert self._owner is not None
+                slot = completion.number & ~RECV_FLAG
+                self._owner.received(self, slot, completion.length_bytes)
+            else:
+                self._sent_until(completion.number, Status.OK)
+        if failure and self._owner is not None and not self.destroyed:
+            self._owner.rail_failed(self, status_of(failure), name_of(failure))
+
+    def _sent_until(self, number: int, last: Status) -> None:
+        """All up to `number` are done. A failed one leaves those before it done well, as their own
+        failure would have come first; flushed ones prove nothing."""
+        before = last if last is Status.DISCONNECTED else Status.OK
+        while self.posted and self.posted[0][0] <= number:
+            sequence, work = self.posted.popleft()
+            work.over(self, last if sequence == number else before)
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def destroy(self, status: Status) -> None:
+        """Destroy the queue pair, then hand back everything that was on the wire. Idempotent."""
+        if self.destroyed:
+            return
+        self.destroyed = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._completions.fd)
+        self._closers.remove(self.queue_pair.close)
+        self.queue_pair.close()
+        posted, self.posted = self.posted, deque()
+        for _, work in posted:
+            work.over(self, status)
+
+    def release(self) -> None:
+        """Free the rest. All memory registered in its domain is deregistered already. Once."""
+        assert self.destroyed
+        if self._spare_receive is not None:
+            self._spare_receive.close()
+        if self._bounce is not None:
+            self._bounce.close()
+        while self._closers:
+            self._closers.pop()()
