@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.rdma import cpio
+from tests.rdma.bytecode import compile_tree
 from tests.rdma.images import Images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT, Machine, Running, Sink
@@ -86,6 +87,7 @@ def snapshot() -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
                 shutil.copy2(REPOSITORY / name, target)
+        compile_tree(tree, "/repo", checked=True)
         image = Path(scratch) / "repo.erofs"
         done = subprocess.run(
             [tool("mkfs.erofs"), "--all-root", str(image), str(tree)],

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.rdma import cpio
 from tests.rdma.apt import PrivateApt
+from tests.rdma.bytecode import compile_tree
 from tests.rdma.cache import Builder, ensure
 from tests.rdma.progress import say
 from tests.rdma.spec import (
@@ -245,6 +246,8 @@ def _build_root(arch: Arch, out: Path) -> list[str]:
     for deb in debs:
         _unpack(deb, tree, *excludes)
     _settle_root(tree)
+    for part in (f"python{USERLAND_PYTHON}", "python3"):
+        compile_tree(tree / "usr/lib" / part, f"/usr/lib/{part}")
     _erofs(tree, out / "root.erofs")
     for part in ("apt", "debs", "tree"):
         shutil.rmtree(out / part)
@@ -286,18 +289,7 @@ def _build_site(arch: Arch, out: Path) -> list[str]:
     for path in (*tree.glob("*/tests"), *tree.glob("pyarrow/include"), tree / "bin"):
         shutil.rmtree(path, ignore_errors=True)
     versions = sorted(path.name.removesuffix(".dist-info") for path in tree.glob("*.dist-info"))
-    _compile(tree)
+    compile_tree(tree, "/site")
     _erofs(tree, out / "site.erofs")
     shutil.rmtree(tree)
     return versions
-
-
-def _compile(tree: Path) -> None:
-    """Byte code, when the host's Python is the guest's; else the guest compiles as it goes."""
-    if f"{sys.version_info[0]}.{sys.version_info[1]}" != USERLAND_PYTHON:
-        return
-    _step(
-        [sys.executable, "-m", "compileall", "-q", "-j", "0", "--invalidation-mode",
-         "unchecked-hash", "-s", str(tree), "-p", "/site", str(tree)],
-        "compiling Python packages",
-    )  # fmt: skip
