@@ -6,9 +6,10 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
-from tests.rdma import guest
+from tests.rdma import guest, pod
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT
@@ -28,14 +29,23 @@ def parser() -> argparse.ArgumentParser:
         "--refresh", action="store_true", help="rebuild if Debian has newer versions"
     )
     run = verbs.add_parser("run", help="run a command in a guest; its exit code is ours")
+    pod_verb = verbs.add_parser("pod", help="run a server on one machine, its user on another")
+    pod_verb.add_argument("--dpu", choices=sorted(ARCHES), default="arm64")
+    pod_verb.add_argument("--host", choices=sorted(ARCHES), default="x86")
+    pod_verb.add_argument(
+        "--dpu-command", default="python3 -m tests.rdma.podsmoke dpu", metavar="'CMD...'",
+        help="what the DPU runs; ended by SIGTERM when the host's command is over",
+    )  # fmt: skip
     for verb in (build, run):
         verb.add_argument("--arch", choices=sorted(ARCHES), default="x86")
+    for verb in (build, run, pod_verb):
         verb.add_argument("--kernel", choices=sorted(KERNELS), default="7.2")
     run.add_argument("--net", choices=("pair", "loopback", "none"), default="pair")
-    run.add_argument("--timeout", type=float, default=guest.TIMEOUT_S_DEFAULT, metavar="S")
-    run.add_argument("--memory", type=int, default=MEMORY_MIB_DEFAULT, metavar="MIB")
-    run.add_argument("--out", type=Path, metavar="DIR", help="where /out of the guest comes to")
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
+    for verb in (run, pod_verb):
+        verb.add_argument("--timeout", type=float, default=guest.TIMEOUT_S_DEFAULT, metavar="S")
+        verb.add_argument("--memory", type=int, default=MEMORY_MIB_DEFAULT, metavar="MIB")
+        verb.add_argument("--out", type=Path, metavar="DIR", help="where a guest's /out comes to")
+        verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
     return top
 
 
@@ -49,8 +59,6 @@ def _build(options: argparse.Namespace) -> int:
 def _out(named: Path | None) -> Path:
     """The folder for results: the one asked for, or a new one that is printed."""
     if named is None:
-        import tempfile
-
         named = Path(tempfile.mkdtemp(prefix="entresol-rdma-out-"))
         say(f"results in {named}")
     named.mkdir(parents=True, exist_ok=True)
@@ -74,13 +82,25 @@ def _run(options: argparse.Namespace) -> int:
         )  # fmt: skip
 
 
+def _pod(options: argparse.Namespace) -> int:
+    command = options.command or ["python3", "-m", "tests.rdma.podsmoke", "host"]
+    ended = pod.run(
+        pod.Pod(
+            dpu=ARCHES[options.dpu], host=ARCHES[options.host], kernel=KERNELS[options.kernel],
+            dpu_command=pod.words(options.dpu_command), host_command=guest.command_of(command),
+            out=_out(options.out), timeout_s=options.timeout, memory_mib=options.memory,
+        )
+    )  # fmt: skip
+    return ended.rc
+
+
 def main(arguments: list[str]) -> int:
     """Run one verb; returns its exit code."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        ensure_tools([options.arch])
-        return {"build": _build, "run": _run}[options.verb](options)
+        ensure_tools([options.dpu, options.host] if options.verb == "pod" else [options.arch])
+        return {"build": _build, "run": _run, "pod": _pod}[options.verb](options)
     except NotHere as cannot:
         print(f"not run here: {cannot}", file=sys.stderr)
         return RC_CANNOT if os.environ.get(REQUIRED_ENV) else 0

@@ -51,6 +51,7 @@ class Job:
     name: str = "guest"
     wire: str | None = None
     mac: str = "52:54:00:00:00:01"
+    common: Path | None = None  # a folder that several guests see as /pod
 
 
 def to_stdout(data: bytes) -> None:
@@ -104,6 +105,7 @@ def _initrd(job: Job, target: Path) -> None:
         "GUEST_NAME": job.name,
         "GUEST_NET": job.net,
         "GUEST_NOW": str(int(time.time())),
+        "GUEST_POD": "1" if job.common else "",
     } | job.env
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items())]
     contents = {
@@ -145,6 +147,7 @@ class Attempt:
                 memory_mib=job.memory_mib,
                 wire=job.wire,
                 mac=job.mac,
+                common=job.common,
             )
             self.running = self._stack.enter_context(Running(machine, sink))
         except BaseException:
@@ -165,6 +168,10 @@ class Attempt:
             return int((self._share / "rc").read_text())
         except (OSError, ValueError):
             return RC_NO_RESULT
+
+    def ask_to_stop(self) -> None:
+        """Have the guest end its command with SIGTERM (only where guests share a folder)."""
+        (self._share / "stop").touch()
 
     def wait(self) -> int:
         """Block until the guest is over."""

@@ -38,6 +38,7 @@ class Machine:
     memory_mib: int = MEMORY_MIB_DEFAULT
     wire: str | None = None  # QEMU's -netdev without the id
     mac: str = "52:54:00:00:00:01"
+    common: Path | None = None
 
 
 def _quoted(path: Path) -> str:
@@ -62,10 +63,14 @@ def command_line(machine: Machine) -> list[str]:
         "-device", "virtio-serial-pci",
         "-chardev", "file,id=output,path=/dev/stdout",
         "-device", "virtserialport,chardev=output,name=output",
-        "-fsdev",
-        f"local,id=share,path={_quoted(machine.share)},security_model=none,multidevs=remap",
-        "-device", "virtio-9p-pci,fsdev=share,mount_tag=share",
     ]  # fmt: skip
+    for tag, folder in (("share", machine.share), ("pod", machine.common)):
+        if folder:
+            command += [
+                "-fsdev",
+                f"local,id={tag},path={_quoted(folder)},security_model=none,multidevs=remap",
+                "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}",
+            ]  # fmt: skip
     for serial, image in machine.disks:
         command += [
             "-drive", f"file={_quoted(image)},if=none,id={serial},format=raw,readonly=on",
