@@ -24,11 +24,23 @@ import pytest
 import uvloop
 
 from entresol_proto.fabric import registry
-from entresol_proto.fabric.base import ConnectOptions, Endpoint, FabricServer, Offer
+from entresol_proto.fabric.base import (
+    ConnectOptions,
+    Endpoint,
+    FabricServer,
+    Offer,
+    VerbsSettings,
+)
 from entresol_proto.fabric.memory import MemfdBuffer
 from entresol_proto.fabric.shm import ShmFabricServer
 from entresol_proto.fabric.shmendpoint import ShmEndpoint
 from entresol_proto.fabric.tcp import TcpEndpoint, TcpFabricServer
+from entresol_proto.fabric.verbs import VerbsFabricServer
+from entresol_proto.fabric.verbs_api import device_names
+from entresol_proto.fabric.verbs_device import ROCE_PORT
+from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
+from entresol_proto.fabric.verbs_wire import OfferParams
+from entresol_proto.status import FabricError
 
 SECOND_NS = 1_000_000_000
 LIFETIME_NS = 5 * SECOND_NS
@@ -71,6 +83,12 @@ class Fabric(Protocol):
 
     name: str
     reads_can_hang: bool  # a stopped peer holds up reads (not where reads are one-sided)
+    opens_by_reply: bool  # the daemon learns of the host by its reply alone (verbs)
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine."""
+        ...
 
     def server(self, folder: Path, *, lifetime_ns: int = LIFETIME_NS) -> FabricServer: ...
     def options(self) -> ConnectOptions: ...
@@ -94,6 +112,8 @@ class Fabric(Protocol):
 
 class _Tcp:
     reads_can_hang = True
+    opens_by_reply = False
+    missing = None
 
     def __init__(self, name: str, *, tls: bool) -> None:
         self.name = name
@@ -160,6 +180,8 @@ class _Tcp:
 class _Shm:
     name = "shm"
     reads_can_hang = False
+    opens_by_reply = False
+    missing = None
 
     def server(self, folder: Path, *, lifetime_ns: int = LIFETIME_NS) -> FabricServer:
         return ShmFabricServer(folder, offer_lifetime_ns=lifetime_ns)
@@ -197,10 +219,75 @@ class _Shm:
                 await loop.sock_recv(sock, 100)
 
 
+class _Verbs:
+    """On the devices of ENTRESOL_RDMA_DEVICE, or all there are: with two, each end has its own."""
+
+    reads_can_hang = False
+    opens_by_reply = True
+
+    def __init__(self, name: str, *, rails: int) -> None:
+        self.name = name
+        self._rails = rails
+
+    @functools.cached_property
+    def _devices(self) -> list[str]:
+        names = os.environ.get("ENTRESOL_RDMA_DEVICE", "").replace(",", " ").split()
+        if not names and Path("/sys/class/infiniband").is_dir():
+            names = sorted(os.listdir("/sys/class/infiniband"))
+        return names
+
+    @functools.cached_property
+    def missing(self) -> str | None:
+        if not self._devices:
+            return "no RDMA device"
+        if len(self._devices) < self._rails:
+            return f"fewer than {self._rails} RDMA devices"
+        try:
+            device_names()
+        except FabricError as error:
+            return str(error)
+        return None
+
+    def server(self, folder: Path, *, lifetime_ns: int = LIFETIME_NS) -> FabricServer:
+        mine = self._devices[::-1][: self._rails]
+        return VerbsFabricServer(VerbsSettings(devices=tuple(mine)), offer_lifetime_ns=lifetime_ns)
+
+    def options(self) -> ConnectOptions:
+        return ConnectOptions(verbs=VerbsSettings(devices=tuple(self._devices[: self._rails])))
+
+    def hang(self, endpoint: Endpoint) -> None:
+        assert isinstance(endpoint, VerbsEndpoint)
+        for link in endpoint._links:
+            asyncio.get_running_loop().remove_reader(link._completions.fd)
+
+    def unhang(self, endpoint: Endpoint) -> None:
+        assert isinstance(endpoint, VerbsEndpoint)
+        for link in endpoint._links:
+            asyncio.get_running_loop().add_reader(link._completions.fd, link._readable)
+
+    def kill(self, endpoint: Endpoint) -> None:
+        assert isinstance(endpoint, VerbsEndpoint)
+        for link in endpoint._links:  # what the kernel does to a dead process's queue pairs
+            link.queue_pair.close()
+
+    def with_ticket(self, offer: Offer, ticket: bytes) -> Offer:
+        return Offer(offer.kind, offer.params[:8] + ticket + offer.params[24:])
+
+    async def throw(self, offer: Offer, junk: bytes) -> None:
+        rail = OfferParams.parse(offer.params).rails[0]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for at in range(0, min(len(junk), 20_000), 1_000):
+                with contextlib.suppress(OSError):
+                    sock.sendto(junk[at : at + 1_000], (rail.ipv4 or "127.0.0.1", ROCE_PORT))
+                await asyncio.sleep(0)
+
+
 FABRICS: dict[str, Fabric] = {
     "tcp-plain": _Tcp("tcp-plain", tls=False),
     "tcp-tls": _Tcp("tcp-tls", tls=True),
     "shm": _Shm(),
+    "verbs": _Verbs("verbs", rails=1),
+    "verbs-2-rails": _Verbs("verbs-2-rails", rails=2),
 }
 
 
@@ -237,6 +324,20 @@ async def join(fabric: Fabric, server: FabricServer) -> Pair:
     host, reply = await registry.connect(offer, soon(), options=fabric.options())
     daemon = await server.accept(offer, reply, soon())
     return Pair(fabric, server, daemon, host)
+
+
+async def refused(fabric: Fabric, server: FabricServer, offer: Offer, reply: bytes = b"") -> None:
+    """Nobody gets a data path by this offer: connecting fails, or else accepting does."""
+    try:
+        host, answer = await registry.connect(offer, soon(), options=fabric.options())
+    except FabricError:
+        return
+    try:
+        assert fabric.opens_by_reply
+        with pytest.raises(FabricError):
+            await server.accept(offer, reply or answer, soon())
+    finally:
+        await host.close()
 
 
 @contextlib.asynccontextmanager

@@ -311,7 +311,9 @@ def _channel_fd(channel: Any, guess: int) -> int:
     told = getattr(channel, "fd", None)
     if told is not None:
         return int(told)
-    for fd in (guess, *sorted((int(n) for n in os.listdir("/proc/self/fd")), reverse=True)):
+    if guess not in _channel_fds and _is_channel(guess):
+        return guess
+    for fd in sorted((int(name) for name in os.listdir("/proc/self/fd")), reverse=True):
         if fd not in _channel_fds and _is_channel(fd):
             return fd
     raise FabricError("cannot find the completion channel's descriptor")

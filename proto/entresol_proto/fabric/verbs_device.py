@@ -116,7 +116,8 @@ def choose_gid(
     index: int | None = None,
     is_here: Callable[[str], bool] = address_is_here,
 ) -> Gid | None:
-    """The GID to use: the one set, else RoCE v2 over IPv4 here, then any RoCE v2 (global first).
+    """The GID to use: the one set, else RoCE v2 over IPv4 (here first), then over IPv6 (global
+    first).
 
     On InfiniBand the first one.
     """
@@ -128,8 +129,8 @@ def choose_gid(
     def rank(gid: Gid) -> tuple[int, int]:
         address = ipaddress.IPv6Address(gid.raw)
         if gid.ipv4 is not None:
-            return (0 if is_here(gid.ipv4) else 3, gid.index)
-        return (2 if address.is_link_local else 1, gid.index)
+            return (0 if is_here(gid.ipv4) else 1, gid.index)
+        return (3 if address.is_link_local else 2, gid.index)
 
     usable = [gid for gid in table if gid.kind == "RoCE v2"]
     return min(usable, key=rank, default=None)

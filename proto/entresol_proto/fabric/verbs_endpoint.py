@@ -156,7 +156,7 @@ class VerbsEndpoint:
             return
         shown.gone = self._loop.create_future()
         try:
-            if not self._closed and self._standing.done():
+            if not self._closed and self._messenger.open:
                 self._messenger.send(Message(Kind.REVOKE, (exposure.rkey,)))
                 timeout = limits.REVOKE_DEADLINE_NS / 1e9
                 done, _ = await asyncio.wait((shown.gone,), timeout=timeout)
@@ -243,9 +243,10 @@ class VerbsEndpoint:
 
         Announcements race with the control stream that names the rkeys, and nearly always win.
         """
-        until_ns = min(deadline_ns, time.monotonic_ns() + limits.VERBS_ANNOUNCE_NS)
         if not self._standing.done():
-            until_ns = deadline_ns
+            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+            await asyncio.wait((self._standing,), timeout=max(0.0, left_s))
+        until_ns = min(deadline_ns, time.monotonic_ns() + limits.VERBS_ANNOUNCE_NS)
         unknown = {op.span.rkey for op in ops} - self._regions.keys() - self._ended.keys()
         if unknown:
             self._links[0].drain()
@@ -357,6 +358,8 @@ class VerbsEndpoint:
                 link.destroy(Status.DISCONNECTED)
             except Exception as error:  # of pyverbs; the kernel destroys it with the process
                 _log.error("event=queue_pair_not_destroyed error=%s", error)
+        if not self._standing.done():
+            self._standing.set_result(None)
         broken = status if status is Status.FABRIC_ERROR else Status.DISCONNECTED
         self._reader.abort(broken)
         self._tell()
@@ -390,7 +393,7 @@ class VerbsEndpoint:
     async def close(self) -> None:
         """See `base.Endpoint.close`. Tells the peer, if that takes no longer than
         VERBS_GOODBYE_NS."""
-        if not self._closed and not self._closing and self._standing.done():
+        if not self._closed and not self._closing and self._messenger.open:
             self._closing = True
             left: asyncio.Future[None] = self._loop.create_future()
 

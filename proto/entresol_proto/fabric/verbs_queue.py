@@ -25,6 +25,7 @@ from entresol_proto.fabric.verbs_api import (
     failed,
     load,
 )
+from entresol_proto.status import FabricError, Status
 
 QP_ACCESS = ACCESS_REMOTE_READ
 RECV_FLAG = 1 << 63  # in a work request's number: it was posted to receive
@@ -143,6 +144,7 @@ class QueuePair:
         except api.error as problem:
             raise failed("no queue pair", problem) from None
         self.number: int = self.raw.qp_num
+        self._closed = False
 
     def initialize(self, port: int) -> None:
         """RESET to INIT, so that receives can be posted. Raises: FabricError."""
@@ -217,12 +219,18 @@ class QueuePair:
 
     def post_receive(self, receive: Receive) -> None:
         """Let the next message land in its slot. Raises: FabricError."""
+        self._check_open()
         try:
             self.raw.post_recv(receive.raw)
         except self._api.error as problem:
             raise failed("cannot post a receive", problem) from None
 
+    def _check_open(self) -> None:
+        if self._closed:  # pyverbs would not notice, and crash
+            raise FabricError("the queue pair is closed", status=Status.DISCONNECTED)
+
     def _post(self, head: Any) -> None:
+        self._check_open()
         try:
             self.raw.post_send(head)
         except self._api.error as problem:
@@ -230,6 +238,7 @@ class QueuePair:
 
     def close(self) -> None:
         """Destroy it: once this returned the device touches no memory on its behalf. Idempotent."""
+        self._closed = True
         self.raw.close()
 
 

@@ -47,8 +47,8 @@ class Rail:
 
     @property
     def gid_text(self) -> str:
-        """As pyverbs wants it."""
-        return str(ipaddress.IPv6Address(self.gid))
+        """Eight groups of four digits, as pyverbs wants it."""
+        return ipaddress.IPv6Address(self.gid).exploded
 
     @property
     def ipv4(self) -> str | None:
