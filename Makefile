@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint generate clean
+.PHONY: help demo test test-rdma test-pod-arm64 bench lint generate clean
 
 help: ## Show the verbs
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml proto/build_kernel.py proto/entresol_proto/native/kernel.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -30,6 +30,12 @@ demo: $(READY) ## The whole story on real KV, in about a minute
 
 test: $(READY) ## All tests at commit size; ends with what did not run here
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-rdma: $(READY) ## RDMA suites on soft-RoCE, in an emulated machine built here from Debian packages
+	@$(BIN)/python -m tests.rdma suites $(ARGS)
+
+test-pod-arm64: $(READY) ## An emulated ARM64 DPU serves an emulated x86 host over RoCE
+	@$(BIN)/python -m tests.rdma pod --dpu arm64 --host x86 $(ARGS)
 
 bench: $(READY) ## Budgets as ratios within one run; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)

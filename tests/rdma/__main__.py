@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from tests.rdma import guest, pod
+from tests.rdma import guest, pod, report
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT
@@ -18,6 +19,7 @@ from tests.rdma.tools import NotHere, ensure_tools
 
 REQUIRED_ENV = "ENTRESOL_RDMA_REQUIRED"
 RC_CANNOT = 2
+SUITES = ("tests/rdma/suites",)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "--refresh", action="store_true", help="rebuild if Debian has newer versions"
     )
     run = verbs.add_parser("run", help="run a command in a guest; its exit code is ours")
+    suites = verbs.add_parser("suites", help="run the RDMA suites in a guest and sum them up")
     pod_verb = verbs.add_parser("pod", help="run a server on one machine, its user on another")
     pod_verb.add_argument("--dpu", choices=sorted(ARCHES), default="arm64")
     pod_verb.add_argument("--host", choices=sorted(ARCHES), default="x86")
@@ -36,16 +39,20 @@ def parser() -> argparse.ArgumentParser:
         "--dpu-command", default="python3 -m tests.rdma.podsmoke dpu", metavar="'CMD...'",
         help="what the DPU runs; ended by SIGTERM when the host's command is over",
     )  # fmt: skip
-    for verb in (build, run):
+    for verb in (build, run, suites):
         verb.add_argument("--arch", choices=sorted(ARCHES), default="x86")
-    for verb in (build, run, pod_verb):
+    for verb in (build, run, suites, pod_verb):
         verb.add_argument("--kernel", choices=sorted(KERNELS), default="7.2")
     run.add_argument("--net", choices=("pair", "loopback", "none"), default="pair")
-    for verb in (run, pod_verb):
+    for verb in (run, suites, pod_verb):
         verb.add_argument("--timeout", type=float, default=guest.TIMEOUT_S_DEFAULT, metavar="S")
         verb.add_argument("--memory", type=int, default=MEMORY_MIB_DEFAULT, metavar="MIB")
         verb.add_argument("--out", type=Path, metavar="DIR", help="where a guest's /out comes to")
+    for verb in (run, pod_verb):
         verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
+    suites.add_argument(
+        "arguments", nargs="*", metavar="-- PYTEST...", help="instead of all suites"
+    )
     return top
 
 
@@ -65,21 +72,50 @@ def _out(named: Path | None) -> Path:
     return named
 
 
-def _run(options: argparse.Namespace) -> int:
+def _in_guest(options: argparse.Namespace, net: str, command: tuple[str, ...], out: Path) -> int:
     kernel = KERNELS[options.kernel]
-    if options.net == "pair" and not kernel.namespaces:
+    if net == "pair" and not kernel.namespaces:
         raise HarnessError(f"kernel {kernel.name} has no rxe per namespace: use --net loopback")
-    command = guest.command_of(options.command)
     arch = ARCHES[options.arch]
     made = images(arch, kernel)
     with guest.snapshot() as repo:
         return guest.run(
             guest.Job(
-                arch=arch, images=made, command=command, net=options.net, out=_out(options.out),
+                arch=arch, images=made, command=command, net=net, out=out,
                 timeout_s=options.timeout, memory_mib=options.memory,
             ),
             repo,
         )  # fmt: skip
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = guest.command_of(options.command)
+    return _in_guest(options, options.net, command, _out(options.out))
+
+
+def _suites(options: argparse.Namespace) -> int:
+    begun_s = time.monotonic()
+    out = _out(options.out)
+    arguments = [word for word in options.arguments if word != "--"] or list(SUITES)
+    script = (
+        'uname -r > /out/kernel; exec python3 -m pytest -p no:cacheprovider "$@" '
+        f"--junitxml=/out/{report.JUNIT}"
+    )
+    command = ("bash", "-c", script, "suites", *arguments)
+    for stale in (report.JUNIT, report.RESULT, "kernel"):
+        (out / stale).unlink(missing_ok=True)
+    net = "pair" if KERNELS[options.kernel].namespaces else "loopback"
+    rc = _in_guest(options, net, command, out)
+    kernel = out / "kernel"
+    came_to = report.Report(
+        rc=rc,
+        seconds=round(time.monotonic() - begun_s, 1),
+        kernel=kernel.read_text().strip() if kernel.exists() else "no kernel came up",
+        cases=report.read(out / report.JUNIT),
+    )
+    (out / report.RESULT).write_text(came_to.json())
+    print("\n".join([*came_to.lines(), f"  details: {out / report.RESULT}"]))
+    return rc if came_to.succeeded or rc else 1
 
 
 def _pod(options: argparse.Namespace) -> int:
@@ -100,7 +136,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         ensure_tools([options.dpu, options.host] if options.verb == "pod" else [options.arch])
-        return {"build": _build, "run": _run, "pod": _pod}[options.verb](options)
+        return {"build": _build, "run": _run, "suites": _suites, "pod": _pod}[options.verb](options)
     except NotHere as cannot:
         print(f"not run here: {cannot}", file=sys.stderr)
         return RC_CANNOT if os.environ.get(REQUIRED_ENV) else 0
