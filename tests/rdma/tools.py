@@ -52,9 +52,9 @@ def ensure_tools(arches: Iterable[str]) -> None:
 
     Raises: NotHere without apt and dpkg; HarnessError naming the packages when not root.
     """
-    for command in ("apt-get", "dpkg-deb", "tar"):
-        if shutil.which(command, path=SEARCH_PATH) is None:
-            raise NotHere(f"guests are built from Debian packages and this host has no {command}")
+    for needed in ("apt-get", "dpkg-deb", "tar"):
+        if shutil.which(needed, path=SEARCH_PATH) is None:
+            raise NotHere(f"guests are built from Debian packages and this host has no {needed}")
     missing = missing_packages(arches)
     if not missing:
         return

@@ -1,0 +1,313 @@
+"""How the guest harness treats its machines: a stand-in for QEMU does well and badly.
+
+Everything else is real: processes, process groups, the share, the initial file system, exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.rdma import __main__ as cli
+from tests.rdma import guest, images, pod, qemu, report, spec, tools
+
+STAND_IN = """\
+share=; for word in "$@"; do
+  case $word in local,id=share,*) share=${word#*path=}; share=${share%%,security*};; esac
+done
+"""
+WORKS = 'touch "$share/started"; echo hello; echo data > "$share/out/x"; echo 3 > "$share/rc"'
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> guest.Job:
+    """A job whose machine is the stand-in; `become` gives it a script."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "initrd.gz").write_bytes(b"\x1f\x8b")
+    monkeypatch.setattr(guest, "to_stdout", lambda data: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(tools, "SEARCH_PATH", os.environ["PATH"])
+    return guest.Job(
+        arch=replace(spec.ARCHES["x86"], qemu="stand-in"),
+        images=images.Images(folder, folder, folder),
+        command=("true",),
+        net="pair",
+        out=tmp_path / "out",
+        timeout_s=30,
+    )
+
+
+def become(job: guest.Job, script: str) -> None:
+    path = job.out.parent / "stand-in"
+    path.write_text(f"#!/bin/bash\n{STAND_IN}\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_the_commands_exit_code_and_files_come_back(job: guest.Job) -> None:
+    become(job, WORKS)
+    assert guest.run(job, job.images.root) == 3
+    assert (job.out / "x").read_text() == "data\n"
+
+
+def test_a_guest_without_a_result_is_booted_once_more(job: guest.Job) -> None:
+    count = job.out.parent / "count"
+    become(job, f"echo boot >> {count}; [ $(wc -l < {count}) = 1 ] && exit 0; {WORKS}")
+    assert guest.run(job, job.images.root) == 3
+    assert count.read_text().count("boot") == 2
+
+
+def test_but_not_for_ever(job: guest.Job) -> None:
+    count = job.out.parent / "count"
+    become(job, f"echo boot >> {count}; echo broken >&2; exit 1")
+    assert guest.run(job, job.images.root) == guest.RC_NO_RESULT
+    assert count.read_text().count("boot") == guest.ATTEMPTS_MAX
+    assert "broken" in (job.out / "guest-qemu.log").read_text()
+
+
+def test_a_command_past_its_time_is_killed_with_all_its_children(job: guest.Job) -> None:
+    pids = job.out.parent / "pids"
+    become(
+        job,
+        f'touch "$share/started" "$share/out/half"; sleep 60 & echo $! $$ >> {pids}; wait',
+    )
+    assert guest.run(replace(job, timeout_s=3), job.images.root) == guest.RC_TIMED_OUT
+    assert (job.out / "half").exists()
+    assert len(pids.read_text().splitlines()) == 1, "it was booted again"
+    for pid in pids.read_text().split():
+        assert not is_alive(int(pid))
+
+
+def test_a_guest_that_never_starts_its_command_counts_as_broken(
+    job: guest.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest, "BOOT_TIMEOUT_S", 0.3)
+    become(job, "sleep 60")
+    assert guest.run(job, job.images.root) == guest.RC_NO_RESULT
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not just waiting to be reaped by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_no_machine_outlives_a_killed_harness(job: guest.Job) -> None:
+    pid_file = job.out.parent / "pid"
+    become(job, f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 60")
+    script = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.rdma import guest, images, spec\n"
+        "from dataclasses import replace\n"
+        "base = Path(sys.argv[1])\n"
+        "folder = base / 'images'\n"
+        "job = guest.Job(arch=replace(spec.ARCHES['x86'], qemu='stand-in'),\n"
+        "  images=images.Images(folder, folder, folder), command=('true',), net='pair',\n"
+        "  out=base / 'out')\n"
+        "with guest.Attempt(job, folder) as attempt: attempt.wait()\n"
+    )
+    harness = subprocess.Popen(
+        [sys.executable, "-c", script, str(job.out.parent)], cwd=guest.REPOSITORY
+    )
+    deadline = time.monotonic() + 30
+    while not pid_file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    harness.kill()
+    harness.wait()
+    while is_alive(int(pid_file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_command_reaches_the_guest_word_for_word(job: guest.Job, tmp_path: Path) -> None:
+    words = ("bash", "-c", "echo \"$1\" '$HOME'; exit 4", "x", "a b*\n\t'\"\\")
+    target = tmp_path / "initrd"
+    guest._initrd(replace(job, command=words), target)
+    data = target.read_bytes()
+    text = data[data.index(b"#!/bin/bash\nexec ") :].split(b"\0", 1)[0].decode()
+    assert shlex.split(text.removeprefix("#!/bin/bash\nexec ")) == list(words)
+
+
+@pytest.mark.parametrize("name", ["init", "net.sh", "initramfs-init"])
+def test_the_guests_scripts_are_shell(name: str) -> None:
+    subprocess.run(["bash", "-n", str(guest.GUEST_FILES / name)], check=True, timeout=30)
+
+
+# The machine --------------------------------------------------------------------------------------
+
+
+def machine(job: guest.Job) -> qemu.Machine:
+    here = job.images.root
+    return qemu.Machine(job.arch, here, here, (("root", here),), here, here)
+
+
+def test_emulation_is_the_default_and_a_panic_ends_the_machine(
+    job: guest.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(job, "")
+    monkeypatch.delenv(qemu.KVM_ENV, raising=False)
+    line = qemu.command_line(machine(job))
+    assert line[line.index("-accel") + 1] == "tcg"
+    assert line[line.index("-smp") + 1] == "1"
+    assert "-no-reboot" in line
+    assert "panic=-1" in line[line.index("-append") + 1]
+    monkeypatch.setenv(qemu.KVM_ENV, "1")
+    line = qemu.command_line(machine(job))
+    assert line[line.index("-accel") + 1] == "kvm"
+
+
+def test_a_comma_in_a_path_stays_in_the_path(job: guest.Job) -> None:
+    become(job, "")
+    line = qemu.command_line(replace(machine(job), share=Path("/a,b")))
+    assert any("path=/a,,b,security_model=none" in word for word in line)
+
+
+# Pods ---------------------------------------------------------------------------------------------
+
+
+def two(job: guest.Job, tmp_path: Path, host: str, dpu: str) -> pod.Ended:
+    """Both machines are the stand-in, told apart by their names."""
+    become(job, f"if [[ $* == *02* ]]; then\n{dpu}\nelse\n{host}\nfi")
+    common = tmp_path / "common"
+    common.mkdir()
+    jobs = [
+        replace(job, name=name, wire=f"x{mac}", mac=mac, common=common, out=tmp_path / name)
+        for name, mac in (("dpu", "02"), ("host", "01"))
+    ]
+    with (
+        guest.Attempt(jobs[0], job.images.root) as first,
+        guest.Attempt(jobs[1], job.images.root) as second,
+    ):
+        return pod._both(first, second)
+
+
+SERVES = 'until [ -e "$share/stop" ]; do sleep 0.05; done; echo {rc} > "$share/rc"'
+
+
+@pytest.mark.parametrize(("dpu_rc", "counts_as"), [(0, 0), (143, 0), (1, 1), (137, 137)])
+def test_the_dpu_is_stopped_when_the_host_is_done(
+    job: guest.Job, tmp_path: Path, dpu_rc: int, counts_as: int
+) -> None:
+    ended = two(job, tmp_path, 'echo 0 > "$share/rc"', SERVES.format(rc=dpu_rc))
+    assert ended == pod.Ended(host=0, dpu=counts_as)
+    assert ended.rc == counts_as
+
+
+def test_the_hosts_failure_is_the_pods(job: guest.Job, tmp_path: Path) -> None:
+    assert two(job, tmp_path, 'echo 5 > "$share/rc"', SERVES.format(rc=143)).rc == 5
+
+
+def test_a_dpu_that_ended_on_its_own_is_not_excused(job: guest.Job, tmp_path: Path) -> None:
+    ended = two(job, tmp_path, 'sleep 1; echo 0 > "$share/rc"', 'echo 143 > "$share/rc"')
+    assert ended == pod.Ended(host=0, dpu=143)
+
+
+def test_a_dpu_that_broke_ends_the_pod(job: guest.Job, tmp_path: Path) -> None:
+    assert two(job, tmp_path, "sleep 60", "exit 0").rc == guest.RC_NO_RESULT
+
+
+def test_a_dpu_that_will_not_stop_is_noticed(
+    job: guest.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod, "STOP_TIMEOUT_S", 0.3)
+    assert two(job, tmp_path, 'echo 0 > "$share/rc"', "sleep 60").dpu == guest.RC_NO_RESULT
+
+
+def test_lines_of_two_machines_do_not_mix(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    dpu, host = pod.prefixed("dpu"), pod.prefixed("host")
+    dpu(b"one")
+    host(b"two\nthree\n")
+    dpu(b" more\n")
+    assert capfdbinary.readouterr().out == b"host| two\nhost| three\ndpu| one more\n"
+
+
+def test_the_wires_ends_name_each_other() -> None:
+    dpu, host = pod.wires(Path("/x"))
+    assert dpu == (
+        "dgram,local.type=unix,local.path=/x/dpu.sock,remote.type=unix,remote.path=/x/host.sock"
+    )
+    assert "local.path=/x/host.sock" in host
+    with pytest.raises(spec.HarnessError, match="too long"):
+        pod.wires(Path("/x" * 60))
+
+
+@pytest.mark.parametrize("text", ["", "  ", "echo 'x"])
+def test_a_dpu_needs_a_command(text: str) -> None:
+    with pytest.raises(spec.HarnessError):
+        pod.words(text)
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def test_options_are_ours_before_the_dashes_and_the_commands_after() -> None:
+    options = cli.parser().parse_args(
+        ["run", "--kernel", "6.1", "--net", "loopback", "--timeout", "9", "--", "x", "--net", "y"]
+    )
+    assert (options.kernel, options.net, options.timeout) == ("6.1", "loopback", 9.0)
+    assert guest.command_of(options.command) == ("x", "--net", "y")
+
+
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(spec.HarnessError, match="no command"):
+        guest.command_of(["--"])
+
+
+def test_the_old_kernel_has_no_pairs() -> None:
+    options = cli.parser().parse_args(["run", "--kernel", "6.1", "--net", "pair", "--", "x"])
+    with pytest.raises(spec.HarnessError, match="loopback"):
+        cli._run(options)
+
+
+@pytest.mark.parametrize(("required", "rc"), [("", 0), ("1", 2)])
+def test_a_host_that_cannot_says_so_and_fails_only_where_it_must(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], required: str, rc: int
+) -> None:
+    def cannot(arches: object) -> None:
+        raise tools.NotHere("no apt here")
+
+    monkeypatch.setattr(cli, "ensure_tools", cannot)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setenv(cli.REQUIRED_ENV, required)
+    assert cli.main(["suites"]) == rc
+    assert capsys.readouterr().err == "not run here: no apt here\n"
+
+
+# The report ---------------------------------------------------------------------------------------
+
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite>
+<testcase classname="a" name="one" time="1.5"/>
+<testcase classname="a" name="two" time="0.1"><skipped message="not run here: no GPU"/></testcase>
+<testcase classname="b" name="three" time="0.2"><failure message="assert 1&#10;more">x</failure>
+</testcase></testsuite></testsuites>"""
+
+
+def test_a_report_counts_what_ran_and_what_did_not(tmp_path: Path) -> None:
+    (tmp_path / "x.xml").write_text(JUNIT)
+    cases = report.read(tmp_path / "x.xml")
+    came_to = report.Report(rc=1, seconds=9.0, kernel="7.2", cases=cases)
+    assert [came_to.count(name) for name in ("passed", "skipped", "failed")] == [1, 1, 1]
+    assert not came_to.succeeded
+    text = "\n".join(came_to.lines())
+    assert "not run here: no GPU" in text
+    assert "FAILED: b::three: assert 1" in text
+
+
+def test_no_tests_are_no_success(tmp_path: Path) -> None:
+    assert report.read(tmp_path / "missing.xml") == ()
+    assert not report.Report(rc=0, seconds=1.0, kernel="7.2", cases=()).succeeded
+    skipped = report.Case("a", "skipped", 0.0, "why")
+    assert not report.Report(rc=0, seconds=1.0, kernel="7.2", cases=(skipped,)).succeeded
+    passed = report.Case("a", "passed", 0.0, "")
+    assert report.Report(rc=0, seconds=1.0, kernel="7.2", cases=(skipped, passed)).succeeded
