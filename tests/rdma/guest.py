@@ -26,7 +26,7 @@ from tests.rdma.spec import Arch, HarnessError
 from tests.rdma.tools import tool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-GUEST_FILES = Path(__file__).resolve().parent / "guest"
+GUEST_FILES = Path(__file__).resolve().parent / "inside"
 
 RC_TIMED_OUT = 124
 RC_NO_RESULT = 125

@@ -32,7 +32,7 @@ class End:
     address: str
 
 
-# As guest/net.sh sets them up.
+# As inside/net.sh sets them up.
 PAIR = {
     "rxe_host": End("rxe_host", "veth_host", "host", "10.7.0.1"),
     "rxe_dpu": End("rxe_dpu", "veth_dpu", "dpu", "10.7.0.2"),

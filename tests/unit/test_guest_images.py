@@ -84,7 +84,7 @@ def test_a_named_mirror_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sources_are_signed_and_security_comes_from_its_own_place() -> None:
     lines = apt.source_lines(("bookworm", "bookworm-security"), apt.mirrors_of(""))
-    assert all(f"signed-by={apt.KEYRING}" in line for line in lines)
+    assert all(f"signed-by={tools.KEYRING}" in line for line in lines)
     assert lines[0].endswith("/debian bookworm main")
     assert lines[1].endswith("/debian-security bookworm-security main")
 
@@ -138,7 +138,8 @@ def test_who_is_not_root_reads_what_to_install(
 
 def parse(data: bytes) -> dict[str, tuple[int, bytes]]:
     """An independent reading of the format, as the kernel does it."""
-    found, at = {}, 0
+    found: dict[str, tuple[int, bytes]] = {}
+    at = 0
     while True:
         assert data[at : at + 6] == b"070701"
         fields = [int(data[at + 6 + 8 * n : at + 14 + 8 * n], 16) for n in range(13)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -278,7 +279,7 @@ def test_a_host_that_cannot_says_so_and_fails_only_where_it_must(
         raise tools.NotHere("no apt here")
 
     monkeypatch.setattr(cli, "ensure_tools", cannot)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv(cli.REQUIRED_ENV, required)
     assert cli.main(["suites"]) == rc
     assert capsys.readouterr().err == "not run here: no apt here\n"
