@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,10 +80,11 @@ class VerbsEndpoint:
         self._regions: dict[int, PeerRegion] = {}
         self._leaving: set[int] = set()  # rkeys whose REVOKED waits for reads on the wire
         self._ended: dict[int, None] = {}  # rkeys revoked lately, oldest first
-        self._news: deque[asyncio.Future[None]] = deque()  # readers waiting for an announcement
+        self._news: set[asyncio.Future[None]] = set()  # readers waiting for an announcement
         self._loop = asyncio.get_running_loop()
         self._standing: asyncio.Future[None] = self._loop.create_future()
         self._expiry: asyncio.TimerHandle | None = None
+        self._silent = False  # the peer let a revocation pass unanswered
         self._closed = False
         self._closing = False
         self._release_task: asyncio.Task[None] | None = None
@@ -158,9 +158,12 @@ class VerbsEndpoint:
         try:
             if not self._closed and self._messenger.open:
                 self._messenger.send(Message(Kind.REVOKE, (exposure.rkey,)))
-                timeout = limits.REVOKE_DEADLINE_NS / 1e9
+                # Who let one pass unanswered gets no time for the next ones: else many exposures of
+                # a silent peer would hold up whoever ends its leases.
+                timeout = 0 if self._silent else limits.REVOKE_DEADLINE_NS / 1e9
                 done, _ = await asyncio.wait((shown.gone,), timeout=timeout)
-                if not done:
+                if not done and not self._silent:
+                    self._silent = True
                     _log.warning("event=revoke_cut fabric=verbs the peer does not answer")
         except FabricError as error:
             self._end(error.status, str(error))
@@ -255,8 +258,11 @@ class VerbsEndpoint:
             if left_ns <= 0 or self.closed:
                 return
             news: asyncio.Future[None] = self._loop.create_future()
-            self._news.append(news)
-            await asyncio.wait((news,), timeout=left_ns / 1e9)
+            self._news.add(news)
+            try:
+                await asyncio.wait((news,), timeout=left_ns / 1e9)
+            finally:
+                self._news.discard(news)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -267,6 +273,7 @@ class VerbsEndpoint:
             return
         try:
             message = self._messenger.take(slot, length_bytes)
+            self._silent = False
             if message is not None:
                 self._on_message(message)
         except ProtocolError as error:
@@ -316,8 +323,7 @@ class VerbsEndpoint:
         self._guarded(lambda: self._messenger.send(Message(Kind.REVOKED, (region.rkeys[0],))))
 
     def _tell(self) -> None:
-        while self._news:
-            news = self._news.popleft()
+        for news in self._news:
             if not news.done():
                 news.set_result(None)
 

@@ -155,6 +155,10 @@ class Piece:
             self._reader.region_free(self.region)
 
 
+def _load(link: RailLink) -> int:
+    return link.bytes_posted
+
+
 class Reader:
     """The reading half of an endpoint."""
 
@@ -284,9 +288,10 @@ class Reader:
                 self._queue.popleft()
                 piece.batch.piece_over(piece.index, Status.LEASE_EXPIRED)
                 continue
-            link = min(links, key=lambda one: one.bytes_posted)
-            if not link.has_room(piece.length_bytes):
+            roomy = [link for link in links if link.has_room(piece.length_bytes)]
+            if not roomy:
                 break
+            link = min(roomy, key=_load) if len(roomy) > 1 else roomy[0]
             try:
                 request = piece.prepare(link)
             except FabricError as error:

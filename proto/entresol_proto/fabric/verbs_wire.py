@@ -27,7 +27,7 @@ _RAIL = struct.Struct(
     "<BBBBHHII16s"
 )  # number, flags, mtu code, rd_atomic, lid, zero, qpn, psn, gid
 _MTUS = (256, 512, 1024, 2048, 4096)
-_MESSAGE = struct.Struct("<BBHIQQ4I16x")  # type, rails, zero, taken, address, length, rkeys
+_MESSAGE = struct.Struct("<BBHIQQ4I24s")  # type, rails, zero, taken, address, length, rkeys, zero
 MESSAGE_BYTES = _MESSAGE.size
 _NUMBER_MAX = 2**24  # queue pair numbers and packet sequence numbers
 
@@ -168,14 +168,14 @@ class Message:
         rkeys = (*self.rkeys, 0, 0, 0, 0)[: limits.VERBS_RAILS_MAX]
         return _MESSAGE.pack(
             self.kind, len(self.rkeys), 0, taken & 0xFFFF_FFFF, self.address, self.length_bytes,
-            *rkeys,
+            *rkeys, bytes(24),
         )  # fmt: skip
 
     @classmethod
     def parse(cls, raw: bytes | memoryview, rails: int) -> tuple[Message, int]:
         """A message of a session over `rails` rails, and its `taken`. Raises: ProtocolError."""
         try:
-            number, count, zero, taken, address, length, *rkeys = _MESSAGE.unpack(raw)
+            number, count, zero, taken, address, length, *rkeys, rest = _MESSAGE.unpack(raw)
             kind = Kind(number)
         except (struct.error, ValueError):
             raise ProtocolError("malformed verbs message") from None
@@ -183,6 +183,6 @@ class Message:
         region_ok = kind is Kind.EXPOSED or (address == 0 and length == 0)
         if kind is Kind.EXPOSED:
             region_ok = length > 0 and address + length <= 2**64
-        if count != expected or zero or any(rkeys[count:]) or not region_ok:
+        if count != expected or zero or any(rest) or any(rkeys[count:]) or not region_ok:
             raise ProtocolError(f"malformed verbs message {kind.name}")
         return cls(kind, tuple(rkeys[:count]), address, length), taken
