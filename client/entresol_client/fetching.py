@@ -101,6 +101,7 @@ class _Get:
             endpoint=session.endpoint,
             workers=link.workers,
             staging=link.read_staging,
+            staging_bytes=link.staging_bytes,
             namespace_id=namespace.namespace_id,
             at_daemon=open_at is OpenAt.DAEMON,
             deadline_ns=deadline_ns,
@@ -168,8 +169,7 @@ class _Get:
                 usable.append(one)
             else:  # nothing is read or written
                 self._done(lease, [one], [Status.BAD_REQUEST])
-        threads, staging_bytes = self._link.workers.threads, self._link.staging_bytes
-        for group in plan_groups(usable, threads, staging_bytes, at_daemon=at_daemon):
+        for group in plan_groups(self._context, usable):
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
             self._groups.add(task)
             task.add_done_callback(functools.partial(self._group_done, lease, group))

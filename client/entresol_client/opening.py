@@ -18,12 +18,14 @@ from entresol_client.staging import Arena
 from entresol_client.workers import Workers
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
+from entresol_proto.fabric.landing import LandingEndpoint
 from entresol_proto.seal.block import BlockKey, open_into
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import GrantItem
 
 GROUP_BYTES_MIN = 2 * limits.MIB
 GROUP_BYTES_MAX = 8 * limits.MIB
+LANDING_BYTES_MIN = 1 * limits.MIB
 SPREAD_BLOCK_BYTES_MIN = 256 * limits.KIB  # mean block length from which threads pay
 INLINE_BYTES_MAX = 128 * limits.KIB  # below this a hand-over to a thread costs more than opening
 _SPAN_ALIGN = 64
@@ -56,23 +58,30 @@ class OpenContext:
     endpoint: Endpoint
     workers: Workers
     staging: Arena
+    staging_bytes: int
     namespace_id: bytes
     at_daemon: bool
     deadline_ns: int
 
 
-def plan_groups(
-    granted: Sequence[Granted], threads: int, staging_bytes: int, *, at_daemon: bool
-) -> list[list[Granted]]:
+def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[Granted]]:
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
-    A group takes its thread's share of half of what is left, at least 1 and at most 8 MiB, so that
+    A group takes its thread's share of half of what is left, at least 2 and at most 8 MiB, so that
     few hand-overs are made and yet all threads end at about the same time (guided self-scheduling,
     Polychronopoulos and Kuck, 1987); several groups fit into the staging memory. A larger block is
     a group by itself. Small blocks are not spread over threads: opening one is mostly interpreter
     work, and threads would fight for the lock. Where the daemon opened the blocks there is nothing
-    to overlap: an equal part for each thread.
+    to overlap: an equal part for each thread. Where the fabric opens them as they land, it does all
+    of this itself.
     """
+    if granted and _can_land(context, granted):
+        return [list(granted)]
+    threads, staging_bytes, at_daemon = (
+        context.workers.threads,
+        context.staging_bytes,
+        context.at_daemon,
+    )
     left = sum(g.item.span.length_bytes for g in granted)
     spread = left >= SPREAD_BLOCK_BYTES_MIN * len(granted)
     equal = max(GROUP_BYTES_MAX, -(-left // threads))
@@ -101,7 +110,36 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
         # Shared memory: open from the daemon's slab, no copy of the sealed bytes.
         sources = [context.endpoint.map_span(one.item.span) for one in group]
         return await _open(context, group, sources, in_place=True)
-    return await _open_copied(context, group)
+    if _can_land(context, group):
+        return await _open_landing(context, group)
+    if sum(one.item.span.length_bytes for one in group) <= GROUP_BYTES_MAX or len(group) == 1:
+        return await _open_copied(context, group)
+    statuses: list[Status] = []  # it was to land, and another read came first
+    for part in plan_groups(context, group):
+        statuses += await _open_copied(context, part)
+    return statuses
+
+
+def _can_land(context: OpenContext, group: Sequence[Granted]) -> bool:
+    """Whether a fabric's threads can open this as it lands; it must be worth waking them."""
+    endpoint = context.endpoint
+    if context.at_daemon or not isinstance(endpoint, LandingEndpoint):
+        return False
+    spans = [one.item.span for one in group]
+    total = sum(span.length_bytes for span in spans)
+    return total >= LANDING_BYTES_MIN and endpoint.can_land(spans)
+
+
+async def _open_landing(context: OpenContext, group: list[Granted]) -> list[Status]:
+    """Open each block where it lands, on the fabric's threads, before the caches forget it."""
+
+    def on_landed(number: int, sealed: memoryview) -> Status:
+        one = group[number : number + 1]
+        return open_blocks(one, [sealed], context.namespace_id, context.deadline_ns, False)[0]
+
+    assert isinstance(context.endpoint, LandingEndpoint)
+    spans = [one.item.span for one in group]
+    return await context.endpoint.land(spans, on_landed, context.deadline_ns)
 
 
 async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status]:

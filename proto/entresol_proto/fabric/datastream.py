@@ -18,76 +18,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from entresol_proto import limits
+from entresol_proto import limits, native
 from entresol_proto.fabric import framing
+from entresol_proto.fabric.asking import Asked, Batch, Part
 from entresol_proto.fabric.base import RemoteSpan, span_error
+from entresol_proto.fabric.landing import Lander, Landing, OnLanded
 from entresol_proto.status import ProtocolError, Status
 
 _PUMP_BYTES_MAX = 8 * limits.MIB  # served in one go before other work of the loop gets its turn
 _HIGH_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 2
 _LOW_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 8
-# What a peer may answer for a span; anything else it says counts as FABRIC_ERROR.
-_ANSWERS = frozenset({Status.BAD_REQUEST, Status.LEASE_EXPIRED, Status.BUSY, Status.DEADLINE})
-
-
-class Batch:
-    """One `read` call: its statuses, and a future that is done when every op is settled."""
-
-    __slots__ = ("_open", "_parts", "done", "requests", "statuses")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ops: int) -> None:
-        self.statuses = [Status.OK] * ops
-        self.done: asyncio.Future[None] = loop.create_future()
-        self.requests: list[tuple[DataStream, int]] = []
-        self._parts = [0] * ops  # still open, per op
-        self._open = 0  # their sum
-
-    def add_part(self, op: int) -> None:
-        self._parts[op] += 1
-        self._open += 1
-
-    def answer(self, op: int, status: Status) -> None:
-        """One part of `op` ended. The first failure of an op is its status."""
-        if status is not Status.OK and self.statuses[op] is Status.OK:
-            self.statuses[op] = status
-        self._parts[op] -= 1
-        self._open -= 1
-        if not self._open and not self.done.done():
-            self.done.set_result(None)
-
-    def end(self, status: Status) -> None:
-        """Nobody waits any longer: what is open ends with `status` and its bytes land nowhere."""
-        for stream, request in self.requests:
-            stream.give_up(request)
-        self.requests.clear()
-        for op, parts in enumerate(self._parts):
-            if parts and self.statuses[op] is Status.OK:
-                self.statuses[op] = status
-        if not self.done.done():
-            self.done.set_result(None)
-
-
-class Part:
-    """A piece of an op that one stream fetches: `view` until it is answered or given up."""
-
-    __slots__ = ("op", "received", "span", "view")
-
-    def __init__(self, op: int, span: RemoteSpan, view: memoryview) -> None:
-        self.op = op
-        self.span = span
-        self.view: memoryview | None = view
-        self.received = 0
-
-
-class _Asked:
-    """A READ we sent: `batch` is None once its caller no longer waits."""
-
-    __slots__ = ("batch", "open", "parts")
-
-    def __init__(self, batch: Batch, parts: Sequence[Part]) -> None:
-        self.batch: Batch | None = batch
-        self.parts: list[Part | None] = list(parts)
-        self.open = len(parts)
 
 
 class _Serving:
@@ -143,10 +83,13 @@ class DataStream(asyncio.BufferedProtocol):
         self.opened: asyncio.Future[bool] = self._loop.create_future()  # false: refused or lost
         self.bytes_outstanding = 0  # asked for and not yet answered
         # Our requests.
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, Asked] = {}
         self._asked_spans = 0
         self._next_request = 0
-        self._current: tuple[_Asked, int, int] | None = None  # the DATA in progress
+        self._current: tuple[Asked, int, int] | None = None  # the DATA in progress
+        self._socket: socket.socket | None = None  # of a stream without TLS
+        self._lander: Lander | None = None
+        self._landings = 0  # requests it has; while there are any, it receives
         # The peer's requests.
         self._serving: OrderedDict[int, _Serving] = OrderedDict()
         self._serving_spans = 0
@@ -164,12 +107,15 @@ class DataStream(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if transport.get_extra_info("ssl_object") is None:
+                self._socket = sock
         # uvloop gathers a list into one writev; stock asyncio would join it.
         self._gathers = not isinstance(transport, asyncio.Transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self._transport = self._socket = None
+        self._end_lander()
         self._serving.clear()
         owner, self._owner = self._owner, None
         if owner is not None:
@@ -183,6 +129,7 @@ class DataStream(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Cut the connection now; queued bytes are dropped. `lost` tells when it is done."""
+        self._end_lander()
         if self._transport is not None:
             self._transport.abort()
 
@@ -249,6 +196,9 @@ class DataStream(asyncio.BufferedProtocol):
 
     def has_room(self, spans: int) -> bool:
         """Whether a request of so many spans may be sent now; the peer counts along."""
+        return not self._landings and self._has_space(spans)
+
+    def _has_space(self, spans: int) -> bool:
         return (
             len(self._asked) < limits.READS_PER_STREAM_MAX
             and self._asked_spans + spans <= limits.SPANS_PER_STREAM_MAX
@@ -257,14 +207,93 @@ class DataStream(asyncio.BufferedProtocol):
     def ask(self, batch: Batch, parts: Sequence[Part]) -> None:
         """Send one READ for `parts`, whose count is within `has_room`."""
         assert self.has_room(len(parts))
+        self._ask(batch, parts, None)
+
+    def _ask(self, batch: Batch, parts: Sequence[Part], on_landed: OnLanded | None) -> None:
         request = self._next_request
         self._next_request = (request + 1) & 0xFFFFFFFF
         message = framing.read(request, [part.span for part in parts])
-        self._asked[request] = _Asked(batch, parts)
+        landing = None
+        if on_landed is not None:
+            lengths = [part.span.length_bytes for part in parts]
+            landing = Landing(request, lengths, [part.op for part in parts], on_landed)
+            self._take_over().submit(landing)
+        self._asked[request] = Asked(batch, parts, landing)
         self._asked_spans += len(parts)
         self.bytes_outstanding += sum(part.span.length_bytes for part in parts)
         batch.requests.append((self, request))
         self._write(message)
+
+    def can_land(self, spans: int) -> bool:
+        """Whether a thread may receive the answer to a request of so many spans, sent now."""
+        return (
+            native.KERNEL is not None
+            and self._socket is not None
+            and (self._landings > 0 or not self._asked)
+            and self._reader.between_payloads
+            and self._has_space(spans)
+        )
+
+    def ask_landing(self, batch: Batch, parts: Sequence[Part], on_landed: OnLanded) -> None:
+        """Send one READ for `parts`, which have no view, and have a thread receive the answer."""
+        assert self.can_land(len(parts))
+        self._ask(batch, parts, on_landed)
+
+    def _take_over(self) -> Lander:
+        """The lander, which receives from now on."""
+        assert native.KERNEL is not None
+        assert self._socket is not None
+        assert self._transport is not None
+        if self._lander is None:
+            self._lander = Lander(native.KERNEL, self._socket, self)
+        if not self._landings:
+            self._transport.pause_reading()
+            self._lander.begin(self._reader.take())
+        self._landings += 1
+        return self._lander
+
+    def landed(self, landing: Landing) -> None:
+        """For the lander: a request is answered. With the last one the loop receives again."""
+        if self._lander is None:
+            return
+        self._landings -= 1
+        asked = self._asked[landing.request]
+        for index, status in enumerate(landing.statuses):
+            assert status is not None
+            self._answer(landing.request, asked, index, status)
+        if self._landings or self._lander is None or self._transport is None:
+            return
+        try:
+            self._reader.resume(self._lander.end())
+        except ProtocolError as error:
+            self._break(error)
+            return
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            if self._owner is not None:
+                self._owner.stream_room()
+
+    def peer_reads(self, request: int, spans: memoryview) -> None:
+        """For the lander: the peer asks for spans of ours."""
+        try:
+            self.on_read(request, spans)
+        except ProtocolError as error:
+            self._break(error)
+
+    def lander_lost(self, error: ProtocolError | None) -> None:
+        """For the lander: the stream ended."""
+        if self._lander is None:
+            return
+        if error is not None:
+            self._break(error)
+        else:
+            self.abort()
+
+    def _end_lander(self) -> None:
+        lander, self._lander = self._lander, None
+        self._landings = 0
+        if lander is not None:
+            lander.close()
 
     def give_up(self, request: int) -> None:
         """Nobody waits for a request any more: none of its bytes lands from here on."""
@@ -272,6 +301,8 @@ class DataStream(asyncio.BufferedProtocol):
         if asked is None or asked.batch is None:
             return
         asked.batch = None
+        if asked.landing is not None:
+            asked.landing.give_up()
         for part in asked.parts:
             if part is not None:
                 part.view = None
@@ -295,7 +326,7 @@ class DataStream(asyncio.BufferedProtocol):
             self._answer(request, asked, index, Status.OK)
 
     def on_error(self, request: int, index: int, status: int) -> None:
-        known = Status(status) if status in _ANSWERS else Status.FABRIC_ERROR
+        known = framing.answered_status(status)
         if index != framing.EVERY_INDEX:
             asked, _ = self._part(request, index)
             self._answer(request, asked, index, known)
@@ -307,14 +338,14 @@ class DataStream(asyncio.BufferedProtocol):
             if part is not None:
                 self._answer(request, whole, number, known)
 
-    def _part(self, request: int, index: int) -> tuple[_Asked, Part]:
+    def _part(self, request: int, index: int) -> tuple[Asked, Part]:
         asked = self._asked.get(request)
         part = asked.parts[index] if asked is not None and index < len(asked.parts) else None
         if asked is None or part is None:
             raise ProtocolError("an answer to a span that is not open")
         return asked, part
 
-    def _answer(self, request: int, asked: _Asked, index: int, status: Status) -> None:
+    def _answer(self, request: int, asked: Asked, index: int, status: Status) -> None:
         part = asked.parts[index]
         assert part is not None
         asked.parts[index] = None

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.status import ProtocolError
+from entresol_proto.status import ProtocolError, Status
 
 VERSION = 1
 MAGIC = 0x44544E45  # "ENTD", little-endian
@@ -26,6 +26,8 @@ MAGIC = 0x44544E45  # "ENTD", little-endian
 HEADER = struct.Struct("<BBHIII48x")
 SPAN = struct.Struct("<IIQ")  # rkey, length, address
 EVERY_INDEX = 0xFFFF  # an error that answers all spans of a request still open
+# What a peer may answer for a span; anything else it says counts as FABRIC_ERROR.
+_ANSWERS = frozenset({Status.BAD_REQUEST, Status.LEASE_EXPIRED, Status.BUSY, Status.DEADLINE})
 SCRATCH_BYTES = 16 * limits.KIB  # where headers land, with the first bytes of a payload behind them
 
 assert limits.SPANS_PER_READ_MAX < EVERY_INDEX
@@ -88,6 +90,24 @@ class FrameReader:
             return self._sink
         return self._scratch[: self._need]
 
+    @property
+    def between_payloads(self) -> bool:
+        """Whether nothing but a part of a header, if anything, has come since the last message."""
+        return not self._need
+
+    def take(self) -> bytes:
+        """That part of a header, for someone else who goes on receiving; see `resume`."""
+        assert not self._need
+        header, self._fill = bytes(self._scratch[: self._fill]), 0
+        return header
+
+    def resume(self, header: bytes) -> None:
+        """Go on with up to one header that someone else received. Raises: ProtocolError."""
+        assert not self._need
+        assert not self._fill
+        self._scratch[: len(header)] = header
+        self.received(len(header))
+
     def received(self, count: int) -> None:
         """Take `count` bytes that were put into `buffer()`. Raises: ProtocolError."""
         if self._need:
@@ -134,7 +154,7 @@ class FrameReader:
             assert self._sink is None or len(self._sink) == length
             self._need = length
         elif kind == Message.READ:
-            if length % SPAN.size or not 0 < length <= limits.SPANS_PER_READ_MAX * SPAN.size:
+            if not is_read_length(length):
                 raise ProtocolError(f"read request of {length} bytes")
             self._expect_body(length)
         elif length:
@@ -176,6 +196,16 @@ class FrameReader:
             self._events.on_hello(index, offset, bytes(body))
         else:
             self._events.on_read(request, body)
+
+
+def is_read_length(length: int) -> bool:
+    """Whether a READ may have so many bytes of spans."""
+    return 0 < length <= limits.SPANS_PER_READ_MAX * SPAN.size and length % SPAN.size == 0
+
+
+def answered_status(status: int) -> Status:
+    """What an ERROR of the peer means."""
+    return Status(status) if status in _ANSWERS else Status.FABRIC_ERROR
 
 
 def hello(number: int, streams: int, ticket: bytes) -> bytes:

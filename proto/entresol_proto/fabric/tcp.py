@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entresol_proto import limits
+from entresol_proto.fabric.asking import Batch, Part
 from entresol_proto.fabric.base import (
     Capabilities,
     ConnectOptions,
@@ -35,7 +36,8 @@ from entresol_proto.fabric.base import (
     SharedBuffer,
     check_ops,
 )
-from entresol_proto.fabric.datastream import Batch, DataStream, Part
+from entresol_proto.fabric.datastream import DataStream
+from entresol_proto.fabric.landing import SPAN_BYTES_MAX, OnLanded
 from entresol_proto.fabric.listening import ListeningServer
 from entresol_proto.status import FabricError, ProtocolError, Status
 
@@ -188,6 +190,46 @@ class TcpEndpoint:
                 for at in range(0, len(parts), limits.SPANS_PER_READ_MAX):
                     some = parts[at : at + limits.SPANS_PER_READ_MAX]
                     await self._ask(batch, stream, some)
+            await batch.done
+        finally:
+            timer.cancel()
+            self._batches.discard(batch)
+            batch.end(Status.DISCONNECTED)
+        return batch.statuses
+
+    def can_land(self, spans: Sequence[RemoteSpan]) -> bool:
+        """See `landing.LandingEndpoint.can_land`: not over TLS, not while `read` uses a stream."""
+        return (
+            not self._closed
+            and 0 < len(spans) <= limits.SPANS_PER_READ_MAX
+            and all(_is_valid(span) and span.length_bytes <= SPAN_BYTES_MAX for span in spans)
+            and all(stream is not None and stream.can_land(len(spans)) for stream in self._streams)
+        )
+
+    async def land(
+        self, spans: Sequence[RemoteSpan], on_landed: OnLanded, deadline_ns: int
+    ) -> list[Status]:
+        """See `landing.LandingEndpoint.land`."""
+        assert self.can_land(spans)
+        delay_ns = deadline_ns - time.monotonic_ns()
+        if delay_ns <= 0:
+            return [Status.DEADLINE] * len(spans)
+        loop = asyncio.get_running_loop()
+        batch = Batch(loop, len(spans))
+        streams = [stream for stream in self._streams if stream is not None]
+        loads = [stream.bytes_outstanding for stream in streams]
+        plan: list[list[Part]] = [[] for _ in streams]
+        for number, span in enumerate(spans):
+            least = loads.index(min(loads))
+            loads[least] += span.length_bytes
+            plan[least].append(Part(number, span, None))
+            batch.add_part(number)
+        self._batches.add(batch)
+        timer = loop.call_later(delay_ns / 1e9, batch.end, Status.DEADLINE)
+        try:
+            for stream, parts in zip(streams, plan, strict=True):
+                if parts:
+                    stream.ask_landing(batch, parts, on_landed)
             await batch.done
         finally:
             timer.cancel()

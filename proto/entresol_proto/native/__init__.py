@@ -7,6 +7,7 @@ another version, or one that does not load, counts as none. `ENTRESOL_NATIVE=0` 
 from __future__ import annotations
 
 import ctypes
+import enum
 import logging
 import os
 from collections.abc import Sequence
@@ -19,11 +20,37 @@ _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 1  # of `entresol_kernel_version`
+KERNEL_VERSION = 2  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Received(enum.IntEnum):
+    """How `Kernel.receive` ended; below 0 it is an errno, negated."""
+
+    DONE = 0  # the span is complete
+    OTHER = 1  # another message begins; its header is in `header`
+    STOPPED = 2  # `stop` was set
+    ENDED = 3  # by the peer
+
+
+class Receiving(ctypes.Structure):
+    """How far the receiving of one span is: `struct receiving` of kernel.c."""
+
+    _fields_ = (
+        ("into", ctypes.c_void_p),
+        ("length_bytes", ctypes.c_uint64),
+        ("received_bytes", ctypes.c_uint64),
+        ("piece_bytes", ctypes.c_uint64),
+        ("header_bytes", ctypes.c_uint64),
+        ("request", ctypes.c_uint32),
+        ("index", ctypes.c_uint32),
+        ("stop", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("header", ctypes.c_uint8 * 64),
+    )
 
 
 class Kernel:
@@ -43,6 +70,9 @@ class Kernel:
             ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
         )  # fmt: skip
         self._stream_copy.restype = None
+        self._receive = library.entresol_receive
+        self._receive.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(Receiving))
+        self._receive.restype = ctypes.c_int32
 
     def copy(self, into: Sequence[memoryview], sources: Sequence[Bytes]) -> None:
         """See `copy`."""
@@ -55,6 +85,15 @@ class Kernel:
             addresses(*[source.__array_interface__["data"][0] for source in sources]),
             (ctypes.c_size_t * count)(*map(len, sources)),
         )
+
+    def receive(self, fd: int, wake_fd: int, state: Receiving) -> int:
+        """Receive the DATA messages of one span of a tcp data stream, blocking; see `Received`.
+
+        `fd` is a non-blocking socket nobody else reads from. `state.into` has `length_bytes` of
+        memory that outlives the call. To stop it from another thread, set `state.stop`, then make
+        `wake_fd` readable. Its twin is `fabric.framing.FrameReader`.
+        """
+        return int(self._receive(fd, wake_fd, ctypes.byref(state)))
 
 
 def _load() -> Kernel | None:
