@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import random
 import secrets
@@ -55,19 +56,7 @@ rails = st.builds(
 def test_offers_and_replies_survive_the_way(
     rails_: list[Rail], private: bool, lifetime_ms: int, ticket: bytes
 ) -> None:
-    numbered = tuple(
-        rail(
-            n,
-            infiniband=one.infiniband,
-            mtu_bytes=one.mtu_bytes,
-            rd_atomic=one.rd_atomic,
-            lid=one.lid,
-            qpn=one.qpn,
-            psn=one.psn,
-            gid=one.gid,
-        )  # fmt: skip
-        for n, one in enumerate(rails_)
-    )
+    numbered = tuple(dataclasses.replace(one, number=n) for n, one in enumerate(rails_))
     offer = OfferParams(private, lifetime_ms, ticket, numbered)
     assert OfferParams.parse(offer.encode()) == offer
     Offer(FabricKind.VERBS, offer.encode())  # it fits
