@@ -1,0 +1,441 @@
+"""Reads over verbs without a device: cutting, spreading, landing places, and giving memory back.
+
+A scripted rail stands in for the queue pair: it keeps what is posted and completes it when told,
+copying from the "remote" memory like the device would. What a real device does is tested in guests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from entresol_proto import limits
+from entresol_proto.fabric.base import ReadOp, RemoteSpan
+from entresol_proto.fabric.verbs_api import ACCESS_LOCAL_WRITE
+from entresol_proto.fabric.verbs_memory import (
+    Bounce,
+    DeviceLanding,
+    Landing,
+    Registry,
+    address_of,
+    group,
+)
+from entresol_proto.fabric.verbs_reader import PeerRegion, Reader
+from entresol_proto.fabric.verbs_status import name_of, status_of
+from entresol_proto.status import FabricError, Status
+
+MIB = limits.MIB
+PAGE = mmap.PAGESIZE
+
+
+class Registered:
+    """A memory region that notes its end."""
+
+    def __init__(self, domain: ScriptedDomain, key: int, address: int, length: int) -> None:
+        self.lkey = self.rkey = key
+        self._domain = domain
+        domain.open[key] = (address, length)
+
+    def close(self) -> None:
+        self._domain.open.pop(self.lkey, None)
+
+
+class ScriptedDomain:
+    """Registers whatever is asked, up to `most` regions."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, tuple[int, int]] = {}
+        self.made = 0
+        self.most = 10**6
+
+    def register(self, address: int, length_bytes: int, access: int) -> Registered:
+        assert access == ACCESS_LOCAL_WRITE
+        if len(self.open) >= self.most:
+            raise FabricError("no locked memory", status=Status.BUSY)
+        self.made += 1
+        return Registered(self, self.made, address, length_bytes)
+
+    def register_dmabuf(self, fd: int, offset: int, length_bytes: int, access: int) -> Registered:
+        self.made += 1
+        return Registered(self, self.made, offset, length_bytes)
+
+
+class ScriptedRail:
+    """Takes reads; `complete` does the oldest ones."""
+
+    def __init__(self, number: int, remote: bytes) -> None:
+        self.number = number
+        self.destroyed = False
+        self.domain = ScriptedDomain()
+        self.posted: list[tuple[object, object]] = []
+        self.bytes_posted = self.reads_posted = 0
+        self.bytes_ever = 0
+        self._remote = remote
+        self._bounce: Bounce | None = None
+
+    def has_room(self, length_bytes: int) -> bool:
+        return self.reads_posted < 8 and self.bytes_posted + length_bytes <= 4 * MIB
+
+    def reserve(self, length_bytes: int) -> None:
+        self.reads_posted += 1
+        self.bytes_posted += length_bytes
+        self.bytes_ever += length_bytes
+
+    def read_over(self, length_bytes: int) -> None:
+        self.reads_posted -= 1
+        self.bytes_posted -= length_bytes
+
+    def bounce(self) -> Bounce:
+        if self._bounce is None:
+            self._bounce = Bounce(self.domain)  # type: ignore[arg-type]
+        return self._bounce
+
+    def post_reads(self, reads: Sequence[tuple[object, object]]) -> None:
+        self.posted += reads
+
+    def complete(self, count: int, status: Status = Status.OK) -> None:
+        for _ in range(min(count, len(self.posted))):
+            work, request = self.posted.pop(0)
+            base, length = self.domain.open[request.lkey]  # type: ignore[attr-defined]
+            where, size = request.address, request.length_bytes  # type: ignore[attr-defined]
+            assert base <= where
+            assert where + size <= base + length, "a read past its registration"
+            if status is Status.OK:
+                at = request.remote_address  # type: ignore[attr-defined]
+                ctypes.memmove(where, self._remote[at : at + size], size)
+            work.over(self, status)  # type: ignore[attr-defined]
+
+    def destroy(self) -> None:
+        self.destroyed = True
+        self.complete(len(self.posted), Status.DISCONNECTED)
+
+
+class Bench:
+    """A reader over scripted rails and the region they read."""
+
+    def __init__(self, rails: int, remote_bytes: int) -> None:
+        self.remote = random.Random(remote_bytes).randbytes(remote_bytes)
+        self.rails = [ScriptedRail(n, self.remote) for n in range(rails)]
+        self.freed: list[PeerRegion] = []
+        self.reader = Reader(self.rails, region_free=self.freed.append)  # type: ignore[arg-type]
+        self.region = PeerRegion(tuple(range(7, 7 + rails)), 0, remote_bytes)
+        self.cuts = 0
+
+    def read(
+        self, spans: Sequence[tuple[int, int]], into: Sequence[memoryview], deadline_s: float = 60
+    ) -> asyncio.Task[list[Status]]:
+        ops = [
+            ReadOp(RemoteSpan(7, at, n), view) for (at, n), view in zip(spans, into, strict=True)
+        ]
+        regions = [self.region] * len(ops)
+        return asyncio.ensure_future(self.reader.run(ops, regions, deadline_s, self.cut))
+
+    def cut(self) -> None:
+        self.cuts += 1
+        for rail in self.rails:
+            rail.destroy()
+        self.reader.abort(Status.DISCONNECTED)
+
+    async def finish(self, reading: asyncio.Task[list[Status]]) -> list[Status]:
+        """Complete everything as it comes."""
+        async with asyncio.timeout(20):
+            while not reading.done():
+                for rail in self.rails:
+                    rail.complete(3)
+                self.reader.pump()
+                await asyncio.sleep(0)
+        return reading.result()
+
+    def assert_nothing_held(self, *, bounce: int = 0) -> None:
+        for rail in self.rails:
+            assert rail.bytes_posted == rail.reads_posted == 0
+            assert len(rail.domain.open) <= bounce
+        assert self.region.users == 0
+        assert not self.reader.busy
+
+
+SIZES = [1, 63, 4096, limits.VERBS_BOUNCE_OP_BYTES_MAX, limits.VERBS_BOUNCE_OP_BYTES_MAX + 1,
+         MIB, 3 * MIB + 17]  # fmt: skip
+
+
+@pytest.mark.parametrize("rails", [1, 2, 3])
+@pytest.mark.parametrize("registered", [False, True])
+async def test_every_size_lands_exactly_and_nothing_else_does(rails: int, registered: bool) -> None:
+    bench = Bench(rails, 20 * MIB)
+    memory = memoryview(bytearray(b"\xa5" * 20 * MIB))
+    landing = Landing([rail.domain for rail in bench.rails], address_of(memory), len(memory))  # type: ignore[misc]
+    if registered:
+        bench.reader.registry.add(landing)
+    spans, views, at = [], [], 100
+    for size in SIZES:
+        spans.append((at + 5, size))
+        views.append(memory[at : at + size])
+        at += size + 64
+    statuses = await bench.finish(bench.read(spans, views))
+    assert set(statuses) == {Status.OK}
+    end = 0
+    for (remote_at, size), view in zip(spans, views, strict=True):
+        assert view == bench.remote[remote_at : remote_at + size], size
+        start = address_of(view) - address_of(memory)
+        assert memory[end:start] == b"\xa5" * (start - end)
+        end = start + size
+    assert memory[end:] == b"\xa5" * (len(memory) - end)
+    landing.close()
+    bench.assert_nothing_held(bounce=1)
+    if rails > 1:
+        shares = [rail.bytes_ever for rail in bench.rails]
+        assert min(shares) > sum(shares) / rails / 2  # spread over all of them
+
+
+async def test_pieces_are_bounded_and_never_cross_a_granule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "VERBS_GRANULE_BYTES", 3 * PAGE + 5)
+    bench = Bench(1, MIB)
+    memory = memoryview(bytearray(MIB))
+    landing = Landing([bench.rails[0].domain], address_of(memory), MIB)  # type: ignore[list-item]
+    bench.reader.registry.add(landing)
+    reading = bench.read([(0, MIB)], [memory])
+    assert await bench.finish(reading) == [Status.OK]  # `complete` checks each piece's bounds
+    assert memory == bench.remote
+    assert bench.rails[0].domain.made == -(-MIB // (3 * PAGE + 5))
+    landing.close()
+    bench.assert_nothing_held()
+
+
+async def test_memory_is_given_back_only_when_the_device_is_done() -> None:
+    bench = Bench(1, 8 * MIB)
+    memory = memoryview(bytearray(8 * MIB))
+    reading = bench.read([(0, 8 * MIB)], [memory], deadline_s=0.01)
+    await asyncio.sleep(0.05)
+    assert not reading.done()  # past its deadline, but reads are on the wire
+    on_wire = len(bench.rails[0].posted)
+    bench.rails[0].complete(on_wire - 1)
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    bench.rails[0].complete(1)
+    assert await reading == [Status.DEADLINE]
+    assert bench.cuts == 0
+    assert not bench.rails[0].posted  # and none was begun after the deadline
+    bench.assert_nothing_held()
+
+
+async def test_a_device_that_never_finishes_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "VERBS_DRAIN_NS", 20_000_000)
+    bench = Bench(2, 8 * MIB)
+    memory = memoryview(bytearray(8 * MIB))
+    reading = bench.read([(0, 8 * MIB)], [memory], deadline_s=0.01)
+    async with asyncio.timeout(10):
+        assert await reading == [Status.DEADLINE]
+    assert bench.cuts == 1
+    assert all(rail.destroyed for rail in bench.rails)
+    bench.assert_nothing_held()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_cancelled_read_waits_for_the_device_too(times: int) -> None:
+    bench = Bench(1, 4 * MIB)
+    reading = bench.read([(0, 4 * MIB)], [memoryview(bytearray(4 * MIB))])
+    await asyncio.sleep(0)
+    for _ in range(times):  # impatient callers cancel again
+        reading.cancel()
+        await asyncio.sleep(0.01)
+        assert not reading.done()
+    bench.rails[0].complete(100)
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    bench.assert_nothing_held()
+
+
+async def test_small_foreign_memory_is_given_back_at_once_and_never_written_late() -> None:
+    """It is read through the bounce buffer: the device does not know it."""
+    bench = Bench(1, MIB)
+    memory = memoryview(bytearray(b"\xa5" * 8192))
+    reading = bench.read([(0, 4096), (4096, 4096)], [memory[:4096], memory[4096:]], 0.05)
+    await asyncio.sleep(0)
+    bench.rails[0].complete(1)
+    assert await reading == [Status.OK, Status.DEADLINE]
+    bench.rails[0].complete(1)
+    assert memory[:4096] == bench.remote[:4096]
+    assert memory[4096:] == b"\xa5" * 4096
+    bench.assert_nothing_held(bounce=1)
+
+
+async def test_what_cannot_be_registered_is_copied() -> None:
+    bench = Bench(1, 8 * MIB)
+    bench.rails[0].bounce()
+    bench.rails[0].domain.most = 1
+    memory = memoryview(bytearray(8 * MIB))
+    assert await bench.finish(bench.read([(0, 8 * MIB)], [memory])) == [Status.OK]
+    assert memory == bench.remote
+    bench.assert_nothing_held(bounce=1)
+
+
+async def test_a_revocation_stops_what_is_not_on_the_wire() -> None:
+    bench = Bench(1, 16 * MIB)
+    memory = memoryview(bytearray(16 * MIB))
+    reading = bench.read(
+        [(0, 2 * MIB), (2 * MIB, 14 * MIB)], [memory[: 2 * MIB], memory[2 * MIB :]]
+    )
+    await asyncio.sleep(0)
+    on_wire = len(bench.rails[0].posted)
+    assert 2 < on_wire < 16
+    bench.region.revoked = True
+    assert bench.freed == []
+    bench.rails[0].complete(on_wire - 1)
+    bench.reader.pump()
+    assert bench.freed == []
+    bench.rails[0].complete(1)
+    assert bench.freed == [bench.region]  # now the owner may be told
+    assert await reading == [Status.OK, Status.LEASE_EXPIRED]
+    assert memory[: 2 * MIB] == bench.remote[: 2 * MIB]
+    bench.assert_nothing_held()
+
+
+async def test_one_failed_piece_fails_its_op_alone() -> None:
+    bench = Bench(1, 4 * MIB)
+    memory = memoryview(bytearray(4 * MIB))
+    reading = bench.read([(0, 2 * MIB), (2 * MIB, 2 * MIB)], [memory[: 2 * MIB], memory[2 * MIB :]])
+    await asyncio.sleep(0)
+    bench.rails[0].complete(1)
+    bench.rails[0].complete(1, Status.LEASE_EXPIRED)
+    bench.rails[0].complete(9)
+    assert await reading == [Status.LEASE_EXPIRED, Status.OK]
+    bench.assert_nothing_held()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_order_of_events_gives_everything_back(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "VERBS_DRAIN_NS", 10_000_000)
+    rng = random.Random(seed)
+    bench = Bench(rng.choice([1, 2, 3]), 4 * MIB)
+    jobs: list[tuple[asyncio.Task[list[Status]], list[tuple[int, int]], list[memoryview]]] = []
+    actions: list[Callable[[], object]] = [
+        lambda: rng.choice(bench.rails).complete(rng.randrange(1, 6)),
+        lambda: rng.choice(jobs)[0].cancel() if jobs and rng.random() < 0.2 else None,
+        bench.reader.pump,
+    ]
+    for _ in range(120):
+        if rng.random() < 0.2 and len(jobs) < 12:
+            sizes = [rng.choice([1, 5_000, 300_000, 2 * MIB]) for _ in range(rng.randrange(1, 5))]
+            spans = [(rng.randrange(4 * MIB - size + 1), size) for size in sizes]
+            views = [memoryview(bytearray(b"\xa5" * size)) for size in sizes]
+            jobs.append((bench.read(spans, views, rng.choice([0.002, 30])), spans, views))
+        rng.choice(actions)()
+        await asyncio.sleep(0.001 if rng.random() < 0.1 else 0)
+    if rng.random() < 0.3:
+        bench.cut()
+    async with asyncio.timeout(20):
+        while not all(job.done() for job, _, _ in jobs):
+            for rail in bench.rails:
+                rail.complete(5)
+            bench.reader.pump()
+            await asyncio.sleep(0)
+    for rail in bench.rails:  # late bounce reads
+        rail.complete(len(rail.posted))
+    for job, spans, views in jobs:
+        statuses = [Status.DEADLINE] * len(spans) if job.cancelled() else job.result()
+        for status, (at, size), view in zip(statuses, spans, views, strict=True):
+            if status is Status.OK:
+                assert view == bench.remote[at : at + size], f"seed={seed}"
+    bench.assert_nothing_held(bounce=1)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_ranges_on_touching_pages_are_registered_together() -> None:
+    assert group([]) == []
+    assert group([(PAGE * 4, 10), (PAGE, 10)]) == [(PAGE, 10), (PAGE * 4, 10)]
+    assert group([(PAGE, 10), (PAGE * 2 + 5, 10)]) == [(PAGE, PAGE + 15)]
+    assert group([(PAGE, 3 * PAGE), (PAGE + 5, 10)]) == [(PAGE, 3 * PAGE)]
+
+
+def test_the_registry_finds_only_what_is_whole_inside_and_open() -> None:
+    domain = ScriptedDomain()
+    registry = Registry()
+    first, second = (Landing([domain], at, 100) for at in (1_000, 2_000))  # type: ignore[list-item]
+    registry.add(second)
+    registry.add(first)
+    assert registry.find(1_000, 100) is first
+    assert registry.find(1_050, 50) is first
+    assert registry.find(1_050, 51) is None
+    assert registry.find(999, 2) is None
+    assert registry.find(2_099, 1) is second
+    for address, length in ((1_099, 2), (990, 11), (900, 300)):
+        with pytest.raises(FabricError):
+            registry.add(Landing([domain], address, length))  # type: ignore[list-item]
+    first.close()
+    assert registry.find(1_000, 100) is None
+    registry.add(Landing([domain], 1_000, 50))  # type: ignore[list-item]
+    assert registry.find(1_000, 50) is not None
+
+
+def test_registrations_are_bounded_and_closed_ones_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "VERBS_REGISTRATIONS_MAX", 3)
+    domain = ScriptedDomain()
+    registry = Registry()
+    landings = [Landing([domain], n * 1_000, 100) for n in range(1, 5)]  # type: ignore[list-item]
+    for landing in landings[:3]:
+        registry.add(landing)
+    with pytest.raises(FabricError) as caught:
+        registry.add(landings[3])
+    assert caught.value.status is Status.BUSY
+    landings[0].close()
+    registry.add(landings[3])
+
+
+def test_gpu_memory_is_registered_whole_and_never_copied() -> None:
+    domain = ScriptedDomain()
+    landing = DeviceLanding([domain], 5_000, 4_000, dmabuf_fd=9, offset=64)  # type: ignore[list-item]
+    assert landing.device
+    assert landing.room(5_500) == 3_500
+    assert landing.key(0, 5_500) == (1, 564)  # the device counts from the dma-buf's beginning
+    landing.close()
+    assert not domain.open
+    domain.most = 0
+    with pytest.raises(FabricError, match="nvidia-peermem") as caught:
+        DeviceLanding([domain], 5_000, 4_000)  # type: ignore[list-item]
+    assert caught.value.status is Status.UNSUPPORTED
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bounce_ring_never_hands_out_bytes_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    ring = Bounce(ScriptedDomain(), 64 * 1024)  # type: ignore[arg-type]
+    held: list[tuple[int, int]] = []
+    given = 0
+    for _ in range(4_000):
+        if held and rng.random() < 0.5:
+            ring.give(*held.pop(0), None)
+            continue
+        size = rng.choice([1, 64, 65, 4_096, 30_000])
+        at = ring.take(size)
+        if at is None:
+            assert held, "an empty ring refuses"
+            continue
+        given += 1
+        for other, length in held:
+            assert at + size <= other or other + length <= at, f"seed={seed}"
+        held.append((at, size))
+    assert given > 500
+    ring.close()
+
+
+def test_statuses_of_completions() -> None:
+    expected = {0: Status.OK, 5: Status.DISCONNECTED, 10: Status.LEASE_EXPIRED,
+                12: Status.DISCONNECTED, 13: Status.DISCONNECTED}  # fmt: skip
+    for code in range(30):
+        assert status_of(code) is expected.get(code, Status.DISCONNECTED if code == 20 else
+                                               Status.FABRIC_ERROR)  # fmt: skip
+    assert name_of(12) == "RETRY_EXC_ERR"
+    assert name_of(99) == "status 99"
