@@ -1,8 +1,8 @@
 """Built images on disk: one builder at a time, nothing half-written ever found.
 
 An image is a folder named by its request's key and by the versions it was built from. A pointer
-file, replaced atomically, says which folder is current; folders that a running guest may still use
-are removed only when the next build replaces them twice.
+file, replaced atomically, says which folder is current. What a running guest may still use stays: a
+replaced folder goes when it is replaced again, an image nobody asked for goes after UNUSED_DAYS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.rdma.progress import say
 from tests.rdma.spec import Request, versions_digest
 
 CACHE_ENV = "ENTRESOL_GUEST_CACHE"
+UNUSED_DAYS = 14
 
 # Given an empty folder, fill it; return the exact versions of what went in.
 Builder = Callable[[Path], list[str]]
@@ -46,9 +48,10 @@ def _locked(root: Path, name: str) -> Iterator[None]:
 
 def find(root: Path, request: Request) -> Path | None:
     """The current image of a request, or None."""
+    path = root / f"{request.key()}.json"
     try:
-        pointer = json.loads((root / f"{request.key()}.json").read_text(encoding="utf-8"))
-        image = root / str(pointer["image"])
+        image = root / str(json.loads(path.read_text(encoding="utf-8"))["image"])
+        os.utime(path)  # it is in use
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return image if image.is_dir() else None
@@ -67,6 +70,8 @@ def ensure(request: Request, build: Builder, *, refresh: bool = False) -> Path:
         found = find(root, request)
         if found and (found != before or not refresh):
             return found  # someone else built it while we waited
+        for left in root.glob(f".{request.key()}-*"):  # by a builder that was killed
+            shutil.rmtree(left, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{request.key()}-", dir=root))
         try:
             versions = build(scratch)
@@ -80,6 +85,7 @@ def ensure(request: Request, build: Builder, *, refresh: bool = False) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         _forget_older(root, request, keep={image, found or image})
+        _forget_unused(root)
     return image
 
 
@@ -97,3 +103,14 @@ def _forget_older(root: Path, request: Request, keep: set[Path]) -> None:
     for path in root.glob(f"{request.key()}-*"):
         if path.is_dir() and path not in keep:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _forget_unused(root: Path) -> None:
+    """Images of keys that no run has looked up for a while: older recipes, mostly."""
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for pointer in root.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            if pointer.stat().st_mtime < oldest:
+                pointer.unlink()
+                for path in root.glob(f"{pointer.stem}-*"):
+                    shutil.rmtree(path, ignore_errors=True)

@@ -115,9 +115,8 @@ def _initrd(job: Job, target: Path) -> None:
         "guest/env": "".join(lines).encode(),
         "guest/cmd": f"#!/bin/bash\nexec {shlex.join(job.command)}\n".encode(),
     }
-    base = (job.images.kernel / "initrd.gz").read_bytes()
-    padded = base + b"\0" * (-len(base) % 4)
-    target.write_bytes(padded + cpio.archive(cpio.files(contents)))
+    base = (job.images.kernel / "initrd").read_bytes()
+    target.write_bytes(base + cpio.archive(cpio.files(contents)))
 
 
 class Attempt:
@@ -135,7 +134,7 @@ class Attempt:
             _initrd(job, scratch / "initrd")
             machine = Machine(
                 arch=job.arch,
-                kernel=job.images.kernel / "vmlinuz",
+                kernel=job.images.kernel / "kernel",
                 initrd=scratch / "initrd",
                 disks=(
                     ("root", job.images.root / "root.erofs"),

@@ -5,7 +5,6 @@ Nothing here needs root, and no package's maintainer scripts run: packages are o
 
 from __future__ import annotations
 
-import gzip
 import os
 import shutil
 import subprocess
@@ -38,6 +37,7 @@ from tests.rdma.spec import (
     site_request,
 )
 from tests.rdma.tools import tool
+from tests.rdma.vmlinux import uncompressed
 
 STEP_TIMEOUT_S = 900
 
@@ -118,7 +118,7 @@ def _erofs(folder: Path, image: Path) -> None:
 
 
 def _build_kernel(arch: Arch, kernel: Kernel, out: Path) -> list[str]:
-    """Fills `out` with vmlinuz and initrd.gz; the guest's own init is added at each boot."""
+    """Fills `out` with kernel and initrd; the guest's own init is added at each boot."""
     apt = PrivateApt(out / "apt", arch.debian, kernel.suites, kernel.release)
     say(f"kernel {kernel.name} for {arch.name}: asking {' '.join(kernel.suites)}")
     apt.update()
@@ -163,7 +163,8 @@ def _stage_kernel(tree: Path, out: Path) -> None:
         "vmlinuz", *(tree / "boot").glob("vmlinuz-*"), modules / "vmlinuz",
         *(tree / "usr/lib/modules").glob("*/vmlinuz"),
     )  # fmt: skip
-    shutil.copyfile(vmlinuz, out / "vmlinuz")
+    image = vmlinuz.read_bytes()
+    (out / "kernel").write_bytes(uncompressed(image) or image)
     if not (tree / "lib").exists():
         (tree / "lib").symlink_to("usr/lib")
     for name in ("modules.builtin", "modules.order"):
@@ -186,8 +187,7 @@ def _stage_kernel(tree: Path, out: Path) -> None:
         "".join(f"/lib/modules/{version}/{_plain(relative)}\n" for relative in boot)
     )
     (stage / "kver").write_text(f"{version}\n")
-    with open(out / "initrd.gz", "wb") as file:
-        file.write(gzip.compress(cpio.archive(cpio.entries_of(stage)), 6, mtime=0))
+    (out / "initrd").write_bytes(cpio.archive(cpio.entries_of(stage)))
 
 
 def _plain(relative: str) -> str:

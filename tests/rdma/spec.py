@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-RECIPE_VERSION = 2  # raise it when the build steps change what they put into an image
+RECIPE_VERSION = 3  # raise it when the build steps change what they put into an image
 
 
 class HarnessError(Exception):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
+import lzma
 import os
 import shutil
+import struct
 import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from tests.rdma import apt, cache, cpio, spec, tools
+from tests.rdma import apt, cache, cpio, spec, tools, vmlinux
 
 REQUEST = spec.Request("root", "x86", ("bookworm",), ("bash", "python3"))
 
@@ -170,14 +172,43 @@ def test_folders_come_before_their_files() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("cpio"), reason="not run here: no cpio to read archives with")
-def test_a_second_archive_may_follow_a_compressed_one(tmp_path: Path) -> None:
+def test_a_second_archive_may_follow(tmp_path: Path) -> None:
     archive = cpio.archive(cpio.files({"guest/cmd": b"#!/bin/sh\n"}))
-    assert gzip.decompress(gzip.compress(archive)) == archive
     assert len(archive) % 4 == 0
     done = subprocess.run(
         ["cpio", "-t", "--quiet"], input=archive, capture_output=True, check=True, timeout=30
     )
     assert done.stdout.split() == [b"guest", b"guest/cmd"]
+
+
+# Kernels ------------------------------------------------------------------------------------------
+
+
+def bzimage(packed: bytes) -> bytes:
+    """An image of the boot protocol's layout around a payload."""
+    head = bytearray(2 * 512)
+    head[0x1F1] = 1  # setup sectors behind the boot sector
+    head[0x202:0x206] = b"HdrS"
+    struct.pack_into("<II", head, 0x248, 16, len(packed) + 4)
+    return bytes(head) + b"\xcc" * 16 + packed + b"\0\0\1\0" + b"\xcc" * 32
+
+
+def test_the_kernel_comes_out_of_its_image() -> None:
+    kernel = b"\x7fELF" + os.urandom(5000)
+    assert vmlinux.uncompressed(bzimage(lzma.compress(kernel))) == kernel
+    assert vmlinux.uncompressed(bzimage(zstandard.compress(kernel))) == kernel
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"", b"MZ" + bytes(4096), bzimage(b"\x89LZO" + bytes(64)),
+        bzimage(lzma.compress(b"no ELF")), bzimage(lzma.compress(b"\x7fELF"))[:1050],
+    ],
+    ids=["empty", "other", "packing", "content", "cut"],
+)  # fmt: skip
+def test_what_is_no_kernel_of_that_kind_is_left_as_it_is(image: bytes) -> None:
+    assert vmlinux.uncompressed(image) is None
 
 
 # The cache ----------------------------------------------------------------------------------------
@@ -241,6 +272,28 @@ def test_a_damaged_pointer_is_a_miss(root: Path, damage: str) -> None:
     (root / f"{REQUEST.key()}.json").write_text(damage)
     assert cache.find(root, REQUEST) is None
     assert cache.ensure(REQUEST, builder("a=1")) == made
+
+
+def test_what_a_killed_builder_left_goes_with_the_next_build(root: Path) -> None:
+    left = root / f".{REQUEST.key()}-killed"
+    left.mkdir()
+    other = root / f".{replace(REQUEST, arch='arm64').key()}-at-work"
+    other.mkdir()
+    cache.ensure(REQUEST, builder("a=1"))
+    assert not left.exists()
+    assert other.exists()
+
+
+def test_images_nobody_asks_for_go_in_the_end(root: Path) -> None:
+    old = cache.ensure(replace(REQUEST, recipe=0), builder("a=1"))
+    used = cache.ensure(replace(REQUEST, arch="arm64"), builder("a=1"))
+    for pointer in root.glob("*.json"):
+        os.utime(pointer, (0, 0))
+    assert cache.find(root, replace(REQUEST, arch="arm64")) == used
+    cache.ensure(REQUEST, builder("a=1"))
+    assert not old.exists()
+    assert cache.find(root, replace(REQUEST, recipe=0)) is None
+    assert used.exists()
 
 
 def test_two_builders_build_once(root: Path) -> None:

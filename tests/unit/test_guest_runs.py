@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.rdma import __main__ as cli
-from tests.rdma import guest, images, pod, qemu, report, spec, tools
+from tests.rdma import cpio, guest, images, pod, qemu, report, spec, tools
 
 STAND_IN = """\
 share=; for word in "$@"; do
@@ -32,7 +32,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> guest.Job:
     """A job whose machine is the stand-in; `become` gives it a script."""
     folder = tmp_path / "images"
     folder.mkdir()
-    (folder / "initrd.gz").write_bytes(b"\x1f\x8b")
+    (folder / "initrd").write_bytes(cpio.archive({}))
     monkeypatch.setattr(guest, "to_stdout", lambda data: None)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(tools, "SEARCH_PATH", os.environ["PATH"])
