@@ -143,6 +143,9 @@ def main(arguments: list[str]) -> int:
     except HarnessError as error:
         print(f"tests.rdma: {error}", file=sys.stderr)
         return RC_CANNOT
+    except KeyboardInterrupt:
+        print("tests.rdma: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ ATTEMPTS_MAX = 2
 TIMEOUT_S_DEFAULT = 600.0
 BOOT_TIMEOUT_S = 180.0  # 4 s on a quiet machine; a loaded one needs ten times that
 POLL_S = 0.05
+LOGS = ("console.log", "qemu.log", "dmesg.txt", "net.txt")  # come to `out` after a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +183,14 @@ class Attempt:
         """Copy what the command left in /out; after a failure of ours, all that may explain it."""
         self.running.kill()
         shutil.copytree(self._share / "out", self.job.out, dirs_exist_ok=True)
+        for stale in LOGS:
+            (self.job.out / f"{self.job.name}-{stale}").unlink(missing_ok=True)
         if rc == 0:
             return
-        logs = [self.console, self._share / "dmesg.txt", self._share / "net.txt"]
-        for path in logs:
-            if path.exists():
+        (self._share / "qemu.log").write_bytes(self.running.complaint)
+        for path in (self.console, *(self._share / name for name in LOGS)):
+            if path.exists() and path.stat().st_size:
                 shutil.copyfile(path, self.job.out / f"{self.job.name}-{path.name}")
-        if self.running.complaint:
-            (self.job.out / f"{self.job.name}-qemu.log").write_bytes(self.running.complaint)
 
     def __enter__(self) -> Attempt:
         return self

@@ -53,9 +53,13 @@ def become(job: guest.Job, script: str) -> None:
 
 
 def test_the_commands_exit_code_and_files_come_back(job: guest.Job) -> None:
-    become(job, WORKS)
+    become(job, WORKS + '; echo oops > "$share/dmesg.txt"')
     assert guest.run(job, job.images.root) == 3
     assert (job.out / "x").read_text() == "data\n"
+    assert sorted(path.name for path in job.out.iterdir()) == ["guest-dmesg.txt", "x"]
+    become(job, WORKS.replace("echo 3", "echo 0"))
+    assert guest.run(job, job.images.root) == 0
+    assert sorted(path.name for path in job.out.iterdir()) == ["x"], "the old logs mislead"
 
 
 def test_a_guest_without_a_result_is_booted_once_more(job: guest.Job) -> None:

@@ -36,7 +36,7 @@ def gids(device: str) -> list[str]:
 def refused(namespace: str, address: str) -> bool:
     """Whether the address answers from there, if only to refuse: port 9 has no service."""
     script = (
-        f"import socket; s = socket.socket(); s.settimeout(5)\n"
+        f"import socket; s = socket.socket(); s.settimeout(3)\n"
         f"try: s.connect(({address!r}, 9))\n"
         f"except ConnectionRefusedError: print('refused')\n"
         f"except OSError: print('silence')"
