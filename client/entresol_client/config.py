@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from entresol_proto import limits
+from entresol_proto.fabric.base import VerbsSettings
 from entresol_proto.identity import check_trust_domain
 from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import ConfigError, EntresolError
@@ -26,6 +27,7 @@ CONFIG_ENV = "ENTRESOL_CONFIG"
 CONFIG_FILE_BYTES_MAX = 1024 * 1024
 SHARDS_MAX = 1024
 FABRICS = ("auto", "shm", "tcp", "verbs")
+VERBS_MTUS = (0, 256, 512, 1024, 2048, 4096)
 MS_NS = 1_000_000
 SECOND_NS = 1_000_000_000
 
@@ -81,6 +83,9 @@ class ClientConfig:
     tls: TlsFiles
     fabric: str = "auto"  # auto | shm | tcp | verbs; the others stay as what to fall back to
     fallback: bool = True  # False: only the fabric named above
+    verbs_devices: tuple[str, ...] = ()  # "mlx5_0" or "mlx5_0:1" (port); empty: all that reach it
+    verbs_gid_index: int = _ranged(-1, -1, 255)  # -1: find the RoCE v2 one
+    verbs_mtu_bytes: int = _ranged(0, 0, 4096)  # 0: what both ports and the network allow
     deadline_ns: int = _ranged(limits.DEADLINE_NS_DEFAULT, MS_NS // 1000, limits.DEADLINE_NS_MAX)
     connect_deadline_ns: int = _ranged(3 * SECOND_NS, MS_NS, limits.HANDSHAKE_DEADLINE_NS)
     ping_interval_ns: int = _ranged(SECOND_NS, 10 * MS_NS, 600 * SECOND_NS)
@@ -91,6 +96,12 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def verbs(self) -> VerbsSettings:
+        """The overrides of what the verbs fabric finds by itself."""
+        gid_index = self.verbs_gid_index if self.verbs_gid_index >= 0 else None
+        return VerbsSettings(self.verbs_devices, gid_index, self.verbs_mtu_bytes or None)
 
     @classmethod
     def load(cls, path: str | Path) -> ClientConfig:
@@ -191,6 +202,9 @@ def _check(config: ClientConfig) -> None:
         raise ConfigError(
             f"fabric {config.fabric!r} is not known", hint=_nearest(config.fabric, FABRICS)
         )
+    if config.verbs_mtu_bytes not in VERBS_MTUS:
+        allowed = ", ".join(map(str, VERBS_MTUS[1:]))
+        raise ConfigError(f"verbs_mtu_bytes is {config.verbs_mtu_bytes}, RDMA has {allowed}")
     if config.breaker.cooldown_ns_min > config.breaker.cooldown_ns_max:
         raise ConfigError("cooldown_ns_min is above cooldown_ns_max")
 
@@ -236,6 +250,10 @@ def _convert(name: str, kind: str, value: object, base: Path) -> object:
         if isinstance(value, bool):
             return value
         raise ValueError(f"{value!r} is not true or false")
+    if kind.startswith("tuple"):
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{value!r} is not a list of texts in quotes")
+        return tuple(value)
     if kind in ("int", "float"):
         if isinstance(value, str) and kind == "int":
             value = _quantity(name, value)

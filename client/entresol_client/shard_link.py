@@ -23,7 +23,7 @@ from entresol_client.results import RequestFailedError, ShardReport
 from entresol_client.staging import Arena, PrivateMemory, shared_memory
 from entresol_client.stats import ClientStats
 from entresol_client.workers import Workers
-from entresol_proto.fabric.base import Endpoint, Exposure
+from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint
 from entresol_proto.status import FabricError, Status
 
 log = logging.getLogger("entresol.client")
@@ -107,6 +107,14 @@ class Session:
             raise
         self._put = Arena(memory, self._staging_bytes)
         return self._put, exposure
+
+    def land_in(self, arena: Arena) -> None:
+        """Reads will land in this memory: tell a fabric that gains by knowing."""
+        if isinstance(self.endpoint, RegisteringEndpoint) and not self.endpoint.closed:
+            try:
+                self.endpoint.register(arena.memory.view)  # until the endpoint's end
+            except FabricError as error:  # each read costs more, and works
+                log.warning("event=staging_not_registered reason=%s", error)
 
     def check_data_path(self) -> None:
         """A dead data path ends the session, so that a fresh one comes."""
@@ -246,6 +254,7 @@ class ShardLink:
                 await self._pause()
                 continue
             session = self._session = Session(opened, self.staging_bytes)
+            session.land_in(self.read_staging)
             begun_ns = time.monotonic_ns()
             try:
                 self._joined(session)

@@ -25,7 +25,8 @@ CONFIG_FILE_BYTES_MAX = 1 * MIB
 TIB = 1024 * GIB
 SECOND_NS = 1_000_000_000
 SLABS_MAX = proto_limits.REGIONS_PER_SESSION_MAX // 2  # a session may be shown every one of them
-FABRICS = ("shm", "tcp")  # what this build has; a name that does nothing would be a trap
+FABRICS = ("shm", "verbs", "tcp")
+VERBS_MTUS = ("auto", "256", "512", "1024", "2048", "4096")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +172,34 @@ class FabricConfig:
     """Data paths offered to hosts, the preferred one first."""
 
     enabled: tuple[str, ...] = setting(
-        FABRICS, "Fabrics to offer: shm (same host), tcp.", choices=FABRICS
+        FABRICS,
+        "Fabrics to offer: shm (same host), verbs (RDMA, where there is a device), tcp.",
+        choices=FABRICS,
     )
     streams: int = setting(
         2, "tcp data streams per session.", low=1, high=proto_limits.DATA_STREAMS_PER_SESSION_MAX
     )
     tcp_tls: bool = setting(
         False, "TLS on tcp data streams as well; what travels there is sealed either way."
+    )
+    verbs_required: bool = setting(
+        False, "Refuse to start when verbs is enabled and cannot be opened."
+    )
+    verbs_devices: tuple[str, ...] = setting(
+        (), 'RDMA devices to use, like "mlx5_0" or "mlx5_0:1" (port); empty means every usable one.'
+    )
+    verbs_gid_index: int = setting(
+        -1, "GID table index on every port; -1 finds the RoCE v2 one.", low=-1, high=255
+    )
+    verbs_mtu: str = setting("auto", "RDMA path MTU, bytes.", choices=VERBS_MTUS)
+    verbs_private: bool = setting(
+        True,
+        "Nobody else can read the RDMA network, so plaintext may travel on it; RoCE encrypts nothing.",
+    )
+    verbs_windows: str = setting(
+        "auto",
+        "Memory windows as a second fence where the device passes a test of their bounds, or off.",
+        choices=("auto", "off"),
     )
 
 

@@ -31,7 +31,7 @@ def _shown(value: Any, about: Setting) -> str:
         return "true" if value else "false"
     if about.kind in ("int", "float", "size", "duration"):
         text = format_number(value, about.kind)
-        return text if text.replace(".", "").isdigit() else f'"{text}"'
+        return text if text.lstrip("-").replace(".", "").isdigit() else f'"{text}"'
     if about.kind == "list":
         return "[" + ", ".join(_quoted(item) for item in value) + "]"
     return _quoted(str(value))

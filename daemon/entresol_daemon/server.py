@@ -25,6 +25,7 @@ from entresol_daemon.control.grpc_server import GrpcServer
 from entresol_daemon.control.http import HttpServer
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.control.listener import ControlListener
+from entresol_daemon.fabrics import open_fabrics
 from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.keys.keyring import Keyring
@@ -38,13 +39,11 @@ from entresol_proto import __version__
 from entresol_proto.fabric.base import FabricKind, FabricServer
 from entresol_proto.fabric.memory import MemfdBuffer
 from entresol_proto.fabric.registry import same_host_id
-from entresol_proto.fabric.shm import ShmFabricServer
 from entresol_proto.fabric.tcp import TcpFabricServer
 from entresol_proto.ids import TenantName
 from entresol_proto.status import DeviceError, EntresolError, FabricError, Status
 
 DRAIN_NS = 20_000_000_000
-SHM_MAPPED_BYTES_PER_SESSION_MAX = 1 << 30  # of a host's put staging
 ADMIN_SOCKET = "admin.sock"
 GC_OBJECTS_THRESHOLD = 20_000  # container objects made between two looks at the youngest
 
@@ -182,31 +181,8 @@ class Daemon:
         )
 
     async def _open_fabrics(self) -> None:
-        config = self.config
-        wanted: list[FabricServer] = []
-        if "shm" in config.fabric.enabled:
-            wanted.append(
-                ShmFabricServer(
-                    config.listen.unix_dir, mapped_bytes_max=SHM_MAPPED_BYTES_PER_SESSION_MAX
-                )
-            )
-        if "tcp" in config.fabric.enabled:
-            wanted.append(
-                TcpFabricServer(
-                    config.listen.data_host,
-                    config.listen.data_port,
-                    streams=config.fabric.streams,
-                    ssl=self.tls.context if config.fabric.tcp_tls else None,
-                    certificate_sha256=self._certificate_sha256,
-                    advertise_host=config.listen.data_advertise or None,
-                )
-            )
-        for server in wanted:
-            try:
-                await server.start()
-            except FabricError:
-                await server.close()
-                raise
+        servers = await open_fabrics(self.config, self.tls.context, self._certificate_sha256)
+        for server in servers:
             self.fabrics[server.kind] = server
             self._on_close(f"fabric {server.kind.label}", server.close)
 

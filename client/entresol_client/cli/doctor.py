@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             for shard in config.shards:
                 take(check_shard(config, shard, context))
                 take(check_surfaces(config, shard))
-    take(hostchecks.check_host())
+    take(hostchecks.check_host(config.verbs if config is not None else None))
     counts = {level: sum(f.level == level for f in found) for level in (OK, WARN, FAIL)}
     data = {"counts": counts, "findings": [asdict(finding) for finding in found]}
     summary = f"{counts[OK]} ok, {output.plural(counts[WARN], 'warning')}, {counts[FAIL]} failed"
@@ -300,8 +300,10 @@ def _fabrics(
             )
         ]  # fmt: skip
     text = f"data path {opened.fabric}: {opened.fabric_reason} (offered: {offered})"
-    fell_back = prefer is not None and opened.fabric != prefer
-    fix = f"{prefer} is configured but could not be used" if fell_back else ""
+    wanted = prefer or next((c.offer.kind.label for c in ranked if c.usable), opened.fabric)
+    fell_back = opened.fabric != wanted
+    how = "configured" if prefer else "offered and faster"
+    fix = f"{wanted} is {how} but could not be used, for the reason given" if fell_back else ""
     found = [Finding(area, WARN if fell_back else OK, text, fix)]
     if not opened.endpoint.capabilities.private:
         found.append(

@@ -16,6 +16,9 @@ from pathlib import Path
 from entresol_client.cli import output
 from entresol_client.cli.doctor import OK, WARN, Finding
 from entresol_proto import limits, native
+from entresol_proto.fabric.base import VerbsSettings
+from entresol_proto.fabric.verbs_device import find_ports
+from entresol_proto.status import FabricError
 
 RDMA_PATH = Path("/sys/class/infiniband")
 MEMLOCK_WANTED_BYTES = 1 * limits.GIB
@@ -23,10 +26,10 @@ _TIMEX_BYTES = 512  # more than struct timex of any Linux
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 
 
-def check_host() -> Iterator[Finding]:
-    """All of them."""
+def check_host(verbs: VerbsSettings | None = None) -> Iterator[Finding]:
+    """All of them; `verbs` are the client's settings for RDMA."""
     devices = _rdma_devices()
-    yield from _rdma(devices)
+    yield from _rdma(devices, verbs or VerbsSettings())
     yield _memlock(rdma=bool(devices))
     yield _huge_pages()
     yield _aes()
@@ -46,7 +49,7 @@ def _rdma_devices() -> list[str]:
         return []
 
 
-def _rdma(devices: list[str]) -> Iterator[Finding]:
+def _rdma(devices: list[str], settings: VerbsSettings) -> Iterator[Finding]:
     """Devices, their ports, and what using them needs."""
     if not devices:
         yield Finding(
@@ -73,6 +76,16 @@ def _rdma(devices: list[str]) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding("rdma", OK, "pyverbs is installed")
+    try:
+        for found in find_ports(settings):
+            gid = found.gid
+            yield Finding(
+                "rdma", OK,
+                f"{found.label} is used, with GID {gid.index} ({gid.ipv4 or gid.raw.hex()}, "
+                f"{gid.kind or 'InfiniBand'}{f', {gid.netdev}' if gid.netdev else ''})",
+            )  # fmt: skip
+    except FabricError as error:
+        yield Finding("rdma", WARN, Exception.__str__(error), error.hint)
 
 
 def _memlock(*, rdma: bool) -> Finding:

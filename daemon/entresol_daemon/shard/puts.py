@@ -334,9 +334,11 @@ class PutPath:
         ops = []
         for pull in window:
             if pull.plain is not None:
+                session.land_in(pull.plain.slab)
                 into = pull.plain.view[: pull.span.length_bytes]
             else:
                 assert pull.extent is not None
+                session.land_in(pull.extent.slab)
                 start = RECORD_HEADER_BYTES
                 into = pull.extent.view[start : start + pull.span.length_bytes]
             ops.append(ReadOp(pull.span, into))

@@ -6,6 +6,7 @@ its own tables, so a forged number reaches nothing of another session.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from entresol_daemon.core.accounts import Account
@@ -13,10 +14,12 @@ from entresol_daemon.core.residency import Resident
 from entresol_daemon.keys.keyring import Tenant
 from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
 from entresol_proto import limits
-from entresol_proto.fabric.base import Endpoint, Exposure
+from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint, Registration
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import EntresolError, QuotaError, Status
+from entresol_proto.status import EntresolError, FabricError, QuotaError, Status
+
+log = logging.getLogger("entresol.session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Session:
     namespaces: dict[int, OpenedNamespace] = field(default_factory=dict)
     exposures: dict[int, Exposure] = field(default_factory=dict)  # by slab number
     plain_exposures: dict[int, Exposure] = field(default_factory=dict)
+    registrations: dict[Slab, Registration] = field(default_factory=dict)
     plain_pool: SlabPool | None = None
     plain_blocks: dict[tuple[bytes, bytes, bytes], PlainBlock] = field(default_factory=dict)
     held_bytes: int = 0
@@ -103,6 +107,22 @@ class Session:
         if self.closed:
             raise EntresolError("session is closed", status=Status.DISCONNECTED)
         return self.endpoint
+
+    def land_in(self, slab: Slab) -> None:
+        """Reads from the host will land in this slab: tell a fabric that gains by knowing."""
+        endpoint = self.endpoint
+        if slab in self.registrations or not isinstance(endpoint, RegisteringEndpoint):
+            return
+        try:
+            self.registrations[slab] = endpoint.register(slab.buffer.view)
+        except FabricError as error:  # too many: such reads cost more, and work
+            log.debug("event=slab_not_registered session=%d reason=%s", self.number, error)
+
+    def forget_slab(self, slab: Slab) -> None:
+        """A slab's memory goes away."""
+        registration = self.registrations.pop(slab, None)
+        if registration is not None:
+            registration.close()
 
     async def expose_slab(self, slab: Slab) -> Exposure:
         """Show a slab of sealed bytes to the peer, once per session and slab.

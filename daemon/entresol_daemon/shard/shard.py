@@ -99,6 +99,7 @@ class Shard:
         self._ticker: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         parts.residency.pool.on_close = self._slab_closes
+        parts.scratch.on_close = self._scratch_closes
 
     @classmethod
     async def open(
@@ -452,7 +453,7 @@ class Shard:
         if self._background:
             await asyncio.wait(self._background)
         self.parts.residency.clear()
-        self.parts.residency.pool.on_close = None
+        self.parts.residency.pool.on_close = self.parts.scratch.on_close = None
         self.parts.residency.pool.close()
         self.parts.scratch.close()
 
@@ -477,11 +478,16 @@ class Shard:
     def _slab_closes(self, slab: Slab) -> None:
         """A slab's memory goes away: nobody may be shown it any more."""
         for session in self.sessions.values():
+            session.forget_slab(slab)
             exposure = session.exposures.pop(slab.number, None)
             if exposure is not None and session.endpoint is not None:
                 task = asyncio.get_running_loop().create_task(session.endpoint.revoke(exposure))
                 self._background.add(task)
                 task.add_done_callback(self._background.discard)
+
+    def _scratch_closes(self, slab: Slab) -> None:
+        for session in self.sessions.values():
+            session.forget_slab(slab)
 
 
 def _dek_lookup(keyring: Keyring) -> Callable[[bytes, int], bytes | None]:
