@@ -89,7 +89,7 @@ def snapshot() -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
                 shutil.copy2(REPOSITORY / name, target)
-        compile_tree(tree, "/repo", checked=True)
+        compile_tree(tree, "", "/repo", checked=True)
         image = Path(scratch) / "repo.erofs"
         done = subprocess.run(
             [tool("mkfs.erofs"), "--all-root", str(image), str(tree)],

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from tests.rdma import cpio
 from tests.rdma.apt import PrivateApt
-from tests.rdma.bytecode import compile_tree
+from tests.rdma.bytecode import compile_tree, keep_interpreter, needs_x86
 from tests.rdma.cache import Builder, ensure
 from tests.rdma.progress import say
 from tests.rdma.spec import (
+    ARCHES,
     BOOT_MODULES,
     GUEST_MODULES,
     MODULE_FOLDERS,
@@ -66,6 +67,9 @@ def images(arch: Arch, kernel: Kernel, *, refresh: bool = False) -> Images:
 
         return ensure(request, timed, refresh=refresh)
 
+    if arch.name != "x86" and needs_x86():
+        x86 = ARCHES["x86"]
+        ensure(root_request(x86), lambda out: _build_root(x86, out))
     return Images(
         build(
             f"kernel {kernel.name}",
@@ -247,7 +251,9 @@ def _build_root(arch: Arch, out: Path) -> list[str]:
         _unpack(deb, tree, *excludes)
     _settle_root(tree)
     for part in (f"python{USERLAND_PYTHON}", "python3"):
-        compile_tree(tree / "usr/lib" / part, f"/usr/lib/{part}")
+        compile_tree(tree, f"usr/lib/{part}", f"/usr/lib/{part}")
+    if arch.name == "x86":
+        keep_interpreter(tree, out)
     _erofs(tree, out / "root.erofs")
     for part in ("apt", "debs", "tree"):
         shutil.rmtree(out / part)
@@ -289,7 +295,7 @@ def _build_site(arch: Arch, out: Path) -> list[str]:
     for path in (*tree.glob("*/tests"), *tree.glob("pyarrow/include"), tree / "bin"):
         shutil.rmtree(path, ignore_errors=True)
     versions = sorted(path.name.removesuffix(".dist-info") for path in tree.glob("*.dist-info"))
-    compile_tree(tree, "/site")
+    compile_tree(tree, "", "/site")
     _erofs(tree, out / "site.erofs")
     shutil.rmtree(tree)
     return versions
