@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ipaddress
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from entresol_proto import limits
+from entresol_proto.fabric import verbs_api
 from entresol_proto.fabric.base import VerbsSettings
+from entresol_proto.fabric.verbs_api import Domain
 from entresol_proto.fabric.verbs_device import (
     Gid,
     Neighbour,
@@ -21,6 +24,7 @@ from entresol_proto.fabric.verbs_device import (
     pair_rails,
     path_mtu,
 )
+from entresol_proto.fabric.verbs_queue import QP_ACCESS
 from entresol_proto.fabric.verbs_wire import Rail
 from entresol_proto.status import FabricError, Status
 
@@ -240,3 +244,24 @@ def test_without_pyverbs_the_error_names_the_package() -> None:
     assert first.startswith("unsupported RDMA needs pyverbs")
     assert "python3-pyverbs" in first
     assert "--system-site-packages" in first
+
+
+def test_remote_writing_cannot_even_be_asked_for() -> None:
+    """REMOTE_WRITE is 2, REMOTE_ATOMIC 8 (infiniband/verbs.h)."""
+    for access in (2, 8, 4 | 2, 1 | 2, 1 | 8, 31):
+        with pytest.raises(AssertionError):
+            Domain.register(object.__new__(Domain), 4096, 4096, access)
+        with pytest.raises(AssertionError):
+            Domain.register_dmabuf(object.__new__(Domain), 0, 0, 4096, access)
+    assert QP_ACCESS == 4
+
+
+def test_no_source_of_the_fabric_names_remote_write() -> None:
+    folder = Path(verbs_api.__file__).parent
+    sources = sorted(folder.glob("verbs*.py"))
+    assert len(sources) > 8
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "id", getattr(node, "attr", "")) or ""
+            assert "REMOTE_WRITE" not in name.upper(), f"{path.name}:{node.lineno}"  # type: ignore[attr-defined]
+            assert "ATOMIC" not in name or name.startswith(("VERBS_RD_ATOMIC", "max_")), path.name

@@ -29,6 +29,7 @@ from entresol_proto.fabric.verbs_device import (
 )
 from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
 from entresol_proto.fabric.verbs_rail import RailLink
+from entresol_proto.fabric.verbs_windows import examine
 from entresol_proto.fabric.verbs_wire import OfferParams, Rail, ReplyParams
 from entresol_proto.status import FabricError, Status
 
@@ -84,7 +85,8 @@ class VerbsFabricServer:
     """The daemon's side (`base.FabricServer`).
 
     `private` says that nobody else is on the fabric's network or can read it there: only then is
-    plaintext moved over it. RoCE does not encrypt.
+    plaintext moved over it. RoCE does not encrypt. `windows`: None uses memory windows if every
+    device passes the start-up test (`windows_verdict` says), False never does.
     """
 
     kind = FabricKind.VERBS
@@ -94,8 +96,11 @@ class VerbsFabricServer:
         settings: VerbsSettings | None = None,
         *,
         private: bool = True,
+        windows: bool | None = None,
         offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
     ) -> None:
+        self.windows_verdict = "not examined"
+        self._windows = windows
         self._settings = settings or VerbsSettings()
         self._private = private
         self._lifetime_ns = offer_lifetime_ns
@@ -122,6 +127,7 @@ class VerbsFabricServer:
                 self._devices.callback(device.release)
                 device.port_state(port.port)
             _drop(_open_links([(0, ports[0])], self._settings.mtu_bytes))  # tells what is missing
+            await self._examine(ports)
         except FabricError:
             self._devices.close()
             raise
@@ -130,6 +136,18 @@ class VerbsFabricServer:
         if lock is not None and lock < _MEMLOCK_BYTES_MIN:
             _log.warning("event=memlock_low limit_bytes=%d set LimitMEMLOCK=infinity", lock)
         _log.info("event=verbs_ready ports=%s private=%s", ",".join(self.ports), self._private)
+
+    async def _examine(self, ports: Sequence[Port]) -> None:
+        """Decide about memory windows: all ports must do them well, or none is used with them."""
+        if self._windows is not None:
+            self.windows_verdict = f"{'on' if self._windows else 'off'} by setting"
+            return
+        for port in ports:
+            verdict = await examine(port)
+            self._windows = verdict.usable
+            self.windows_verdict = f"{port.label}: {verdict.reason}"
+            if not verdict.usable:
+                return
 
     def offer(self, *, peer: object | None = None) -> Offer:
         """See `base.FabricServer.offer`. Makes the queue pairs."""
@@ -173,6 +191,7 @@ class VerbsFabricServer:
         finally:
             self._offers.withdraw(ticket)
         endpoint = await _join(prepared.links, answer.rails, private=self._private,
+                         windows=bool(self._windows),
                          on_closed=self._endpoint_closed)  # fmt: skip
         self._endpoints.add(endpoint)
         endpoint.start(welcome=True)
@@ -199,7 +218,7 @@ class VerbsFabricServer:
 
 
 async def _join(
-    links: Sequence[RailLink], peers: Sequence[Rail], *, private: bool,
+    links: Sequence[RailLink], peers: Sequence[Rail], *, private: bool, windows: bool = False,
     on_closed: Callable[[VerbsEndpoint], None] | None = None,
 ) -> VerbsEndpoint:  # fmt: skip
     """Connect prepared links to their peers, by rail number; links without a peer are freed.
@@ -214,7 +233,7 @@ async def _join(
     _drop([link for link in links if link not in chosen])
     endpoint: VerbsEndpoint | None = None
     try:
-        endpoint = VerbsEndpoint(chosen, private=private, on_closed=on_closed)
+        endpoint = VerbsEndpoint(chosen, private=private, windows=windows, on_closed=on_closed)
         for link, peer in zip(chosen, peers, strict=True):
             link.connect(peer)
     except BaseException:

@@ -31,6 +31,7 @@ PACKAGE = "python3-pyverbs"
 ACCESS_LOCAL_WRITE = 1  # the device may write what our own reads bring
 ACCESS_REMOTE_READ = 4
 ACCESS_MW_BIND = 16
+_WAYS = (ACCESS_LOCAL_WRITE, ACCESS_REMOTE_READ, ACCESS_MW_BIND)  # one alone, never two
 _LINK_LAYER_INFINIBAND = 1
 MTU_CODES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
@@ -221,7 +222,7 @@ class Domain:
 
     def register(self, address: int, length_bytes: int, access: int) -> Memory:
         """Raises: FabricError; BUSY with a hint when the limit of locked memory is reached."""
-        assert access & ~(ACCESS_LOCAL_WRITE | ACCESS_REMOTE_READ | ACCESS_MW_BIND) == 0
+        assert access in _WAYS
         api = load()
         try:
             return Memory(api.mr.MR(self.raw, length_bytes, access, address=address))
@@ -233,6 +234,7 @@ class Domain:
 
         Raises: FabricError (UNSUPPORTED) where the kernel, device or pyverbs cannot.
         """
+        assert access in _WAYS
         api = load()
         if not hasattr(api.mr, "DmaBufMR"):
             raise FabricError("this pyverbs has no dma-buf regions", status=Status.UNSUPPORTED)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import (
@@ -27,11 +27,12 @@ from entresol_proto.fabric.base import (
     SharedBuffer,
     check_ops,
 )
-from entresol_proto.fabric.verbs_api import ACCESS_REMOTE_READ, Memory
+from entresol_proto.fabric.verbs_api import ACCESS_MW_BIND, ACCESS_REMOTE_READ, Memory
 from entresol_proto.fabric.verbs_memory import DeviceLanding, Landing, address_of
 from entresol_proto.fabric.verbs_messenger import Messenger
-from entresol_proto.fabric.verbs_rail import RailLink
+from entresol_proto.fabric.verbs_rail import OTHERS_MAX, RailLink
 from entresol_proto.fabric.verbs_reader import PeerRegion, Reader
+from entresol_proto.fabric.verbs_windows import Window
 from entresol_proto.fabric.verbs_wire import Kind, Message
 from entresol_proto.status import FabricError, ProtocolError, Status
 
@@ -45,12 +46,15 @@ _REVOKED_KEPT = 4 * limits.REGIONS_PER_SESSION_MAX
 class _Shown:
     """One exposure of ours."""
 
-    memories: list[Memory]
     view: memoryview | None  # keeps the buffer mapped
+    memories: list[Memory] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     gone: asyncio.Future[None] | None = None  # set while it is being revoked
 
     def close(self) -> None:
         """The fence: no key of it works any more. Idempotent."""
+        for window in self.windows:
+            window.close()
         for memory in self.memories:
             memory.close()
         self.view = None
@@ -66,6 +70,7 @@ class VerbsEndpoint:
         links: Sequence[RailLink],
         *,
         private: bool,
+        windows: bool = False,
         on_closed: Callable[[VerbsEndpoint], None] | None = None,
     ) -> None:
         """Takes over the connected links. Raises: FabricError; the links are the caller's then."""
@@ -74,6 +79,8 @@ class VerbsEndpoint:
         for number, link in enumerate(self._links):
             link.number = number
         self._on_closed = on_closed
+        self._windows = windows
+        self._binding = asyncio.Semaphore(OTHERS_MAX)
         self._messenger = Messenger(links[0], len(links))
         self._reader = Reader(links, region_free=self._region_free)
         self._shown: dict[int, _Shown] = {}
@@ -124,7 +131,7 @@ class VerbsEndpoint:
     # -- exposing -----------------------------------------------------------------------------
 
     async def expose(self, buffer: memoryview | SharedBuffer) -> Exposure:
-        """See `base.Endpoint.expose`. Registers at once; the announcement is on its way."""
+        """See `base.Endpoint.expose`. When it returns, the announcement is on its way."""
         if self.closed:
             raise FabricError("the session is gone", status=Status.DISCONNECTED)
         if len(self._shown) >= limits.REGIONS_PER_SESSION_MAX:
@@ -133,18 +140,31 @@ class VerbsEndpoint:
         if not view.nbytes or not view.c_contiguous:
             raise FabricError("only contiguous bytes can be exposed", status=Status.BAD_REQUEST)
         address = address_of(view)
-        shown = _Shown([], view.toreadonly())
+        shown = _Shown(view.toreadonly())
         try:
-            for link in self._links:
-                memory = link.domain.register(address, view.nbytes, ACCESS_REMOTE_READ)
-                shown.memories.append(memory)
-            rkeys = tuple(memory.rkey for memory in shown.memories)
+            rkeys = await self._show(shown, address, view.nbytes)
+            if self.closed:
+                raise FabricError("the session is gone", status=Status.DISCONNECTED)
+            if len(self._shown) >= limits.REGIONS_PER_SESSION_MAX:  # others came meanwhile
+                raise FabricError("too many exposed regions", status=Status.BUSY)
             self._messenger.send(Message(Kind.EXPOSED, rkeys, address, view.nbytes))
-        except FabricError:
+        except BaseException:
             shown.close()
             raise
         self._shown[rkeys[0]] = shown
         return Exposure(rkeys[0], address, view.nbytes)
+
+    async def _show(self, shown: _Shown, address: int, length_bytes: int) -> tuple[int, ...]:
+        """Register on every rail, behind windows where they are used; the rkeys for the peer."""
+        access = ACCESS_MW_BIND if self._windows else ACCESS_REMOTE_READ
+        for link in self._links:
+            shown.memories.append(link.domain.register(address, length_bytes, access))
+        if not self._windows:
+            return tuple(memory.rkey for memory in shown.memories)
+        async with self._binding:
+            for link, memory in zip(self._links, shown.memories, strict=True):
+                shown.windows.append(await Window.bind(link, memory, address, length_bytes))
+        return tuple(window.rkey for window in shown.windows)
 
     async def revoke(self, exposure: Exposure) -> None:
         """See `base.Endpoint.revoke`. The peer gets REVOKE_DEADLINE_NS to finish its reads."""
@@ -242,7 +262,8 @@ class VerbsEndpoint:
         return region if status is Status.OK else status
 
     async def _known(self, ops: Sequence[ReadOp], deadline_ns: int) -> None:
-        """Wait until every rkey was announced or has certainly ended, VERBS_ANNOUNCE_NS at most.
+        """Wait until every rkey was announced or has certainly ended, at most VERBS_ANNOUNCE_NS
+        after the last announcement.
 
         Announcements race with the control stream that names the rkeys, and nearly always win.
         """
@@ -260,9 +281,11 @@ class VerbsEndpoint:
             news: asyncio.Future[None] = self._loop.create_future()
             self._news.add(news)
             try:
-                await asyncio.wait((news,), timeout=left_ns / 1e9)
+                heard, _ = await asyncio.wait((news,), timeout=left_ns / 1e9)
             finally:
                 self._news.discard(news)
+            if heard:
+                until_ns = min(deadline_ns, time.monotonic_ns() + limits.VERBS_ANNOUNCE_NS)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -359,6 +382,9 @@ class VerbsEndpoint:
             _log.warning("event=verbs_session_lost status=%s reason=%r", status.label, reason)
         if self._expiry is not None:
             self._expiry.cancel()
+        for shown in self._shown.values():
+            for window in shown.windows:
+                window.close()
         for link in self._links:
             try:
                 link.destroy(Status.DISCONNECTED)

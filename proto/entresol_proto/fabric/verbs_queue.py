@@ -201,7 +201,7 @@ class QueuePair:
             sge.addr = read.address
             sge.length = read.length_bytes
             sge.lkey = read.lkey
-        self._post(templates.link(last + 1))
+        self.post(templates.link(last + 1))
 
     def post_send(self, number: int, address: int, lkey: int, length_bytes: int) -> None:
         """Send a message out of registered memory, signaled. Raises: FabricError."""
@@ -215,7 +215,7 @@ class QueuePair:
         sge.addr = address
         sge.length = length_bytes
         sge.lkey = lkey
-        self._post(wr)
+        self.post(wr)
 
     def post_receive(self, receive: Receive) -> None:
         """Let the next message land in its slot. Raises: FabricError."""
@@ -229,7 +229,8 @@ class QueuePair:
         if self._closed:  # pyverbs would not notice, and crash
             raise FabricError("the queue pair is closed", status=Status.DISCONNECTED)
 
-    def _post(self, head: Any) -> None:
+    def post(self, head: Any) -> None:
+        """Post a pyverbs send work request and what is linked to it. Raises: FabricError."""
         self._check_open()
         try:
             self.raw.post_send(head)

@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from entresol_proto import limits
 from entresol_proto.fabric.verbs_api import Completion, Completions, Device, Domain
@@ -38,6 +38,7 @@ _log = logging.getLogger("entresol.fabric")
 _POLL_ENTRIES = 32
 _POLLS_PER_TURN = 8  # then other work of the loop gets its turn
 _SENDS = limits.VERBS_MESSAGES_IN_FLIGHT_MAX + 8  # messages on the wire, those about credit too
+OTHERS_MAX = 32  # memory windows being bound; their binder keeps to it
 RECEIVES = limits.VERBS_MESSAGES_IN_FLIGHT_MAX + 4
 SEND_SLOTS = _SENDS
 
@@ -88,12 +89,12 @@ class RailLink:
             self._mtu_bytes = state.mtu_bytes
             self.domain = Domain(device)
             self._closers.append(self.domain.close)
-            entries = limits.VERBS_READS_POSTED_MAX + _SENDS + RECEIVES + 8
+            entries = limits.VERBS_READS_POSTED_MAX + _SENDS + OTHERS_MAX + RECEIVES + 8
             self._completions = Completions(device, entries)
             self._closers.append(self._completions.close)
             self.queue_pair = QueuePair(
                 device, self.domain, self._completions,
-                sends=limits.VERBS_READS_POSTED_MAX + _SENDS, receives=RECEIVES,
+                sends=limits.VERBS_READS_POSTED_MAX + _SENDS + OTHERS_MAX, receives=RECEIVES,
             )  # fmt: skip
             self._closers.append(self.queue_pair.close)
             self.queue_pair.initialize(port.port)
@@ -185,6 +186,16 @@ class RailLink:
         self._sequence += 1
         self.posted.append((self._sequence, work))
         self.queue_pair.post_send(self._sequence, address, lkey, work.length_bytes)
+
+    def post_other(self, work: Work, request: Any) -> None:
+        """Post a signaled pyverbs work request of another kind (memory windows).
+
+        Raises: FabricError.
+        """
+        self._sequence += 1
+        request.wr_id = self._sequence
+        self.posted.append((self._sequence, work))
+        self.queue_pair.post(request)
 
     def bounce(self) -> Bounce:
         """The bounce buffer, made at first use. Raises: FabricError."""

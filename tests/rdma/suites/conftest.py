@@ -1,0 +1,37 @@
+"""What suites inside a guest share: the contract's helpers, and a check that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
+
+_COUNTED = ("pd", "cq", "qp", "mr")
+
+
+def resources() -> dict[str, dict[str, int]]:
+    """What this kernel holds for user space, per RDMA device, as `rdma resource` counts it."""
+    done = subprocess.run(
+        ["rdma", "-j", "resource", "show"], capture_output=True, text=True, check=True
+    )
+    return {
+        device["ifname"]: {name: int(device.get(name, 0)) for name in _COUNTED}
+        for device in json.loads(done.stdout)
+    }
+
+
+@pytest.fixture(autouse=True)
+def _in_a_guest() -> Iterator[None]:
+    """Skip outside of a guest; inside, what a test made in the kernel is gone when it ends."""
+    if os.environ.get("ENTRESOL_RDMA_GUEST") != "1":
+        pytest.skip("not run here: no soft-RoCE guest (make test-rdma)")
+    before = resources()
+    yield
+    assert resources() == before
