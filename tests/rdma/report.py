@@ -86,6 +86,6 @@ def read(junit: Path) -> tuple[Case, ...]:
             else:
                 continue
             reason = (child.get("message") or "").strip().split("\n")[0][:200]
-        name = f"{node.get('classname', '')}::{node.get('name', '')}"
+        name = f"{node.get('classname', '')}.{node.get('name', '')}"
         cases.append(Case(name, outcome, float(node.get("time", "0")), reason))
     return tuple(cases)

@@ -306,7 +306,7 @@ def test_a_report_counts_what_ran_and_what_did_not(tmp_path: Path) -> None:
     assert not came_to.succeeded
     text = "\n".join(came_to.lines())
     assert "not run here: no GPU" in text
-    assert "FAILED: b::three: assert 1" in text
+    assert "FAILED: b.three: assert 1" in text
 
 
 def test_no_tests_are_no_success(tmp_path: Path) -> None:
