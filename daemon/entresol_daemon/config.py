@@ -194,7 +194,7 @@ class FabricConfig:
     verbs_mtu: str = setting("auto", "RDMA path MTU, bytes.", choices=VERBS_MTUS)
     verbs_private: bool = setting(
         True,
-        "Nobody else can read the RDMA network, so plaintext may travel on it; RoCE encrypts nothing.",
+        "Nobody else can read the RDMA network: plaintext may travel on it. RoCE does not encrypt.",
     )
     verbs_windows: str = setting(
         "auto",
