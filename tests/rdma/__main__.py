@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from tests.rdma import guest, pod, report
+from tests.rdma import guest, pod, report, suites_run
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT
@@ -19,7 +18,6 @@ from tests.rdma.tools import NotHere, ensure_tools
 
 REQUIRED_ENV = "ENTRESOL_RDMA_REQUIRED"
 RC_CANNOT = 2
-SUITES = ("tests/rdma/suites",)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,50 +70,34 @@ def _out(named: Path | None) -> Path:
     return named
 
 
-def _in_guest(options: argparse.Namespace, net: str, command: tuple[str, ...], out: Path) -> int:
+def _run(options: argparse.Namespace) -> int:
     kernel = KERNELS[options.kernel]
-    if net == "pair" and not kernel.namespaces:
+    if options.net == "pair" and not kernel.namespaces:
         raise HarnessError(f"kernel {kernel.name} has no rxe per namespace: use --net loopback")
+    command = guest.command_of(options.command)
     arch = ARCHES[options.arch]
     made = images(arch, kernel)
     with guest.snapshot() as repo:
         return guest.run(
             guest.Job(
-                arch=arch, images=made, command=command, net=net, out=out,
+                arch=arch, images=made, command=command, net=options.net, out=_out(options.out),
                 timeout_s=options.timeout, memory_mib=options.memory,
             ),
             repo,
         )  # fmt: skip
 
 
-def _run(options: argparse.Namespace) -> int:
-    command = guest.command_of(options.command)
-    return _in_guest(options, options.net, command, _out(options.out))
-
-
 def _suites(options: argparse.Namespace) -> int:
-    begun_s = time.monotonic()
     out = _out(options.out)
-    arguments = [word for word in options.arguments if word != "--"] or list(SUITES)
-    script = (
-        'uname -r > /out/kernel; exec python3 -m pytest -p no:cacheprovider "$@" '
-        f"--junitxml=/out/{report.JUNIT}"
-    )
-    command = ("bash", "-c", script, "suites", *arguments)
-    for stale in (report.JUNIT, report.RESULT, "kernel"):
-        (out / stale).unlink(missing_ok=True)
-    net = "pair" if KERNELS[options.kernel].namespaces else "loopback"
-    rc = _in_guest(options, net, command, out)
-    kernel = out / "kernel"
-    came_to = report.Report(
-        rc=rc,
-        seconds=round(time.monotonic() - begun_s, 1),
-        kernel=kernel.read_text().strip() if kernel.exists() else "no kernel came up",
-        cases=report.read(out / report.JUNIT),
-    )
-    (out / report.RESULT).write_text(came_to.json())
+    came_to = suites_run.run(
+        suites_run.Plan(
+            arch=ARCHES[options.arch], kernel=KERNELS[options.kernel], guests=options.guests,
+            arguments=tuple(word for word in options.arguments if word != "--"), out=out,
+            timeout_s=options.timeout, memory_mib=options.memory,
+        )
+    )  # fmt: skip
     print("\n".join([*came_to.lines(), f"  details: {out / report.RESULT}"]))
-    return rc if came_to.succeeded or rc else 1
+    return came_to.rc
 
 
 def _pod(options: argparse.Namespace) -> int:

@@ -121,7 +121,7 @@ def _initrd(job: Job, target: Path) -> None:
 
 
 class Attempt:
-    """One boot of one job. Context manager; the machine is off when it ends."""
+    """One boot of one job. Close it, or use it as a context manager; the machine is off then."""
 
     def __init__(self, job: Job, repo: Path, sink: Sink = to_stdout) -> None:
         """Boots at once; the command's output goes to `sink`."""
@@ -173,12 +173,6 @@ class Attempt:
         """Have the guest end its command with SIGTERM (only where guests share a folder)."""
         (self._share / "stop").touch()
 
-    def wait(self) -> int:
-        """Block until the guest is over."""
-        while (rc := self.poll()) is None:
-            time.sleep(POLL_S)
-        return rc
-
     def collect(self, rc: int) -> None:
         """Copy what the command left in /out; after a failure of ours, all that may explain it."""
         self.running.kill()
@@ -192,11 +186,15 @@ class Attempt:
             if path.exists() and path.stat().st_size:
                 shutil.copyfile(path, self.job.out / f"{self.job.name}-{path.name}")
 
+    def close(self) -> None:
+        """End the machine, whatever it is doing, and forget its files."""
+        self._stack.close()
+
     def __enter__(self) -> Attempt:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self.close()
 
 
 def why(attempt: Attempt, rc: int) -> str:
@@ -209,26 +207,50 @@ def why(attempt: Attempt, rc: int) -> str:
     return f"{attempt.job.name}: no result from the guest ({'; '.join(last) or 'it said nothing'})"
 
 
+def _over(attempt: Attempt, rc: int) -> None:
+    """Bring everything home and say how it went."""
+    attempt.collect(rc)
+    took_s = time.monotonic() - attempt.running.started_s
+    if attempt.started_after_s is None or rc in (RC_NO_RESULT, RC_TIMED_OUT):
+        say(why(attempt, rc))
+    else:
+        say(
+            f"{attempt.job.name}: command started after {attempt.started_after_s:.1f} s, "
+            f"over after {took_s:.1f} s, exit code {rc}"
+        )
+
+
+def run_all(jobs: Sequence[Job], repo: Path, sinks: Sequence[Sink]) -> list[int]:
+    """Run jobs side by side to their ends; each one's exit code, 124 or 125."""
+    rcs = [RC_NO_RESULT] * len(jobs)
+    left = [ATTEMPTS_MAX] * len(jobs)
+    live: dict[int, Attempt] = {}
+    try:
+        for index, job in enumerate(jobs):
+            live[index] = Attempt(job, repo, sinks[index])
+        while live:
+            for index, attempt in list(live.items()):
+                rc = attempt.poll()
+                if rc is None:
+                    continue
+                _over(attempt, rc)
+                rcs[index] = rc
+                del live[index]
+                attempt.close()
+                left[index] -= 1
+                if rc == RC_NO_RESULT and left[index]:
+                    say(f"{attempt.job.name}: booting once more")
+                    live[index] = Attempt(attempt.job, repo, sinks[index])
+            time.sleep(POLL_S)
+    finally:
+        for attempt in live.values():
+            attempt.close()
+    return rcs
+
+
 def run(job: Job, repo: Path) -> int:
-    """Run a job to its end; returns the command's exit code, 124 or 125."""
-    rc = RC_NO_RESULT
-    for number in range(1, ATTEMPTS_MAX + 1):
-        with Attempt(job, repo) as attempt:
-            rc = attempt.wait()
-            attempt.collect(rc)
-            took = time.monotonic() - attempt.running.started_s
-            if attempt.started_after_s is not None and rc not in (RC_NO_RESULT, RC_TIMED_OUT):
-                say(
-                    f"{job.name}: command started after {attempt.started_after_s:.1f} s, "
-                    f"over after {took:.1f} s, exit code {rc}"
-                )
-                return rc
-            say(why(attempt, rc))
-        if rc == RC_TIMED_OUT:
-            return rc
-        if number < ATTEMPTS_MAX:
-            say(f"{job.name}: booting once more")
-    return rc
+    """Run one job, its output to stdout; returns the command's exit code, 124 or 125."""
+    return run_all([job], repo, [to_stdout])[0]
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.rdma import __main__ as cli
-from tests.rdma import cpio, guest, images, pod, qemu, report, spec, tools
+from tests.rdma import cpio, guest, images, pod, qemu, record, report, spec, suites_run, tools
 
 STAND_IN = """\
 share=; for word in "$@"; do
@@ -119,7 +119,7 @@ def test_no_machine_outlives_a_killed_harness(job: guest.Job) -> None:
         "job = guest.Job(arch=replace(spec.ARCHES['x86'], qemu='stand-in'),\n"
         "  images=images.Images(folder, folder, folder), command=('true',), net='pair',\n"
         "  out=base / 'out')\n"
-        "with guest.Attempt(job, folder) as attempt: attempt.wait()\n"
+        "guest.run(job, folder)\n"
     )
     harness = subprocess.Popen(
         [sys.executable, "-c", script, str(job.out.parent)], cwd=guest.REPOSITORY
@@ -289,30 +289,113 @@ def test_a_host_that_cannot_says_so_and_fails_only_where_it_must(
     assert capsys.readouterr().err == "not run here: no apt here\n"
 
 
-# The report ---------------------------------------------------------------------------------------
+# The record and the report ------------------------------------------------------------------------
 
-JUNIT = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="a" name="one" time="1.5"/>
-<testcase classname="a" name="two" time="0.1"><skipped message="not run here: no GPU"/></testcase>
-<testcase classname="b" name="three" time="0.2"><failure message="assert 1&#10;more">x</failure>
-</testcase></testsuite></testsuites>"""
+TESTS = """
+import os, pytest
+def test_one(): pass
+def test_two(): pytest.skip("not run here: no GPU")
+def test_three(): assert 1 == 2
+@pytest.fixture
+def breaks():
+    yield
+    raise OSError("gone")
+def test_four(breaks): pass
+def test_five(): os._exit(9)
+def test_six(): pass
+"""
 
 
-def test_a_report_counts_what_ran_and_what_did_not(tmp_path: Path) -> None:
-    (tmp_path / "x.xml").write_text(JUNIT)
-    cases = report.read(tmp_path / "x.xml")
-    came_to = report.Report(rc=1, seconds=9.0, kernel="7.2", cases=cases)
-    assert [came_to.count(name) for name in ("passed", "skipped", "failed")] == [1, 1, 1]
-    assert not came_to.succeeded
+def recorded(tmp_path: Path, *arguments: str, share: str = "") -> tuple[report.Case, ...]:
+    """What a real pytest run with the recorder leaves behind."""
+    (tmp_path / "test_sample.py").write_text(TESTS)
+    record_file = tmp_path / "record.jsonl"
+    record_file.unlink(missing_ok=True)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.rdma.record",
+         "--rootdir", str(tmp_path), *arguments, str(tmp_path / "test_sample.py")],
+        cwd=tmp_path, capture_output=True, timeout=120, check=False,
+        env=os.environ | {
+            "PYTHONPATH": str(guest.REPOSITORY), record.RECORD_ENV: str(record_file),
+            record.SHARE_ENV: share,
+        },
+    )  # fmt: skip
+    return report.read(record_file)
+
+
+def test_what_a_killed_run_had_found_is_not_lost(tmp_path: Path) -> None:
+    cases = {case.name.partition("::")[2]: case for case in recorded(tmp_path)}
+    assert {name: case.outcome for name, case in cases.items()} == {
+        "test_one": "passed", "test_two": "skipped", "test_three": "failed",
+        "test_four": "failed", "test_five": "failed",
+    }  # fmt: skip
+    assert cases["test_two"].reason == "not run here: no GPU"
+    assert cases["test_three"].reason == "assert 1 == 2"
+    assert "gone" in cases["test_four"].reason
+    assert cases["test_five"].reason == "begun and never ended"
+
+
+def test_shares_are_disjoint_and_make_the_whole(tmp_path: Path) -> None:
+    lived = ("-k", "not five")
+    whole = {case.name for case in recorded(tmp_path, *lived)}
+    shares = [
+        {case.name for case in recorded(tmp_path, *lived, share=f"{number}/2")}
+        for number in range(2)
+    ]
+    assert len(whole) == 5
+    assert all(shares)
+    assert shares[0] | shares[1] == whole
+    assert not shares[0] & shares[1]
+
+
+def made_report(*outcomes: str, rcs: tuple[int, ...] = (0,)) -> report.Report:
+    cases = tuple(report.Case(f"t{n}", outcome, 0.5, "why") for n, outcome in enumerate(outcomes))
+    return report.Report(rcs=rcs, seconds=9.0, kernel="7.2", cases=cases)
+
+
+def test_a_report_counts_what_ran_and_what_did_not() -> None:
+    came_to = made_report("passed", "skipped", "failed", rcs=(0, 1))
+    assert [came_to.count(name) for name in report.OUTCOMES] == [1, 1, 1]
+    assert came_to.rc == 1
     text = "\n".join(came_to.lines())
-    assert "not run here: no GPU" in text
-    assert "FAILED: b.three: assert 1" in text
+    assert "not run:    1  why" in text
+    assert "FAILED: t2: why" in text
 
 
-def test_no_tests_are_no_success(tmp_path: Path) -> None:
-    assert report.read(tmp_path / "missing.xml") == ()
-    assert not report.Report(rc=0, seconds=1.0, kernel="7.2", cases=()).succeeded
-    skipped = report.Case("a", "skipped", 0.0, "why")
-    assert not report.Report(rc=0, seconds=1.0, kernel="7.2", cases=(skipped,)).succeeded
-    passed = report.Case("a", "passed", 0.0, "")
-    assert report.Report(rc=0, seconds=1.0, kernel="7.2", cases=(skipped, passed)).succeeded
+@pytest.mark.parametrize(
+    ("came_to", "rc"),
+    [
+        (made_report("passed", "skipped"), 0),
+        (made_report(), 1),
+        (made_report("skipped"), 1),
+        (made_report("passed", "failed"), 1),
+        (made_report("passed", rcs=(0, 124)), 124),
+    ],
+    ids=["good", "no tests", "only skips", "a failure", "killed"],
+)
+def test_only_tests_that_ran_and_passed_are_a_success(came_to: report.Report, rc: int) -> None:
+    assert came_to.rc == rc
+    assert came_to.succeeded == (rc == 0)
+
+
+def test_guests_divide_the_tests_and_one_without_any_is_excused(
+    job: guest.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites_run, "images", lambda *_: job.images)
+    line = '{"test": "a", "outcome": "passed", "seconds": 1, "reason": ""}'
+    become(
+        job,
+        f"""touch "$share/started"
+        if mkdir {tmp_path}/first 2>/dev/null; then
+          echo '{line}' > "$share/out/record.jsonl"; echo 7.9 > "$share/out/kernel"
+          echo 0 > "$share/rc"
+        else echo 5 > "$share/rc"; fi""",
+    )
+    plan = suites_run.Plan(job.arch, spec.KERNELS["7.2"], 2, ("-x",), tmp_path / "out", 30, 64)
+    envs = [made.env[record.SHARE_ENV] for made in suites_run.jobs(plan, job.images)]
+    assert envs == ["0/2", "1/2"]
+    came_to = suites_run.run(plan)
+    assert came_to.rcs == (0, 0)
+    assert came_to.rc == 0
+    assert came_to.kernel == "7.9"
+    assert (tmp_path / "out" / report.RESULT).exists()
