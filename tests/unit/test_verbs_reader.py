@@ -17,6 +17,7 @@ import pytest
 from entresol_proto import limits
 from entresol_proto.fabric.base import ReadOp, RemoteSpan
 from entresol_proto.fabric.verbs_api import ACCESS_LOCAL_WRITE
+from entresol_proto.fabric.verbs_gpu import dmabuf_of
 from entresol_proto.fabric.verbs_memory import (
     Bounce,
     DeviceLanding,
@@ -25,7 +26,7 @@ from entresol_proto.fabric.verbs_memory import (
     address_of,
     group,
 )
-from entresol_proto.fabric.verbs_reader import PeerRegion, Reader
+from entresol_proto.fabric.verbs_reader import PeerRegion, Piece, Reader
 from entresol_proto.fabric.verbs_status import name_of, status_of
 from entresol_proto.status import FabricError, Status
 
@@ -72,7 +73,7 @@ class ScriptedRail:
         self.number = number
         self.destroyed = False
         self.domain = ScriptedDomain()
-        self.posted: list[tuple[object, object]] = []
+        self.posted: list[Piece] = []
         self.bytes_posted = self.reads_posted = 0
         self.bytes_ever = 0
         self._remote = remote
@@ -95,20 +96,20 @@ class ScriptedRail:
             self._bounce = Bounce(self.domain)  # type: ignore[arg-type]
         return self._bounce
 
-    def post_reads(self, reads: Sequence[tuple[object, object]]) -> None:
+    def post_reads(self, reads: Sequence[Piece]) -> None:
         self.posted += reads
 
     def complete(self, count: int, status: Status = Status.OK) -> None:
         for _ in range(min(count, len(self.posted))):
-            work, request = self.posted.pop(0)
-            base, length = self.domain.open[request.lkey]  # type: ignore[attr-defined]
-            where, size = request.address, request.length_bytes  # type: ignore[attr-defined]
+            piece = self.posted.pop(0)
+            base, length = self.domain.open[piece.lkey]
+            where, size = piece.local_address, piece.length_bytes
             assert base <= where
             assert where + size <= base + length, "a read past its registration"
             if status is Status.OK:
-                at = request.remote_address  # type: ignore[attr-defined]
+                at = piece.remote_address
                 ctypes.memmove(where, self._remote[at : at + size], size)
-            work.over(self, status)  # type: ignore[attr-defined]
+            piece.over(self, status)  # type: ignore[arg-type]
 
     def destroy(self) -> None:
         self.destroyed = True
@@ -439,3 +440,11 @@ def test_statuses_of_completions() -> None:
                                                Status.FABRIC_ERROR)  # fmt: skip
     assert name_of(12) == "RETRY_EXC_ERR"
     assert name_of(99) == "status 99"
+
+
+def test_without_a_cuda_driver_there_is_no_dmabuf() -> None:
+    for library in ("libcuda-that-is-not-here.so.1", "libc.so.6"):
+        with pytest.raises(FabricError, match="no CUDA driver") as caught:
+            dmabuf_of(0x7F00_0000_1000, 4096, library=library)
+        assert caught.value.status is Status.UNSUPPORTED
+        assert "nvidia-peermem" in caught.value.hint

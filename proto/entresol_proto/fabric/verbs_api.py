@@ -200,10 +200,16 @@ class Memory:
         self.rkey: int = raw.rkey
 
     def close(self) -> None:
-        """Deregister: from here on the device refuses its keys. Idempotent."""
+        """Deregister: from here on the device refuses its keys. Idempotent.
+
+        Raises: FabricError when the kernel does not do it.
+        """
         raw, self._raw = self._raw, None
         if raw is not None:
-            raw.close()
+            try:
+                raw.close()
+            except load().error as problem:
+                raise failed("memory stays registered", problem) from None
 
     @property
     def raw(self) -> Any:
@@ -280,18 +286,27 @@ class Completions:
         self._error = api.error
 
     def rearm(self) -> None:
-        """Take the event that made `fd` readable (if any) and ask for the next one."""
+        """Take the event that made `fd` readable (if any) and ask for the next one.
+
+        Raises: FabricError when the device is gone.
+        """
         try:
             self._channel.get_cq_event(self.raw)
         except self._error:
             pass  # none was there
         else:
             self.raw.ack_events(1)
-        self.raw.req_notify()
+        try:
+            self.raw.req_notify()
+        except self._error as problem:
+            raise failed("no completions", problem) from None
 
     def poll(self, most: int) -> list[Completion]:
-        """Up to `most` completions, in order."""
-        _, found = self.raw.poll(most)
+        """Up to `most` completions, in order. Raises: FabricError when the device is gone."""
+        try:
+            _, found = self.raw.poll(most)
+        except self._error as problem:
+            raise failed("no completions", problem) from None
         return [Completion(wc.wr_id, wc.status, wc.byte_len) for wc in found]
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -52,12 +53,16 @@ class _Shown:
     gone: asyncio.Future[None] | None = None  # set while it is being revoked
 
     def close(self) -> None:
-        """The fence: no key of it works any more. Idempotent."""
-        for window in self.windows:
-            window.close()
+        """The fence: no key of it works any more. Idempotent. Raises: FabricError."""
+        self.close_windows()
         for memory in self.memories:
             memory.close()
         self.view = None
+
+    def close_windows(self) -> None:
+        """The faster half of it. Raises: FabricError."""
+        for window in self.windows:
+            window.close()
 
 
 class VerbsEndpoint:
@@ -188,11 +193,18 @@ class VerbsEndpoint:
         except FabricError as error:
             self._end(error.status, str(error))
         finally:
-            shown.close()
+            self._fence(shown)
             if self._shown.get(exposure.rkey) is shown:
                 del self._shown[exposure.rkey]
             if not shown.gone.done():
                 shown.gone.set_result(None)
+
+    def _fence(self, shown: _Shown) -> None:
+        """Close an exposure; where the kernel refuses, its queue pairs go instead."""
+        try:
+            shown.close()
+        except FabricError as error:
+            self._end(Status.FABRIC_ERROR, str(error))
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -383,8 +395,8 @@ class VerbsEndpoint:
         if self._expiry is not None:
             self._expiry.cancel()
         for shown in self._shown.values():
-            for window in shown.windows:
-                window.close()
+            with contextlib.suppress(FabricError):  # then the queue pairs' end is the fence
+                shown.close_windows()
         for link in self._links:
             try:
                 link.destroy(Status.DISCONNECTED)
@@ -408,12 +420,13 @@ class VerbsEndpoint:
         freed = 0
         while self._shown:
             rkey = next(iter(self._shown))
-            self._shown.pop(rkey).close()
+            self._fence(self._shown.pop(rkey))
             freed += 1
             if freed % _FREED_PER_TURN == 0:
                 await asyncio.sleep(0)
         for landing in self._reader.registry.clear():
-            landing.close()
+            with contextlib.suppress(FabricError):  # of a device that went; its domain goes below
+                landing.close()
             await asyncio.sleep(0)
         # Batches that were on the wire close their own landings; wait for them.
         while self._reader.busy:

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from entresol_proto import limits
 from entresol_proto.fabric.verbs_api import (
@@ -114,16 +114,14 @@ class Route:
     rd_atomic: int
 
 
-class ReadRequest(NamedTuple):
-    """One RDMA READ: device's view of the local memory, and the peer's memory."""
+class ReadRequest(Protocol):
+    """One RDMA READ: local memory in the device's terms, and the peer's memory."""
 
-    number: int
-    address: int
+    local_address: int
     lkey: int
     length_bytes: int
     remote_address: int
     rkey: int
-    signaled: bool
 
 
 class QueuePair:
@@ -183,22 +181,26 @@ class QueuePair:
         except api.error as problem:
             raise failed(f"cannot reach {route.peer_gid}", problem) from None
 
-    def post_reads(self, reads: Sequence[ReadRequest]) -> None:
-        """Chain and post at most READS_PER_POST_MAX reads. Raises: FabricError."""
+    def post_reads(
+        self, first_number: int, reads: Sequence[ReadRequest], signaled: Sequence[bool]
+    ) -> None:
+        """Chain and post at most READS_PER_POST_MAX reads, numbered on from `first_number`.
+
+        Raises: FabricError.
+        """
         templates = _templates
         templates.prepare()
         last = len(reads) - 1
         for index, read in enumerate(reads):
             if index == last:
                 wr, sge = templates.last
+                wr.opcode = _WR_RDMA_READ
             else:
                 wr, sge = templates.wrs[index], templates.sges[index]
-            wr.wr_id = read.number
-            wr.opcode = _WR_RDMA_READ
-            wr.num_sge = 1
-            wr.send_flags = _SEND_SIGNALED if read.signaled else 0
+            wr.wr_id = first_number + index
+            wr.send_flags = _SEND_SIGNALED if signaled[index] else 0
             wr.set_wr_rdma(read.rkey, read.remote_address)
-            sge.addr = read.address
+            sge.addr = read.local_address
             sge.length = read.length_bytes
             sge.lkey = read.lkey
         self.post(templates.link(last + 1))
@@ -210,7 +212,6 @@ class QueuePair:
         wr, sge = templates.last
         wr.wr_id = number
         wr.opcode = _WR_SEND
-        wr.num_sge = 1
         wr.send_flags = _SEND_SIGNALED
         sge.addr = address
         sge.length = length_bytes

@@ -53,6 +53,10 @@ class Work(Protocol):
         ...
 
 
+class Read(Work, ReadRequest, Protocol):
+    """A read that has its local memory."""
+
+
 class Owner(Protocol):
     """The endpoint, as its rails see it."""
 
@@ -159,27 +163,30 @@ class RailLink:
         self.reads_posted -= 1
         self.bytes_posted -= length_bytes
 
-    def post_reads(self, reads: Sequence[tuple[Work, ReadRequest]]) -> None:
+    def post_reads(self, reads: Sequence[Read]) -> None:
         """Post reserved reads as chains, few of them signaled.
 
         Raises: FabricError; the rail is then unusable, and `destroy` hands all of them back.
         """
-        requests: list[ReadRequest] = []
-        quiet = 0  # bytes since the last signaled one
-        for index, (work, request) in enumerate(reads):
+        signals: list[bool] = []
+        first = self._sequence + 1
+        quiet = count = 0  # bytes and reads since the last signaled one
+        for work in reads:
             self._sequence += 1
-            quiet += request.length_bytes
+            self.posted.append((self._sequence, work))
+            quiet += work.length_bytes
+            count += 1
             signaled = (
-                index + 1 == len(reads)
-                or quiet >= limits.VERBS_PIECE_BYTES_MAX
-                or (index + 1) % limits.VERBS_READS_SIGNALED_EVERY == 0
+                quiet >= limits.VERBS_SIGNALED_BYTES or count >= limits.VERBS_READS_SIGNALED_EVERY
             )
             if signaled:
-                quiet = 0
-            self.posted.append((self._sequence, work))
-            requests.append(request._replace(number=self._sequence, signaled=signaled))
-        for at in range(0, len(requests), READS_PER_POST_MAX):
-            self.queue_pair.post_reads(requests[at : at + READS_PER_POST_MAX])
+                quiet = count = 0
+            signals.append(signaled)
+        if reads:
+            signals[-1] = True
+        for at in range(0, len(reads), READS_PER_POST_MAX):
+            end = at + READS_PER_POST_MAX
+            self.queue_pair.post_reads(first + at, reads[at:end], signals[at:end])
 
     def post_send(self, work: Work, address: int, lkey: int) -> None:
         """Send `work.length_bytes` from registered memory. Raises: FabricError."""
@@ -206,16 +213,28 @@ class RailLink:
     # -- completing ---------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        if not self.destroyed:
+        if self.destroyed:
+            return
+        try:
             self._completions.rearm()
-            self.drain()
+        except FabricError as error:  # the device is gone
+            self._failed(Status.DISCONNECTED, str(error))
+        self.drain()
+
+    def _failed(self, status: Status, reason: str) -> None:
+        if self._owner is not None and not self.destroyed:
+            self._owner.rail_failed(self, status, reason)
 
     def drain(self) -> None:
         """Handle what has completed; what comes later makes the channel readable."""
         for _ in range(_POLLS_PER_TURN):
             if self.destroyed:
                 return
-            found = self._completions.poll(_POLL_ENTRIES)
+            try:
+                found = self._completions.poll(_POLL_ENTRIES)
+            except FabricError as error:
+                self._failed(Status.DISCONNECTED, str(error))
+                return
             self._handle(found)
             if len(found) < _POLL_ENTRIES:
                 break
@@ -241,8 +260,8 @@ class RailLink:
                 self._owner.received(self, slot, completion.length_bytes)
             else:
                 self._sent_until(completion.number, Status.OK)
-        if failure and self._owner is not None and not self.destroyed:
-            self._owner.rail_failed(self, status_of(failure), name_of(failure))
+        if failure:
+            self._failed(status_of(failure), name_of(failure))
 
     def _sent_until(self, number: int, last: Status) -> None:
         """All up to `number` are done. A failed one leaves those before it done well, as their own
@@ -271,8 +290,11 @@ class RailLink:
         """Free the rest. All memory registered in its domain is deregistered already. Once."""
         assert self.destroyed
         if self._spare_receive is not None:
-            self._spare_receive.close()
+            self._closers.append(self._spare_receive.close)
         if self._bounce is not None:
-            self._bounce.close()
+            self._closers.append(self._bounce.close)
         while self._closers:
-            self._closers.pop()()
+            try:
+                self._closers.pop()()
+            except Exception as error:  # of pyverbs, for a device that went; the rest must go, too
+                _log.error("event=not_freed port=%s error=%s", self.port.label, error)

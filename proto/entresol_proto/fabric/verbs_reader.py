@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from entresol_proto import limits
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.fabric.verbs_memory import Landing, Registry, address_of, group
-from entresol_proto.fabric.verbs_queue import ReadRequest
 from entresol_proto.fabric.verbs_rail import RailLink
 from entresol_proto.status import FabricError, Status
 
@@ -95,8 +94,8 @@ class Batch:
 class Piece:
     """One RDMA READ: part of one op."""
 
-    __slots__ = ("_bounce_at", "_reader", "address", "batch", "index", "landing", "length_bytes",
-                 "region", "remote_address", "view")  # fmt: skip
+    __slots__ = ("_reader", "address", "batch", "index", "landing", "length_bytes",
+                 "lkey", "local_address", "region", "remote_address", "rkey", "view")  # fmt: skip
 
     def __init__(
         self, reader: Reader, batch: Batch, index: int, region: PeerRegion, remote_address: int,
@@ -111,32 +110,30 @@ class Piece:
         self.length_bytes = length_bytes
         self.landing = landing
         self.view = view
-        self._bounce_at = 0
+        self.local_address = self.lkey = self.rkey = 0  # for the device, once prepared
 
-    def prepare(self, link: RailLink) -> ReadRequest | None:
-        """Take local memory for it; None when the bounce buffer is full. Raises: FabricError."""
-        if self.landing is not None:
+    def prepare(self, link: RailLink) -> bool:
+        """Take local memory for it; False when the bounce buffer is full. Raises: FabricError."""
+        landing = self.landing
+        if landing is not None:
             try:
-                lkey, address = self.landing.key(link.number, self.address)
+                self.lkey, self.local_address = landing.key(link.number, self.address)
             except FabricError:
-                if self.landing.device:
+                if landing.device:
                     raise
-                self.landing = None  # cannot be registered (no locked memory left, a file): copy
+                landing = self.landing = None  # no locked memory left, or a file: copy
             else:
-                self.landing.users += 1
+                landing.users += 1
                 self.batch.direct += 1
-                return self._request(link, lkey, address)
-        bounce = link.bounce()
-        at = bounce.take(self.length_bytes)
-        if at is None:
-            return None
-        self._bounce_at = at
-        return self._request(link, bounce.lkey, at)
-
-    def _request(self, link: RailLink, lkey: int, address: int) -> ReadRequest:
+        if landing is None:
+            bounce = link.bounce()
+            at = bounce.take(self.length_bytes)
+            if at is None:
+                return False
+            self.local_address, self.lkey = at, bounce.lkey
         self.region.users += 1
-        rkey = self.region.rkeys[link.number]
-        return ReadRequest(0, address, lkey, self.length_bytes, self.remote_address, rkey, False)
+        self.rkey = self.region.rkeys[link.number]
+        return True
 
     def over(self, link: RailLink, status: Status) -> None:
         """See `verbs_rail.Work`."""
@@ -147,8 +144,7 @@ class Piece:
             batch.left_wire()
         else:
             wanted = status is Status.OK and not batch.ended
-            bounce = link.bounce()
-            bounce.give(self._bounce_at, self.length_bytes, self.view if wanted else None)
+            link.bounce().give(self.local_address, self.length_bytes, self.view if wanted else None)
         batch.piece_over(self.index, status)
         self.region.users -= 1
         if self.region.revoked and not self.region.users:
@@ -281,7 +277,7 @@ class Reader:
         links = [link for link in self._links if not link.destroyed]
         if not links or not self._queue:
             return
-        chains: dict[int, list[tuple[Piece, ReadRequest]]] = {}
+        chains: dict[int, list[Piece]] = {}
         while self._queue:
             piece = self._queue[0]
             if piece.batch.ended or piece.region.revoked:
@@ -293,20 +289,22 @@ class Reader:
                 break
             link = min(roomy, key=_load) if len(roomy) > 1 else roomy[0]
             try:
-                request = piece.prepare(link)
+                ready = piece.prepare(link)
             except FabricError as error:
                 self._queue.popleft()
                 piece.batch.piece_over(piece.index, error.status)
                 continue
-            if request is None:
+            if not ready:
                 break
             self._queue.popleft()
             link.reserve(piece.length_bytes)
-            chains.setdefault(link.number, []).append((piece, request))
+            chains.setdefault(link.number, []).append(piece)
         failed: FabricError | None = None
         for link in links:
+            if link.number not in chains:
+                continue
             try:
-                link.post_reads(chains.get(link.number, ()))
+                link.post_reads(chains[link.number])
             except FabricError as error:
                 failed = error  # all of them are posted as far as `destroy` is concerned
         if failed is not None:

@@ -31,7 +31,6 @@ from entresol_proto.fabric.verbs_api import (
 )
 from entresol_proto.fabric.verbs_device import Port
 from entresol_proto.fabric.verbs_memory import address_of
-from entresol_proto.fabric.verbs_queue import ReadRequest
 from entresol_proto.fabric.verbs_rail import RailLink
 from entresol_proto.status import FabricError, Status
 
@@ -56,6 +55,21 @@ class _Posted:
         """See `verbs_rail.Work`."""
         if not self._done.done():
             self._done.set_result(status)
+
+
+class _Trial(_Posted):
+    """A read of 64 bytes."""
+
+    length_bytes = 64
+
+    def __init__(
+        self, done: asyncio.Future[Status], into: int, lkey: int, remote: int, rkey: int
+    ) -> None:
+        super().__init__(done)
+        self.local_address = into
+        self.lkey = lkey
+        self.remote_address = remote
+        self.rkey = rkey
 
 
 class Window:
@@ -93,10 +107,16 @@ class Window:
         return window
 
     def close(self) -> None:
-        """End its key and free it; before its memory region is closed. Idempotent."""
+        """End its key and free it; before its memory region is closed. Idempotent.
+
+        Raises: FabricError when the kernel does not do it.
+        """
         raw, self._raw = self._raw, None
         if raw is not None:
-            raw.close()
+            try:
+                raw.close()
+            except load().error as problem:
+                raise failed("a memory window stays", problem) from None
 
 
 @contextlib.contextmanager
@@ -178,8 +198,7 @@ async def _try_window(owner: RailLink, reader: RailLink) -> Verdict:
 async def _read(link: RailLink, remote: int, rkey: int, into: int, memory: Memory) -> Status:
     """One read of 64 bytes, its completion looked for now and then."""
     done: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
-    request = ReadRequest(0, into, memory.lkey, 64, remote, rkey, True)
-    link.post_reads([(_Posted(done), request)])
+    link.post_reads([_Trial(done, into, memory.lkey, remote, rkey)])
     end = time.monotonic() + _ANSWER_S
     while not done.done() and time.monotonic() < end:
         link.drain()

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +27,10 @@ from entresol_proto.fabric.base import (
     ReadOp,
     VerbsSettings,
 )
-from entresol_proto.status import Status
+from entresol_proto.fabric.verbs import VerbsFabricServer
+from entresol_proto.fabric.verbs_device import find_ports
+from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
+from entresol_proto.status import FabricError, Status
 from tests.rdma import wire
 
 pytestmark = pytest.mark.timeout(300)
@@ -297,3 +301,92 @@ async def test_sessions_that_never_come_leave_nothing(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
         for host in hosts:
             await host.close()
+
+
+async def test_memory_of_another_device_that_cannot_be_reached(tmp_path: Path) -> None:
+    """What a GPU pointer meets where no driver shares it: an error, and the session goes on."""
+    async with session(VERBS, tmp_path) as pair:
+        assert isinstance(pair.host, VerbsEndpoint)
+        with pytest.raises(FabricError) as caught:
+            pair.host.register_device_memory(0x10_0000_0000, MIB)
+        assert caught.value.status is Status.UNSUPPORTED
+        assert "nvidia-peermem" in caught.value.hint
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        with pytest.raises(FabricError) as caught:
+            pair.host.register_device_memory(0x10_0000_0000, MIB, dmabuf_fd=nothing, offset=4096)
+        os.close(nothing)
+        assert caught.value.status is Status.UNSUPPORTED
+        with filled(b"g" * 4096) as buffer:
+            exposure = await pair.daemon.expose(buffer)
+            into = memoryview(bytearray(4096))
+            assert await pair.host.read(batch(exposure, into, 4096), soon(60)) == [Status.OK]
+
+
+async def test_a_device_that_goes_away(tmp_path: Path) -> None:
+    """As far as it can be emulated: its network interface is removed under a session, which ends;
+    the kernel drops the device once nobody has it open."""
+    link, device = "gone0", "rxe_gone"
+    _make_device(link, device, "10.9.0.1")
+    settings = VerbsSettings(devices=(device,))
+    remover: asyncio.subprocess.Process | None = None
+    server = VerbsFabricServer(settings)
+    try:
+        await _until(lambda: _has_ipv4(device))
+        await server.start()
+        offer = server.offer()
+        host, reply = await registry.connect(
+            offer, soon(30), options=ConnectOptions(verbs=settings)
+        )
+        daemon = await server.accept(offer, reply, soon(30))
+        with filled(b"d" * MIB) as buffer:
+            exposure = await daemon.expose(buffer)
+            into = memoryview(bytearray(MIB))
+            assert await host.read(batch(exposure, into), soon(60)) == [Status.OK]
+            remover = await asyncio.create_subprocess_exec("ip", "link", "del", link)
+            for _ in range(100):  # it may go on for a while; it may not hang or bring wrong bytes
+                into[:] = bytes(MIB)
+                async with asyncio.timeout(GIVES_UP_S):
+                    [status] = await host.read(batch(exposure, into), soon(5))
+                if status is not Status.OK:
+                    break
+                assert into == b"d" * MIB
+            else:
+                pytest.fail("reads went on without the device")
+            assert set(await host.read(batch(exposure, into), soon(5))) <= {
+                Status.DISCONNECTED, Status.DEADLINE,
+            }  # fmt: skip
+            with contextlib.suppress(FabricError):
+                server.offer()
+            async with asyncio.timeout(GIVES_UP_S):
+                await host.close()
+                await daemon.close()
+    finally:
+        async with asyncio.timeout(GIVES_UP_S):
+            await server.close()
+        if remover is None:
+            remover = await asyncio.create_subprocess_exec("ip", "link", "del", link)
+        async with asyncio.timeout(60):
+            await remover.wait()
+    await _until(lambda: not Path("/sys/class/infiniband", device).exists())
+
+
+def _make_device(link: str, device: str, address: str) -> None:
+    for command in (
+        f"ip link add {link} type dummy",
+        f"ip link set {link} mtu 4200 up",
+        f"ip addr add {address}/24 dev {link}",
+        f"rdma link add {device} type rxe netdev {link}",
+    ):
+        subprocess.run(command.split(), check=True)
+
+
+def _has_ipv4(device: str) -> bool:
+    with contextlib.suppress(FabricError):
+        return find_ports(VerbsSettings(devices=(device,)))[0].gid.ipv4 is not None
+    return False
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.05)
