@@ -35,7 +35,8 @@ test-rdma: $(READY) ## RDMA suites on soft-RoCE, in an emulated machine built he
 	@$(BIN)/python -m tests.rdma suites $(ARGS)
 
 test-pod-arm64: $(READY) ## An emulated ARM64 DPU serves an emulated x86 host over RoCE
-	@$(BIN)/python -m tests.rdma pod --dpu arm64 --host x86 $(ARGS)
+	@$(BIN)/python -m tests.rdma pod --dpu arm64 --host x86 $(ARGS) \
+	  --dpu-command "python3 -m tests.rdma.podtier dpu" -- python3 -m tests.rdma.podtier host
 
 bench: $(READY) ## Budgets as ratios within one run; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
