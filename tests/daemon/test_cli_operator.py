@@ -14,7 +14,9 @@ from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli, Said, content, variant, w
 from harness import DaemonProcess
 
 from entresol_daemon.control import devcerts
+from entresol_daemon.keys.receipts import verify_receipt
 from entresol_proto.limits import MIB
+from entresol_proto.status import EntresolError
 
 pytestmark = pytest.mark.daemon
 
@@ -219,8 +221,16 @@ def test_the_life_of_a_tenant(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
         cli.fails("tenant", "erase", "acme", code=1, match="not its name")
     cli("exists", "--name", "mine", config=config)
     monkeypatch.setattr("sys.stdin", Typed("acme\n"))
-    said = cli("tenant", "erase", "acme", "--json")
+    kept = tmp_path / "receipt.json"
+    said = cli("tenant", "erase", "acme", "--json", "--receipt", str(kept))
     receipt = said.json
+    signed = json.loads(kept.read_bytes())
+    assert signed == receipt["signed_receipt"]
+    verify_receipt(signed, bytes.fromhex(signed["public_key"]))
+    assert [row["version"] for row in signed["erased"]] == [1, 2]
+    signed["tenant"] = "other"
+    with pytest.raises(EntresolError, match="does not verify"):
+        verify_receipt(signed, bytes.fromhex(signed["public_key"]))
     assert receipt["tenant"] == "acme"
     assert receipt["dek_versions_destroyed"] == [1, 2]
     assert receipt["blocks_dropped"] == 3

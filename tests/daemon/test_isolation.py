@@ -7,6 +7,7 @@ alone would pass with the store switched off.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -45,6 +46,7 @@ from entresol_daemon.control.admin import TenantQuota
 from entresol_daemon.events.types import Kind
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.keys.receipts import verify_receipt
 from entresol_proto.fabric.base import Exposure, ReadOp, RemoteSpan
 from entresol_proto.ids import EngineKey, TenantName, wire_key
 from entresol_proto.limits import KIB
@@ -593,6 +595,8 @@ async def test_an_erased_tenant_is_gone_and_the_other_is_not(tmp_path: Path) -> 
         receipt = await running.daemon.admin.tenant_erase(TenantName("dev"))
         await getting  # bytes or misses; `get` judges them
         assert receipt.blocks_dropped == 30
+        public_key = running.daemon.shard.parts.keyring.receipt_public_key
+        verify_receipt(json.loads(receipt.signed_receipt), public_key)
         assert receipt.sessions_closed == 1
         assert not (await get(own, keys, SIZE, deadline_ns=1_000_000_000)).prefix_blocks
         assert not (await put(own, keys, SIZE)).stored

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from entresol_client.cli import options, output, rpc
@@ -67,6 +69,9 @@ def add_parser(subparsers: Any) -> None:
             _add_quota(verb)
         if name == "erase":
             verb.add_argument("--yes", action="store_true", help="do not ask")
+            verb.add_argument(
+                "--receipt", type=Path, metavar="FILE", help="keep the signed receipt here"
+            )
         options.add_admin(verb)
         options.add_common(verb, tenant=False)
         verb.set_defaults(run=run)
@@ -244,7 +249,11 @@ def run_erase(args: argparse.Namespace) -> int:
         "shard": receipt.shard,
         "incarnation": f"{receipt.incarnation:016x}",
         "digest": receipt.digest.hex(),
+        "signed_receipt": json.loads(receipt.signed_receipt or b"null"),
     }
+    if args.receipt is not None:
+        _keep(args.receipt, receipt.signed_receipt)
+    signed = data["signed_receipt"] or {}
     versions = ", ".join(str(version) for version in receipt.dek_versions_destroyed)
     rows = [
         ("tenant", receipt.tenant),
@@ -255,9 +264,21 @@ def run_erase(args: argparse.Namespace) -> int:
         ("leases revoked", f"{receipt.leases_revoked:,}"),
         ("shard", f"{receipt.shard}, incarnation {receipt.incarnation:016x}"),
         ("receipt sha256", receipt.digest.hex()),
+        ("signed by", signed.get("public_key") or "nobody: the keyring was locked"),
     ]
+    if args.receipt is not None:
+        rows.append(("signed receipt", str(args.receipt)))
     output.answer(args.json, data, output.pairs(rows))
     return 0
+
+
+def _keep(path: Path, receipt: bytes) -> None:
+    """Write the receipt where it was asked for. The daemon keeps a copy: a failure loses none."""
+    try:
+        path.write_bytes(receipt + b"\n")
+    except OSError as error:
+        output.note(f"cannot write the receipt to {path}: {error.strerror}; it is printed instead")
+        output.note(receipt.decode())
 
 
 def _confirm(name: str) -> None:

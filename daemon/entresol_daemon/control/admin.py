@@ -105,9 +105,10 @@ class EraseReceipt:
     sessions_closed: int
     shard: str
     incarnation: int
+    signed_receipt: bytes = b""  # of the keyring: `keys.receipts.canonical`
 
     def digest(self) -> bytes:
-        """SHA-256 over a length-framed encoding of all fields in order.
+        """SHA-256 over a length-framed encoding of all fields but the signed receipt, in order.
 
         Text: u32 length, UTF-8. Numbers: u64. List: u32 count, u64 each. All little-endian, after
         the label "entresol/erase/v1". Proves that two copies of a receipt agree, not who wrote it.

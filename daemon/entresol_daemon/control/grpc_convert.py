@@ -206,6 +206,7 @@ def receipt_message(receipt: EraseReceipt) -> pb.EraseReceipt:
         shard=receipt.shard,
         incarnation=receipt.incarnation,
         digest=receipt.digest(),
+        signed_receipt=receipt.signed_receipt,
     )
 
 

@@ -31,6 +31,7 @@ from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.keys.keyring import TenantQuota as KeyringQuota
+from entresol_daemon.keys.receipts import Receipt, canonical
 from entresol_daemon.shard.gets import sealed_view
 from entresol_daemon.shard.shard import Shard
 from entresol_proto import __version__, limits
@@ -193,11 +194,10 @@ class ShardAdmin:
         parts = self._shard.parts
         now_ns = parts.unix_ns()
 
-        def erase() -> list[int]:
-            receipt = parts.keyring.erase(name, now_unix_s=now_ns // 10**9)
-            return [row["version"] for row in receipt["erased"]]
+        def erase() -> Receipt:
+            return parts.keyring.erase(name, now_unix_s=now_ns // 10**9)
 
-        versions = await parts.compute.run(erase)
+        receipt = await parts.compute.run(erase)
         leases = self._shard.leases_held()
         sessions = await self._end_sessions(name)
         account = parts.accounts.by_name.get(name)
@@ -213,12 +213,13 @@ class ShardAdmin:
         return EraseReceipt(
             tenant=name,
             erased_unix_ns=now_ns,
-            dek_versions_destroyed=tuple(versions),
+            dek_versions_destroyed=tuple(row["version"] for row in receipt["erased"]),
             blocks_dropped=dropped,
             leases_revoked=leases - self._shard.leases_held(),
             sessions_closed=sessions,
             shard=parts.config.shard.name,
             incarnation=self._shard.incarnation,
+            signed_receipt=canonical(receipt),
         )
 
     def _stored_namespaces(self, account: Account) -> list[bytes]:

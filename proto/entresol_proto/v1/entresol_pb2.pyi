@@ -248,7 +248,7 @@ class TenantEraseRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., confirm: _Optional[str] = ...) -> None: ...
 
 class EraseReceipt(_message.Message):
-    __slots__ = ("tenant", "erased_unix_ns", "dek_versions_destroyed", "blocks_dropped", "leases_revoked", "sessions_closed", "shard", "incarnation", "digest")
+    __slots__ = ("tenant", "erased_unix_ns", "dek_versions_destroyed", "blocks_dropped", "leases_revoked", "sessions_closed", "shard", "incarnation", "digest", "signed_receipt")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ERASED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     DEK_VERSIONS_DESTROYED_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,7 @@ class EraseReceipt(_message.Message):
     SHARD_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNED_RECEIPT_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     erased_unix_ns: int
     dek_versions_destroyed: _containers.RepeatedScalarFieldContainer[int]
@@ -267,7 +268,8 @@ class EraseReceipt(_message.Message):
     shard: str
     incarnation: int
     digest: bytes
-    def __init__(self, tenant: _Optional[str] = ..., erased_unix_ns: _Optional[int] = ..., dek_versions_destroyed: _Optional[_Iterable[int]] = ..., blocks_dropped: _Optional[int] = ..., leases_revoked: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., shard: _Optional[str] = ..., incarnation: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    signed_receipt: bytes
+    def __init__(self, tenant: _Optional[str] = ..., erased_unix_ns: _Optional[int] = ..., dek_versions_destroyed: _Optional[_Iterable[int]] = ..., blocks_dropped: _Optional[int] = ..., leases_revoked: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., shard: _Optional[str] = ..., incarnation: _Optional[int] = ..., digest: _Optional[bytes] = ..., signed_receipt: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ns",)
