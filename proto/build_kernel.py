@@ -1,7 +1,8 @@
 """Build hook: compiles the native kernel into the package where a C compiler is at hand.
 
 Without one the package is built all the same, in pure Python, and says so. `CC` names another
-compiler, `ENTRESOL_NATIVE=0` leaves the kernel out.
+compiler, `ENTRESOL_NATIVE=0` leaves the kernel out. For another machine than this one, `CC` names a
+cross compiler and `ENTRESOL_TARGET_PLATFORM` the wheel's platform, such as `linux_aarch64`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def compile_kernel(source: Path, library: Path) -> str | None:
     if os.environ.get("ENTRESOL_NATIVE") == "0":
         return "ENTRESOL_NATIVE=0"
     command = compiler()
+    if os.environ.get("ENTRESOL_TARGET_PLATFORM") and "CC" not in os.environ:
+        return "ENTRESOL_TARGET_PLATFORM is set, but CC does not name its compiler"
     if command is None:
         return "no C compiler found (Debian: apt-get install gcc libc6-dev)"
     part = library.with_suffix(".part")
@@ -64,7 +67,8 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             library.unlink(missing_ok=True)
             self.app.display_warning(f"entresol is built without its native kernel: {problem}")
             return
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        platform = os.environ.get("ENTRESOL_TARGET_PLATFORM") or sysconfig.get_platform()
+        platform = platform.replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["artifacts"].append(f"{FOLDER}/_kernel.so")
