@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -13,10 +15,11 @@ from tests.rdma import guest, pod, report, suites_run
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT
-from tests.rdma.spec import ARCHES, KERNELS, HarnessError
+from tests.rdma.spec import ARCHES, KERNELS, HarnessError, UsageError
 from tests.rdma.tools import NotHere, ensure_tools
 
 REQUIRED_ENV = "ENTRESOL_RDMA_REQUIRED"
+RC_USAGE = 2  # as argparse
 RC_CANNOT = 77  # what automake calls a skipped test; guests never end so
 
 
@@ -49,6 +52,10 @@ def parser() -> argparse.ArgumentParser:
     for verb in (run, pod_verb):
         verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
     suites.add_argument(
+        "--guests", type=int, choices=range(1, suites_run.GUESTS_MAX + 1),
+        default=suites_run.default_guests(), help="divide the tests over so many",
+    )  # fmt: skip
+    suites.add_argument(
         "arguments", nargs="*", metavar="-- PYTEST...", help="instead of all suites"
     )
     return top
@@ -61,10 +68,16 @@ def _build(options: argparse.Namespace) -> int:
     return 0
 
 
+def _forget_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def _out(named: Path | None) -> Path:
-    """The folder for results: the one asked for, or a new one that is printed."""
+    """The folder for results: the one asked for, or a new one, printed, that goes if empty."""
     if named is None:
         named = Path(tempfile.mkdtemp(prefix="entresol-rdma-out-"))
+        atexit.register(_forget_if_empty, named)
         say(f"results in {named}")
     named.mkdir(parents=True, exist_ok=True)
     return named
@@ -73,7 +86,7 @@ def _out(named: Path | None) -> Path:
 def _run(options: argparse.Namespace) -> int:
     kernel = KERNELS[options.kernel]
     if options.net == "pair" and not kernel.namespaces:
-        raise HarnessError(f"kernel {kernel.name} has no rxe per namespace: use --net loopback")
+        raise UsageError(f"kernel {kernel.name} has no rxe per namespace: use --net loopback")
     command = guest.command_of(options.command)
     arch = ARCHES[options.arch]
     made = images(arch, kernel)
@@ -112,16 +125,22 @@ def _pod(options: argparse.Namespace) -> int:
     return ended.rc
 
 
+VERBS = {"build": _build, "run": _run, "suites": _suites, "pod": _pod}
+
+
 def main(arguments: list[str]) -> int:
     """Run one verb; returns its exit code."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         ensure_tools([options.dpu, options.host] if options.verb == "pod" else [options.arch])
-        return {"build": _build, "run": _run, "suites": _suites, "pod": _pod}[options.verb](options)
+        return VERBS[options.verb](options)
     except NotHere as cannot:
         print(f"not run here: {cannot}", file=sys.stderr)
         return RC_CANNOT if os.environ.get(REQUIRED_ENV) else 0
+    except UsageError as error:
+        print(f"tests.rdma: {error}", file=sys.stderr)
+        return RC_USAGE
     except HarnessError as error:
         print(f"tests.rdma: {error}", file=sys.stderr)
         return RC_CANNOT

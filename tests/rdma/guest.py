@@ -22,7 +22,7 @@ from tests.rdma.bytecode import compile_tree
 from tests.rdma.images import Images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT, Machine, Running, Sink
-from tests.rdma.spec import Arch, HarnessError
+from tests.rdma.spec import Arch, HarnessError, UsageError
 from tests.rdma.tools import tool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -256,9 +256,9 @@ def run(job: Job, repo: Path) -> int:
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
     """The command after the double dash.
 
-    Raises: HarnessError when there is none.
+    Raises: UsageError when there is none.
     """
     command = tuple(words[1:] if words[:1] == ["--"] else words)
     if not command:
-        raise HarnessError("no command; give one after --")
+        raise UsageError("no command; give one after --")
     return command

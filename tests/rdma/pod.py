@@ -19,7 +19,7 @@ from tests.rdma.guest import ATTEMPTS_MAX, POLL_S, RC_NO_RESULT, Attempt, Job, s
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import Sink
-from tests.rdma.spec import Arch, HarnessError, Kernel
+from tests.rdma.spec import Arch, HarnessError, Kernel, UsageError
 
 HOST_ADDRESS, DPU_ADDRESS = "10.7.0.1", "10.7.0.2"
 STOP_TIMEOUT_S = 60.0
@@ -173,12 +173,12 @@ def run(pod: Pod) -> Ended:
 def words(text: str) -> tuple[str, ...]:
     """A command given as one argument.
 
-    Raises: HarnessError when it is empty or its quotes do not match.
+    Raises: UsageError when it is empty or its quotes do not match.
     """
     try:
         split = tuple(shlex.split(text))
     except ValueError as error:
-        raise HarnessError(f"cannot read the command {text!r}: {error}") from None
+        raise UsageError(f"cannot read the command {text!r}: {error}") from None
     if not split:
-        raise HarnessError("an empty command for the DPU")
+        raise UsageError("an empty command for the DPU")
     return split

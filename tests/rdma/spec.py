@@ -17,6 +17,10 @@ class HarnessError(Exception):
     """The harness cannot do what was asked; the message is one line for a person."""
 
 
+class UsageError(HarnessError):
+    """What was asked for makes no sense anywhere; a mistake of the caller, not of this machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arch:
     """One guest architecture and how QEMU runs it."""

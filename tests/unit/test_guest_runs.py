@@ -264,6 +264,39 @@ def test_options_are_ours_before_the_dashes_and_the_commands_after() -> None:
     assert guest.command_of(options.command) == ("x", "--net", "y")
 
 
+def test_every_verb_has_what_its_function_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions run up to the images, which nobody builds here."""
+
+    def no_images(*_: object, **__: object) -> images.Images:
+        raise spec.HarnessError("as far as the images")
+
+    for module in (cli, suites_run, pod):
+        monkeypatch.setattr(module, "images", no_images)
+    for verb in (["build"], ["run", "--", "x"], ["suites", "--", "-k", "x"], ["pod"]):
+        options = cli.parser().parse_args(verb)
+        with pytest.raises(spec.HarnessError, match="as far as"):
+            cli.VERBS[options.verb](options)
+
+
+@pytest.mark.parametrize(
+    ("failure", "rc"),
+    [(spec.UsageError("no such thing"), 2), (spec.HarnessError("no network"), 77)],
+    ids=["mistake", "machine"],
+)
+def test_a_mistake_is_told_from_a_machine_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    failure: spec.HarnessError, rc: int,
+) -> None:  # fmt: skip
+    def fails(options: object) -> int:
+        raise failure
+
+    monkeypatch.setattr(cli, "ensure_tools", lambda arches: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setitem(cli.VERBS, "suites", fails)
+    assert cli.main(["suites"]) == rc
+    assert capsys.readouterr().err == f"tests.rdma: {failure}\n"
+
+
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(spec.HarnessError, match="no command"):
         guest.command_of(["--"])
@@ -275,7 +308,7 @@ def test_the_old_kernel_has_no_pairs() -> None:
         cli._run(options)
 
 
-@pytest.mark.parametrize(("required", "rc"), [("", 0), ("1", 2)])
+@pytest.mark.parametrize(("required", "rc"), [("", 0), ("1", 77)])
 def test_a_host_that_cannot_says_so_and_fails_only_where_it_must(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], required: str, rc: int
 ) -> None:
