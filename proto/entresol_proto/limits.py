@@ -65,7 +65,10 @@ VERBS_RNR_TIMER = 12  # code for 0.64 ms: how long a sender waits when no receiv
 VERBS_RNR_RETRIES = 6  # then the reader gives up; here, too, 7 means for ever
 VERBS_RD_ATOMIC_MAX = 16  # reads one queue pair has on the wire; less where a device has less
 VERBS_READS_POSTED_MAX = 64  # read requests handed to the device and not completed, per rail
-VERBS_WINDOW_BYTES = 8 * MIB  # of those
+VERBS_WINDOW_BYTES = 8 * MIB  # of those; less while they take longer than VERBS_WINDOW_NS
+VERBS_WINDOW_BYTES_MIN = 1 * MIB
+VERBS_WINDOW_BYTES_START = 2 * MIB
+VERBS_WINDOW_NS = 100_000_000
 VERBS_READS_SIGNALED_EVERY = 16  # at the latest; also the last one of a chain
 VERBS_SIGNALED_BYTES = 2 * MIB  # or after so many bytes
 VERBS_PIECE_BYTES_MAX = 1 * MIB  # one read request
@@ -78,7 +81,7 @@ VERBS_REGISTRATIONS_MAX = 64  # long-lived buffers per session
 VERBS_BOUNCE_BYTES = 4 * MIB  # per rail; reads into small foreign memory land there first
 VERBS_BOUNCE_OP_BYTES_MAX = 256 * KIB  # larger foreign memory is registered for the one read
 VERBS_ANNOUNCE_NS = 200_000_000  # a read of an unknown rkey waits so long for its announcement
-VERBS_DRAIN_NS = 500_000_000  # reads past their deadline may still land, then the session ends
+VERBS_DRAIN_NS = 1_000_000_000  # reads past their deadline may still land, then the session ends
 VERBS_GOODBYE_NS = 50_000_000  # how long closing waits for its last message to leave
 
 # Time.

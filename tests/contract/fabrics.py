@@ -23,6 +23,7 @@ import leaks
 import pytest
 import uvloop
 
+from entresol_proto import limits
 from entresol_proto.fabric import registry
 from entresol_proto.fabric.base import (
     ConnectOptions,
@@ -84,6 +85,7 @@ class Fabric(Protocol):
     name: str
     reads_can_hang: bool  # a stopped peer holds up reads (not where reads are one-sided)
     opens_by_reply: bool  # the daemon learns of the host by its reply alone (verbs)
+    offers_max: int  # of the servers made here
 
     @property
     def missing(self) -> str | None:
@@ -113,6 +115,7 @@ class Fabric(Protocol):
 class _Tcp:
     reads_can_hang = True
     opens_by_reply = False
+    offers_max = limits.OFFERS_OPEN_MAX
     missing = None
 
     def __init__(self, name: str, *, tls: bool) -> None:
@@ -181,6 +184,7 @@ class _Shm:
     name = "shm"
     reads_can_hang = False
     opens_by_reply = False
+    offers_max = limits.OFFERS_OPEN_MAX
     missing = None
 
     def server(self, folder: Path, *, lifetime_ns: int = LIFETIME_NS) -> FabricServer:
@@ -224,6 +228,7 @@ class _Verbs:
 
     reads_can_hang = False
     opens_by_reply = True
+    offers_max = 48  # each holds a queue pair
 
     def __init__(self, name: str, *, rails: int) -> None:
         self.name = name
@@ -250,7 +255,11 @@ class _Verbs:
 
     def server(self, folder: Path, *, lifetime_ns: int = LIFETIME_NS) -> FabricServer:
         mine = self._devices[::-1][: self._rails]
-        return VerbsFabricServer(VerbsSettings(devices=tuple(mine)), offer_lifetime_ns=lifetime_ns)
+        return VerbsFabricServer(
+            VerbsSettings(devices=tuple(mine)),
+            offer_lifetime_ns=lifetime_ns,
+            offers_max=self.offers_max,
+        )
 
     def options(self) -> ConnectOptions:
         return ConnectOptions(verbs=VerbsSettings(devices=tuple(self._devices[: self._rails])))

@@ -539,7 +539,7 @@ async def test_a_reply_with_content_is_refused(fabric: Fabric, tmp_path: Path) -
 @on_loops
 async def test_open_offers_are_bounded(fabric: Fabric, tmp_path: Path) -> None:
     async with serving(fabric, tmp_path, lifetime_ns=LIFETIME_NS) as server:
-        offers = [server.offer() for _ in range(limits.OFFERS_OPEN_MAX)]
+        offers = [server.offer() for _ in range(fabric.offers_max)]
         with pytest.raises(FabricError) as caught:
             server.offer()
         assert caught.value.status is Status.BUSY

@@ -75,6 +75,12 @@ def test_the_ipv4_gid_of_roce_v2_is_chosen_wherever_it_is(tmp_path: Path) -> Non
     assert elsewhere.index == 4  # of another namespace, but still better than link-local
 
 
+def test_gaps_in_the_table_are_passed_over(tmp_path: Path) -> None:
+    gap = [("", "")] * 30
+    folder = make_port(tmp_path, "mlx5_0", [("fe80::1", V2), *gap, ("10.0.0.5", V2), *gap, *gap])
+    assert [gid.index for gid in gids(folder)] == [0, 31]
+
+
 def test_without_ipv4_a_global_address_is_better_than_a_link_local_one() -> None:
     table = [Gid(1, packed("fe80::1"), V2, ""), Gid(2, packed("2001:db8::1"), V2, "")]
     chosen = choose_gid(table, infiniband=False)
@@ -84,10 +90,14 @@ def test_without_ipv4_a_global_address_is_better_than_a_link_local_one() -> None
     assert choose_gid([Gid(0, packed("10.0.0.1"), V1, "")], infiniband=False) is None
 
 
-def test_a_set_index_overrides_and_a_wrong_one_finds_nothing() -> None:
-    table = [Gid(1, packed("fe80::1"), V1, ""), Gid(7, packed("10.0.0.1"), V2, "")]
-    assert choose_gid(table, infiniband=False, index=1) is table[0]
-    assert choose_gid(table, infiniband=False, index=3) is None
+def test_a_set_index_overrides_and_a_wrong_one_finds_nothing(tmp_path: Path) -> None:
+    make_port(tmp_path, "mlx5_0", [*TABLE, *[("", "")] * 200, ("10.0.0.9", V1)])
+    for index, address in ((0, None), (4, "10.0.0.5"), (206, "10.0.0.9")):
+        [port] = find_ports(VerbsSettings(devices=("mlx5_0",), gid_index=index), sysfs=tmp_path)
+        assert (port.gid.index, port.gid.ipv4) == (index, address)
+    for index in (2, 205, 5_000):
+        with pytest.raises(FabricError):
+            find_ports(VerbsSettings(devices=("mlx5_0",), gid_index=index), sysfs=tmp_path)
 
 
 def test_ports_in_the_order_of_the_settings(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from entresol_proto.fabric.verbs_memory import (
     address_of,
     group,
 )
+from entresol_proto.fabric.verbs_rail import next_window
 from entresol_proto.fabric.verbs_reader import PeerRegion, Piece, Reader
 from entresol_proto.fabric.verbs_status import name_of, status_of
 from entresol_proto.status import FabricError, Status
@@ -448,3 +449,15 @@ def test_without_a_cuda_driver_there_is_no_dmabuf() -> None:
             dmabuf_of(0x7F00_0000_1000, 4096, library=library)
         assert caught.value.status is Status.UNSUPPORTED
         assert "nvidia-peermem" in caught.value.hint
+
+
+def test_the_window_follows_the_wire() -> None:
+    short, long = limits.VERBS_WINDOW_NS // 4, limits.VERBS_WINDOW_NS + 1
+    window = limits.VERBS_WINDOW_BYTES_START
+    for _ in range(10):
+        window = next_window(window, short)
+    assert window == limits.VERBS_WINDOW_BYTES
+    assert next_window(window, limits.VERBS_WINDOW_NS // 2) == window
+    for _ in range(10):
+        window = next_window(window, long)
+    assert window == limits.VERBS_WINDOW_BYTES_MIN

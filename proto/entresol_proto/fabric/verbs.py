@@ -98,6 +98,7 @@ class VerbsFabricServer:
         private: bool = True,
         windows: bool | None = None,
         offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
+        offers_max: int = limits.OFFERS_OPEN_MAX,
     ) -> None:
         self.windows_verdict = "not examined"
         self._windows = windows
@@ -105,7 +106,7 @@ class VerbsFabricServer:
         self._private = private
         self._lifetime_ns = offer_lifetime_ns
         self._offers: OfferTable[_Prepared] = OfferTable(
-            _Prepared.discard, lifetime_ns=offer_lifetime_ns
+            _Prepared.discard, offers_max=offers_max, lifetime_ns=offer_lifetime_ns
         )
         self._ports: list[Port] = []
         self._endpoints: set[VerbsEndpoint] = set()

@@ -23,7 +23,7 @@ from entresol_proto.status import FabricError, Status
 SYSFS = Path("/sys/class/infiniband")
 ROCE_PORT = 4791  # UDP destination port of RoCE v2 (InfiniBand specification, annex A17)
 MTUS = (256, 512, 1024, 2048, 4096)
-_GIDS_MAX = 256
+_GIDS_EMPTY_MAX = 32
 _SAME_NETWORK_BITS = 16  # addresses that share so much may be on one network
 
 
@@ -66,24 +66,34 @@ def _text(path: Path) -> str:
         return ""
 
 
-def gids(port_folder: Path) -> list[Gid]:
-    """The filled entries of a port's GID table, by index."""
-    found = []
+def gid_at(port_folder: Path, index: int) -> Gid | None:
+    """One entry of a port's GID table; None for an empty one."""
     try:
-        indexes = sorted(int(entry.name) for entry in (port_folder / "gids").iterdir())
-    except (OSError, ValueError):
-        return []
-    for index in indexes[:_GIDS_MAX]:
-        try:
-            raw = bytes.fromhex(_text(port_folder / "gids" / str(index)).replace(":", ""))
-        except ValueError:
-            continue
-        if len(raw) != 16 or not any(raw):
-            continue
-        # Unused entries refuse to tell their type.
-        kind = _text(port_folder / "gid_attrs" / "types" / str(index))
-        netdev = _text(port_folder / "gid_attrs" / "ndevs" / str(index))
-        found.append(Gid(index, raw, kind, netdev))
+        raw = bytes.fromhex(_text(port_folder / "gids" / str(index)).replace(":", ""))
+    except ValueError:
+        return None
+    if len(raw) != 16 or not any(raw):
+        return None
+    # Unused entries refuse to tell their type.
+    kind = _text(port_folder / "gid_attrs" / "types" / str(index))
+    netdev = _text(port_folder / "gid_attrs" / "ndevs" / str(index))
+    return Gid(index, raw, kind, netdev)
+
+
+def gids(port_folder: Path) -> list[Gid]:
+    """The filled entries of a port's GID table, by index.
+
+    The table may have a thousand places, of which the first few are in use; it ends for us where
+    _GIDS_EMPTY_MAX of them in a row are empty.
+    """
+    found: list[Gid] = []
+    index = empty = 0
+    while empty < _GIDS_EMPTY_MAX:
+        gid = gid_at(port_folder, index)
+        empty = empty + 1 if gid is None else 0
+        if gid is not None:
+            found.append(gid)
+        index += 1
     return found
 
 
@@ -113,16 +123,12 @@ def choose_gid(
     table: Sequence[Gid],
     *,
     infiniband: bool,
-    index: int | None = None,
     is_here: Callable[[str], bool] = address_is_here,
 ) -> Gid | None:
-    """The GID to use: the one set, else RoCE v2 over IPv4 (here first), then over IPv6 (global
-    first).
+    """The GID to use: RoCE v2 over IPv4 (here first), then over IPv6 (global first).
 
     On InfiniBand the first one.
     """
-    if index is not None:
-        return next((gid for gid in table if gid.index == index), None)
     if infiniband:
         return table[0] if table else None
 
@@ -149,7 +155,10 @@ def _parse_name(text: str) -> tuple[str, int | None]:
 
 def _port_at(folder: Path, device: str, gid_index: int | None) -> Port | None:
     infiniband = _text(folder / "link_layer") == "InfiniBand"
-    gid = choose_gid(gids(folder), infiniband=infiniband, index=gid_index)
+    if gid_index is not None:
+        gid = gid_at(folder, gid_index)
+    else:
+        gid = choose_gid(gids(folder), infiniband=infiniband)
     if gid is None:
         return None
     lid = _text(folder / "lid")

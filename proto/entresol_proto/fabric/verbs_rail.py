@@ -5,7 +5,8 @@ Invariants:
   before it; what is on the wire is `posted`, oldest first.
 - After `destroy` the device touches no memory on behalf of this rail, and every posted work was
   handed back to its owner.
-- At most VERBS_READS_POSTED_MAX reads with VERBS_WINDOW_BYTES are on the wire.
+- At most VERBS_READS_POSTED_MAX reads with VERBS_WINDOW_BYTES are on the wire, and on a slow one
+  about as many bytes as it moves in VERBS_WINDOW_NS: whoever gives up waits for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -67,6 +69,16 @@ class Owner(Protocol):
         ...
 
 
+def next_window(window_bytes: int, took_ns: int) -> int:
+    """The window after a read that took so long from its posting: doubled when that was short,
+    halved when it was long."""
+    if took_ns > limits.VERBS_WINDOW_NS:
+        return max(limits.VERBS_WINDOW_BYTES_MIN, window_bytes // 2)
+    if took_ns < limits.VERBS_WINDOW_NS // 3:
+        return min(limits.VERBS_WINDOW_BYTES, window_bytes * 2)
+    return window_bytes
+
+
 class RailLink:
     """See the module. Made in INIT; `connect` makes it usable, `watch` puts it on the loop."""
 
@@ -75,6 +87,8 @@ class RailLink:
         self.number = number
         self.port = port
         self.posted: deque[tuple[int, Work]] = deque()
+        self.window_bytes = limits.VERBS_WINDOW_BYTES_START
+        self._chains: deque[tuple[int, int]] = deque()  # last number of each, when it was posted
         self.reads_posted = 0
         self.bytes_posted = 0
         self.destroyed = False
@@ -150,7 +164,7 @@ class RailLink:
     def has_room(self, length_bytes: int) -> bool:
         """Whether one more read of this length may go on the wire."""
         return self.reads_posted < limits.VERBS_READS_POSTED_MAX and (
-            not self.reads_posted or self.bytes_posted + length_bytes <= limits.VERBS_WINDOW_BYTES
+            not self.reads_posted or self.bytes_posted + length_bytes <= self.window_bytes
         )
 
     def reserve(self, length_bytes: int) -> None:
@@ -184,6 +198,7 @@ class RailLink:
             signals.append(signaled)
         if reads:
             signals[-1] = True
+            self._chains.append((self._sequence, time.monotonic_ns()))
         for at in range(0, len(reads), READS_PER_POST_MAX):
             end = at + READS_PER_POST_MAX
             self.queue_pair.post_reads(first + at, reads[at:end], signals[at:end])
@@ -267,6 +282,10 @@ class RailLink:
         """All up to `number` are done. A failed one leaves those before it done well, as their own
         failure would have come first; flushed ones prove nothing."""
         before = last if last is Status.DISCONNECTED else Status.OK
+        while self._chains and self._chains[0][0] <= number:
+            _, posted_ns = self._chains.popleft()
+            took_ns = time.monotonic_ns() - posted_ns
+            self.window_bytes = next_window(self.window_bytes, took_ns)
         while self.posted and self.posted[0][0] <= number:
             sequence, work = self.posted.popleft()
             work.over(self, last if sequence == number else before)

@@ -1,4 +1,7 @@
-"""The fabric contract on real queue pairs: every test of the suite, over one rail and over two."""
+"""The fabric contract on real queue pairs: every test of the suite, over one rail and over two.
+
+Two rails run on one kind of event loop (see conftest): what they add does not depend on it.
+"""
 
 from __future__ import annotations
 
