@@ -166,6 +166,7 @@ class Reader:
         self._links = links
         self._queue: deque[Piece] = deque()
         self._batches: set[Batch] = set()
+        self._aborted: Status | None = None
 
     @property
     def busy(self) -> bool:
@@ -177,6 +178,8 @@ class Reader:
         cut: Callable[[], None],
     ) -> list[Status]:  # fmt: skip
         """Read every op whose region is known. `cut` destroys the queue pairs: the last resort."""
+        if self._aborted is not None:
+            return [self._aborted] * len(ops)
         loop = asyncio.get_running_loop()
         batch = Batch(loop, len(ops))
         foreign = self._plan(batch, ops, regions)
@@ -311,7 +314,8 @@ class Reader:
             raise failed
 
     def abort(self, status: Status) -> None:
-        """The queue pairs are destroyed: every batch ends."""
+        """The queue pairs are destroyed: every batch ends, now and from here on."""
+        self._aborted = status
         self._queue.clear()
         for batch in list(self._batches):
             batch.end(status)
