@@ -121,7 +121,8 @@ def hook(library: Path, **env: str) -> str:
     """What the build hook answers to `env`; no kernel is compiled where it refuses."""
     pytest.importorskip("hatchling", reason="not run here: hatchling is not installed")
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import build_kernel;"
+        "import sys; sys.path.insert(0, sys.argv[1]); import build_kernel\n"
+        "from pathlib import Path\n"
         "print(build_kernel.compile_kernel(Path(sys.argv[2]), Path(sys.argv[3])))"
     )
     source = ROOT / "proto/entresol_proto/native/kernel.c"
