@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         verb.add_argument("--timeout", type=float, default=guest.TIMEOUT_S_DEFAULT, metavar="S")
         verb.add_argument("--memory", type=int, default=MEMORY_MIB_DEFAULT, metavar="MIB")
         verb.add_argument("--out", type=Path, metavar="DIR", help="where a guest's /out comes to")
+    suites.set_defaults(timeout=suites_run.TIMEOUT_S_DEFAULT)
     for verb in (run, pod_verb):
         verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
     suites.add_argument(

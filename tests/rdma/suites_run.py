@@ -19,6 +19,7 @@ from tests.rdma.spec import Arch, Kernel
 SUITES = ("tests/rdma/suites",)
 GUESTS_MAX = 2  # more would each be slower: collecting the tests is the same work in every guest
 RECORD = "record.jsonl"
+TIMEOUT_S_DEFAULT = 1500.0  # four times what a quiet machine of two processors takes
 RC_NO_TESTS = 5  # of pytest
 
 
