@@ -357,7 +357,7 @@ def recorded(tmp_path: Path, *arguments: str, share: str = "") -> tuple[report.C
 
 
 def test_what_a_killed_run_had_found_is_not_lost(tmp_path: Path) -> None:
-    cases = {case.name.partition("::")[2]: case for case in recorded(tmp_path)}
+    cases = {case.name.rpartition(":")[2]: case for case in recorded(tmp_path)}
     assert {name: case.outcome for name, case in cases.items()} == {
         "test_one": "passed", "test_two": "skipped", "test_three": "failed",
         "test_four": "failed", "test_five": "failed",
