@@ -278,6 +278,29 @@ async def test_what_cannot_be_registered_is_copied() -> None:
     bench.assert_nothing_held(bounce=1)
 
 
+async def test_a_device_that_registers_nothing_any_more_is_broken() -> None:
+    bench = Bench(1, 4 * MIB)
+    domain = bench.rails[0].domain
+    memory = memoryview(bytearray(4 * MIB))
+    reading = bench.read([(0, 4 * MIB)], [memory])
+    await asyncio.sleep(0)
+    posted = len(bench.rails[0].posted)
+    assert posted > 1
+
+    def broken(address: int, length_bytes: int, access: int) -> Registered:
+        raise FabricError("Input/output error")
+
+    domain.register = broken  # type: ignore[method-assign]
+    other = bench.read([(0, 100)], [memoryview(bytearray(100))])
+    bench.rails[0].complete(posted)
+    bench.reader.pump()
+    bench.rails[0].complete(posted)
+    assert await reading == [Status.OK]
+    with pytest.raises(FabricError, match="Input/output"):
+        await other
+    bench.assert_nothing_held()
+
+
 async def test_a_revocation_stops_what_is_not_on_the_wire() -> None:
     bench = Bench(1, 16 * MIB)
     memory = memoryview(bytearray(16 * MIB))

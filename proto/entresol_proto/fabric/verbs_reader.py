@@ -218,7 +218,6 @@ class Reader:
                 await batch.idle(left_ns)
             except asyncio.CancelledError as error:
                 cancelled = error
-        self.pump()
         if cancelled is not None:
             raise cancelled
 
@@ -276,11 +275,12 @@ class Reader:
     # -- posting ------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Put on the wire what there is room for. Raises: FabricError when a rail refuses."""
+        """Put on the wire what there is room for. Raises: FabricError when a rail is broken."""
         links = [link for link in self._links if not link.destroyed]
         if not links or not self._queue:
             return
         chains: dict[int, list[Piece]] = {}
+        failed: FabricError | None = None
         while self._queue:
             piece = self._queue[0]
             if piece.batch.ended or piece.region.revoked:
@@ -296,13 +296,15 @@ class Reader:
             except FabricError as error:
                 self._queue.popleft()
                 piece.batch.piece_over(piece.index, error.status)
+                if error.status is Status.FABRIC_ERROR:  # no want of memory: the device is broken
+                    failed = error
+                    break
                 continue
             if not ready:
                 break
             self._queue.popleft()
             link.reserve(piece.length_bytes)
             chains.setdefault(link.number, []).append(piece)
-        failed: FabricError | None = None
         for link in links:
             if link.number not in chains:
                 continue
