@@ -46,8 +46,13 @@ class Report:
 
     @property
     def rc(self) -> int:
-        """An exit code for the whole: a guest's own where there is one, 1 for the rest."""
-        return 0 if self.succeeded else next(filter(None, self.rcs), 1)
+        """An exit code for the whole: 1 where a test failed, else a guest's own.
+
+        So a guest that came to no result hides no failure, not even of the test it died in.
+        """
+        if self.succeeded:
+            return 0
+        return 1 if self.count("failed") else max((1, *self.rcs))
 
     def json(self) -> str:
         """One object, readable by people as well."""

@@ -403,8 +403,20 @@ def test_a_report_counts_what_ran_and_what_did_not() -> None:
         (made_report("skipped"), 1),
         (made_report("passed", "failed"), 1),
         (made_report("passed", rcs=(0, 124)), 124),
+        (made_report("passed", "failed", rcs=(125, 1)), 1),
+        (made_report("passed", "failed", rcs=(125, 0)), 1),
+        (made_report(rcs=(125, 125)), 125),
     ],
-    ids=["good", "no tests", "only skips", "a failure", "killed"],
+    ids=[
+        "good",
+        "no tests",
+        "only skips",
+        "a failure",
+        "killed",
+        "both",
+        "died in it",
+        "none came",
+    ],
 )
 def test_only_tests_that_ran_and_passed_are_a_success(came_to: report.Report, rc: int) -> None:
     assert came_to.rc == rc
