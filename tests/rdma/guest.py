@@ -22,14 +22,12 @@ from tests.rdma.bytecode import compile_tree
 from tests.rdma.images import Images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT, Machine, Running, Sink
-from tests.rdma.spec import Arch, HarnessError, UsageError
+from tests.rdma.spec import RC_NO_RESULT, RC_TIMED_OUT, Arch, HarnessError, UsageError
 from tests.rdma.tools import tool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUEST_FILES = Path(__file__).resolve().parent / "inside"
 
-RC_TIMED_OUT = 124
-RC_NO_RESULT = 125
 ATTEMPTS_MAX = 2
 TIMEOUT_S_DEFAULT = 600.0
 BOOT_TIMEOUT_S = 180.0  # 4 s on a quiet machine; a loaded one needs ten times that

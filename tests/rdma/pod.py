@@ -15,11 +15,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.rdma.guest import ATTEMPTS_MAX, POLL_S, RC_NO_RESULT, Attempt, Job, snapshot, why
+from tests.rdma.guest import ATTEMPTS_MAX, POLL_S, Attempt, Job, snapshot, why
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import Sink
-from tests.rdma.spec import Arch, HarnessError, Kernel, UsageError
+from tests.rdma.spec import RC_NO_RESULT, Arch, HarnessError, Kernel, UsageError
 
 HOST_ADDRESS, DPU_ADDRESS = "10.7.0.1", "10.7.0.2"
 STOP_TIMEOUT_S = 60.0

@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.rdma.spec import RC_NO_RESULT
+
 RESULT = "results.json"
 SLOWEST = 5
 OUTCOMES = ("passed", "failed", "skipped")
@@ -52,7 +54,10 @@ class Report:
         """
         if self.succeeded:
             return 0
-        return 1 if self.count("failed") else max((1, *self.rcs))
+        if self.count("failed"):
+            return 1
+        own = [rc for rc in self.rcs if rc]
+        return next((rc for rc in own if rc != RC_NO_RESULT), max((1, *own)))
 
     def json(self) -> str:
         """One object, readable by people as well."""

@@ -10,6 +10,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+# Exit codes of a guest's run that are ours and not its command's.
+RC_TIMED_OUT = 124
+RC_NO_RESULT = 125
+
 RECIPE_VERSION = 3  # raise it when the build steps change what they put into an image
 
 

@@ -72,7 +72,7 @@ def test_a_guest_without_a_result_is_booted_once_more(job: guest.Job) -> None:
 def test_but_not_for_ever(job: guest.Job) -> None:
     count = job.out.parent / "count"
     become(job, f"echo boot >> {count}; echo broken >&2; exit 1")
-    assert guest.run(job, job.images.root) == guest.RC_NO_RESULT
+    assert guest.run(job, job.images.root) == spec.RC_NO_RESULT
     assert count.read_text().count("boot") == guest.ATTEMPTS_MAX
     assert "broken" in (job.out / "guest-qemu.log").read_text()
 
@@ -83,7 +83,7 @@ def test_a_command_past_its_time_is_killed_with_all_its_children(job: guest.Job)
         job,
         f'touch "$share/started" "$share/out/half"; sleep 60 & echo $! $$ >> {pids}; wait',
     )
-    assert guest.run(replace(job, timeout_s=3), job.images.root) == guest.RC_TIMED_OUT
+    assert guest.run(replace(job, timeout_s=3), job.images.root) == spec.RC_TIMED_OUT
     assert (job.out / "half").exists()
     assert len(pids.read_text().splitlines()) == 1, "it was booted again"
     for pid in pids.read_text().split():
@@ -95,7 +95,7 @@ def test_a_guest_that_never_starts_its_command_counts_as_broken(
 ) -> None:
     monkeypatch.setattr(guest, "BOOT_TIMEOUT_S", 0.3)
     become(job, "sleep 60")
-    assert guest.run(job, job.images.root) == guest.RC_NO_RESULT
+    assert guest.run(job, job.images.root) == spec.RC_NO_RESULT
 
 
 def is_alive(pid: int) -> bool:
@@ -219,14 +219,14 @@ def test_a_dpu_that_ended_on_its_own_is_not_excused(job: guest.Job, tmp_path: Pa
 
 
 def test_a_dpu_that_broke_ends_the_pod(job: guest.Job, tmp_path: Path) -> None:
-    assert two(job, tmp_path, "sleep 60", "exit 0").rc == guest.RC_NO_RESULT
+    assert two(job, tmp_path, "sleep 60", "exit 0").rc == spec.RC_NO_RESULT
 
 
 def test_a_dpu_that_will_not_stop_is_noticed(
     job: guest.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pod, "STOP_TIMEOUT_S", 0.3)
-    assert two(job, tmp_path, 'echo 0 > "$share/rc"', "sleep 60").dpu == guest.RC_NO_RESULT
+    assert two(job, tmp_path, 'echo 0 > "$share/rc"', "sleep 60").dpu == spec.RC_NO_RESULT
 
 
 def test_lines_of_two_machines_do_not_mix(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -406,6 +406,7 @@ def test_a_report_counts_what_ran_and_what_did_not() -> None:
         (made_report("passed", "failed", rcs=(125, 1)), 1),
         (made_report("passed", "failed", rcs=(125, 0)), 1),
         (made_report(rcs=(125, 125)), 125),
+        (made_report("passed", rcs=(125, 124)), 124),
     ],
     ids=[
         "good",
@@ -416,6 +417,7 @@ def test_a_report_counts_what_ran_and_what_did_not() -> None:
         "both",
         "died in it",
         "none came",
+        "hung",
     ],
 )
 def test_only_tests_that_ran_and_passed_are_a_success(came_to: report.Report, rc: int) -> None:
