@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import logging
 import mmap
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ import numpy as np
 from entresol_proto import limits
 from entresol_proto.fabric.verbs_api import ACCESS_LOCAL_WRITE, Memory
 from entresol_proto.status import FabricError, Status
+
+_log = logging.getLogger("entresol.fabric")
 
 _PAGE = mmap.PAGESIZE
 _ALIGN = 64
@@ -107,7 +110,10 @@ class Landing:
         keys, self._keys = self._keys, {}
         self._owner = None
         for memory, _ in keys.values():
-            memory.close()
+            try:
+                memory.close()
+            except FabricError as error:  # it stays pinned; no read and no peer can reach it
+                _log.error("event=landing_not_freed error=%s", error)
 
 
 class DeviceLanding(Landing):

@@ -19,6 +19,7 @@ from entresol_proto.fabric import verbs_api
 from entresol_proto.fabric.base import Exposure, ReadOp, RemoteSpan
 from entresol_proto.fabric.verbs import VerbsFabricServer
 from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
+from entresol_proto.fabric.verbs_queue import READS_PER_POST_MAX
 from entresol_proto.fabric.verbs_reader import PeerRegion
 from entresol_proto.fabric.verbs_wire import MESSAGE_BYTES
 from entresol_proto.status import FabricError, Status
@@ -279,6 +280,28 @@ async def test_a_thousand_exposures_at_once(tmp_path: Path) -> None:
             await asyncio.gather(*(pair.daemon.revoke(one) for one in exposures))
             assert set(await pair.host.read(ops[:50], soon(20))) == {Status.LEASE_EXPIRED}
             assert not pair.host.closed
+
+
+async def test_chains_of_every_length(tmp_path: Path) -> None:
+    """Work requests are reused and relinked from post to post."""
+    seed = 20_261_123
+    rng = random.Random(seed)
+    content = rng.randbytes(1 << 20)
+    counts = list(range(1, 2 * READS_PER_POST_MAX + 3))
+    rng.shuffle(counts)
+    async with session(VERBS, tmp_path) as pair:
+        with filled(content) as buffer:
+            exposure = await pair.daemon.expose(buffer)
+            for count in counts:
+                places = [(rng.randrange(len(content) - 999), 999) for _ in range(count)]
+                into = memoryview(bytearray(999 * count))
+                ops = [
+                    ReadOp(exposure.span(*place), into[n * 999 : n * 999 + 999])
+                    for n, place in enumerate(places)
+                ]
+                assert set(await pair.host.read(ops, soon(20))) == {Status.OK}, f"seed={seed}"
+                expected = b"".join(content[at : at + size] for at, size in places)
+                assert into == expected, f"seed={seed} count={count}"
 
 
 async def test_memory_never_touched_before_it_is_exposed(tmp_path: Path) -> None:
