@@ -172,6 +172,11 @@ def _port_at(folder: Path, device: str, gid_index: int | None) -> Port | None:
     )
 
 
+def _is_ours(port: Port) -> bool:
+    """Whether a port belongs to this network namespace, as far as its address tells."""
+    return port.infiniband or (port.gid.ipv4 is not None and address_is_here(port.gid.ipv4))
+
+
 def find_ports(settings: VerbsSettings, *, sysfs: Path = SYSFS) -> list[Port]:
     """The ports to use, in the order of the settings, at most VERBS_RAILS_MAX.
 
@@ -203,8 +208,7 @@ def find_ports(settings: VerbsSettings, *, sysfs: Path = SYSFS) -> list[Port]:
                     found.append(port)
     usable = [port for port in found if port.active]
     if not settings.devices:
-        here = [p for p in usable if p.infiniband or address_is_here(p.gid.ipv4 or "invalid")]
-        usable = here or usable
+        usable = [port for port in usable if _is_ours(port)] or usable
     if not usable:
         reason = "no port is up" if found else "no port has a RoCE v2 address"
         raise FabricError(
