@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,10 +87,12 @@ def test_it_can_be_turned_off() -> None:
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     kernel()
+    compiler = os.environ.get("CC") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("not run here: no C compiler")
     stale = tmp_path / "stale.c"
     stale.write_text("int entresol_kernel_version(void) { return 9999; }\n")
     library = tmp_path / "stale.so"
-    compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, stale], check=True, timeout=60)
     with pytest.raises(ValueError, match="version 9999"):
         native.Kernel(library)
