@@ -101,7 +101,6 @@ class _Get:
             endpoint=session.endpoint,
             workers=link.workers,
             staging=link.read_staging,
-            staging_bytes=link.staging_bytes,
             namespace_id=namespace.namespace_id,
             at_daemon=open_at is OpenAt.DAEMON,
             deadline_ns=deadline_ns,

@@ -58,7 +58,6 @@ class OpenContext:
     endpoint: Endpoint
     workers: Workers
     staging: Arena
-    staging_bytes: int
     namespace_id: bytes
     at_daemon: bool
     deadline_ns: int
@@ -79,7 +78,7 @@ def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[G
         return [list(granted)]
     threads, staging_bytes, at_daemon = (
         context.workers.threads,
-        context.staging_bytes,
+        context.staging.length_bytes,
         context.at_daemon,
     )
     left = sum(g.item.span.length_bytes for g in granted)
