@@ -7,19 +7,15 @@ the thread does not exist in the child, which gets an error instead of a hang.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import uvloop
-
-from entresol_client.buffers import UsageError
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
+from entresol_client.loopthread import LoopThread
 from entresol_client.results import (
     AckLevel,
     CountResult,
@@ -34,67 +30,6 @@ from entresol_client.results import (
 )
 from entresol_proto.ids import NamespaceDescriptor
 
-R = TypeVar("R")
-
-THREAD_NAME = "entresol-client"
-
-
-class _LoopThread:
-    """An event loop on its own thread, and calls into it from others."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-
-    @property
-    def forked(self) -> bool:
-        return os.getpid() != self._pid
-
-    def call(self, make: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Run a coroutine to its end and give its result; an interrupt cancels it and waits."""
-        if self.forked:
-            raise UsageError(
-                "the client was opened before fork", hint="open one in the child process"
-            )
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
-            raise UsageError("the client is closed, or called from its own thread")
-        done = threading.Event()
-        tasks: list[asyncio.Task[R]] = []
-
-        async def run() -> R:
-            return await make()
-
-        def start() -> None:
-            task = self._loop.create_task(run())
-            task.add_done_callback(lambda _: done.set())
-            tasks.append(task)
-
-        self._loop.call_soon_threadsafe(start)
-        try:
-            done.wait()
-        except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            done.wait()
-            raise
-        return tasks[0].result()
-
-    def stop(self) -> None:
-        """End the loop and the thread. Idempotent; in a forked child only the memory is dropped."""
-        if self.forked or self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-
 
 class Client:
     """`AsyncClient` for callers without an event loop.
@@ -108,7 +43,7 @@ class Client:
     def __init__(self, config: ClientConfig | None = None) -> None:
         self._open = False
         found = config or ClientConfig.find()
-        self._thread = _LoopThread()
+        self._thread = LoopThread()
         try:
             self._client: AsyncClient = self._thread.call(lambda: AsyncClient.open(found))
         except BaseException:
@@ -168,7 +103,7 @@ class Client:
 class SyncNamespace:
     """`Namespace` for callers without an event loop: same arguments, results and errors."""
 
-    def __init__(self, thread: _LoopThread, namespace: Namespace) -> None:
+    def __init__(self, thread: LoopThread, namespace: Namespace) -> None:
         self.descriptor = namespace.descriptor
         self._thread = thread
         self._ns = namespace

@@ -1,0 +1,335 @@
+"""The neutral core under every adapter: lookups, loads and stores as futures that always finish.
+
+Invariants:
+- a lookup is answered within its deadline, whatever the daemon does: an outage is "absent";
+- a load's future is done only when nothing can land in its buffers any more;
+- stores wait in a bounded backlog and are shed beyond it; loads never queue behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from entresol_client.client import AsyncClient, Namespace
+from entresol_client.config import ClientConfig
+from entresol_client.engines.settings import EngineSettings
+from entresol_client.loopthread import LoopThread
+from entresol_client.results import PutBlock, prefix_of
+from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.status import EntresolError, Status
+
+log = logging.getLogger("entresol.engine")
+
+R = TypeVar("R")
+MS_NS = 1_000_000
+CLOSE_SECONDS_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReply:
+    """`statuses[i]` is OK where block i is in its buffer, verified. `bytes_loaded` counts those."""
+
+    statuses: tuple[Status, ...]
+    bytes_loaded: int
+    seconds: float
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Leading blocks that are in place."""
+        return prefix_of(self.statuses)
+
+    @property
+    def ok(self) -> bool:
+        """True when every block is in place."""
+        return all(status is Status.OK for status in self.statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReply:
+    """`statuses[i]` is OK or EXISTS where block i can be read now; all BUSY when shed."""
+
+    statuses: tuple[Status, ...]
+    bytes_stored: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True when every block is stored."""
+        return all(status in (Status.OK, Status.EXISTS) for status in self.statuses)
+
+    @property
+    def shed(self) -> bool:
+        """True when nothing was tried, because the backlog was full."""
+        return bool(self.statuses) and all(status is Status.BUSY for status in self.statuses)
+
+
+class EngineStore:
+    """One tenant's blocks, for an engine: may be used from any thread, never raises for an outage.
+
+    Opening waits until each shard was tried once, at most the config's `connect_deadline_ns`.
+    Close it; `close` gives stores under way a moment.
+
+    Raises: ConfigError, IdentityError when there is no usable client configuration.
+    """
+
+    def __init__(self, settings: EngineSettings, *, config_path: str | None = None) -> None:
+        """`config_path` overrides `settings.config` (another tenant's)."""
+        self.settings = settings
+        self._thread = LoopThread()
+        try:
+            config = ClientConfig.find(config_path or settings.config or None)
+            self._client = self._thread.call(lambda: AsyncClient.open(config))
+            self._slots = self._thread.call(self._make_slots)
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._lock = threading.Lock()  # over what follows
+        self._counts: Counter[str] = Counter()
+        self._backlog_bytes = 0
+        self._pending: set[Future[Any]] = set()
+        self._closed = False
+
+    async def _make_slots(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self.settings.stores_in_flight_max)
+
+    def space(self, descriptor: NamespaceDescriptor) -> Space:
+        """The blocks of one descriptor. Asks nobody; opened on the first use."""
+        return Space(self, Namespace(self._client, descriptor))
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start; names end in what they count. `backlog_bytes` is a level."""
+        with self._lock:
+            return {**self._counts, "backlog_bytes": self._backlog_bytes}
+
+    def connected(self) -> bool:
+        """True when at least one shard is connected now."""
+        return any(shard.connected for shard in self._client.shards())
+
+    def describe(self) -> str:
+        """One line for a log: shards, fabrics, what is wrong."""
+        rows = []
+        for shard in self._client.shards():
+            state = shard.fabric if shard.connected else f"absent ({shard.last_error})"
+            rows.append(f"{shard.name}@{shard.address}={state}")
+        return " ".join(rows)
+
+    def close(self, drain_seconds: float = CLOSE_SECONDS_MAX) -> None:
+        """Wait for work under way at most `drain_seconds`, then end the sessions. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = list(self._pending)
+        until = time.monotonic() + drain_seconds
+        for future in waiting:
+            try:
+                future.exception(timeout=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                log.warning("event=store_drain_timeout jobs=%d", len(waiting))
+                break
+        if self._thread.forked:
+            return
+        self._thread.call(self._client.close)  # what is left ends as DISCONNECTED
+        for future in waiting:
+            future.exception(timeout=CLOSE_SECONDS_MAX)
+        self._thread.stop()
+
+    # Inside ----------------------------------------------------------------------------------
+
+    def count(self, **amounts: int) -> None:
+        """Add to the counters (from any thread)."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def start(self, work: Coroutine[Any, Any, R], failed: Callable[[Exception], R]) -> Future[R]:
+        """Run `work` on the loop. The future cannot be cancelled: it tells when `work` has ended.
+
+        `failed` turns an error into the answer it means; the future never raises.
+        """
+        future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
+
+        async def run() -> None:
+            try:
+                answer = await work
+            except Exception as error:
+                answer = failed(error)
+            except asyncio.CancelledError:  # the loop is being stopped
+                answer = failed(EntresolError("closed", status=Status.DISCONNECTED))
+            self._settle(future, answer)
+
+        with self._lock:
+            if not self._closed:
+                self._pending.add(future)
+                self._thread.submit(run())
+                return future
+        work.close()
+        future.set_result(failed(EntresolError("closed", status=Status.DISCONNECTED)))
+        return future
+
+    def _settle(self, future: Future[R], answer: R) -> None:
+        with self._lock:
+            self._pending.discard(future)
+        future.set_result(answer)
+
+    def take_backlog(self, length_bytes: int) -> bool:
+        """Account for a store; False when it must be shed. One store always fits."""
+        with self._lock:
+            full = self._backlog_bytes + length_bytes > self.settings.store_backlog_bytes_max
+            if full and self._backlog_bytes:
+                return False
+            self._backlog_bytes += length_bytes
+            return True
+
+    def give_backlog(self, length_bytes: int) -> None:
+        """The store is over."""
+        with self._lock:
+            self._backlog_bytes -= length_bytes
+
+
+class Space:
+    """Blocks of one namespace, as an engine uses them. Every method returns at once."""
+
+    def __init__(self, store: EngineStore, namespace: Namespace) -> None:
+        self.descriptor = namespace.descriptor
+        self._store = store
+        self._ns = namespace
+
+    def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Which blocks could be loaded now; all False when the daemon does not answer in time."""
+        store, wanted = self._store, list(keys)
+
+        async def work() -> list[bool]:
+            deadline_ns = store.settings.lookup_deadline_ms * MS_NS
+            found = await self._ns.exists(wanted, deadline_ns=deadline_ns)
+            store.count(
+                lookups=1,
+                lookup_blocks=len(wanted),
+                lookup_hit_blocks=sum(found.present),
+                lookup_unanswered=not found.complete,
+            )
+            return found.present
+
+        def failed(error: Exception) -> list[bool]:
+            _tell("lookup", error)
+            store.count(lookups=1, lookup_blocks=len(wanted), lookup_unanswered=1)
+            return [False] * len(wanted)
+
+        return store.start(work(), failed)
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Any], *, prefix: bool = False
+    ) -> Future[LoadReply]:
+        """Bring blocks into the caller's buffers (see `Namespace.get_into`).
+
+        The buffers must stay alive and untouched until the future is done; nothing lands later.
+        """
+        store, wanted, into = self._store, list(keys), list(buffers)
+        begun = time.monotonic()
+
+        def counted(statuses: Sequence[Status], loaded_bytes: int) -> LoadReply:
+            good = sum(status is Status.OK for status in statuses)
+            store.count(
+                loads=1,
+                load_blocks=good,
+                load_bytes=loaded_bytes,
+                load_failed_blocks=len(statuses) - good,
+                load_corrupt_blocks=sum(status is Status.CORRUPT for status in statuses),
+            )
+            return LoadReply(tuple(statuses), loaded_bytes, time.monotonic() - begun)
+
+        async def work() -> LoadReply:
+            got = await self._ns.get_into(
+                wanted,
+                into,
+                deadline_ns=store.settings.load_deadline_ms * MS_NS,
+                prefix=prefix,
+                open_at=store.settings.open_at,
+            )
+            return counted(got.statuses, got.plain_bytes)
+
+        def failed(error: Exception) -> LoadReply:
+            _tell("load", error)
+            return counted([_status_of(error)] * len(wanted), 0)
+
+        return store.start(work(), failed)
+
+    def store(self, blocks: Sequence[PutBlock]) -> Future[StoreReply]:
+        """Store blocks, in prefix order; shed (BUSY) when the backlog is full.
+
+        The buffers must stay alive and unchanged until the future is done.
+        """
+        store, wanted = self._store, list(blocks)
+        begun = time.monotonic()
+        length_bytes = sum(_length_bytes(block.buffer) for block in wanted)
+
+        def counted(statuses: Sequence[Status], stored_bytes: int) -> StoreReply:
+            counts = Counter(statuses)
+            kept = counts[Status.OK] + counts[Status.EXISTS]
+            store.count(
+                stores=1,
+                stored_blocks=counts[Status.OK],
+                existed_blocks=counts[Status.EXISTS],
+                store_failed_blocks=len(statuses) - kept,
+                stored_bytes=stored_bytes,
+            )
+            return StoreReply(tuple(statuses), stored_bytes, time.monotonic() - begun)
+
+        if not store.take_backlog(length_bytes):
+            store.count(shed_stores=1, shed_blocks=len(wanted))
+            shed: Future[StoreReply] = Future()
+            shed.set_result(StoreReply((Status.BUSY,) * len(wanted), 0, 0.0))
+            return shed
+
+        async def work() -> StoreReply:
+            async with store._slots:
+                put = await self._ns.put(
+                    wanted,
+                    ack="durable" if store.settings.durable else "accepted",
+                    deadline_ns=store.settings.store_deadline_ms * MS_NS,
+                )
+            return counted(put.statuses, put.plain_bytes)
+
+        def failed(error: Exception) -> StoreReply:
+            _tell("store", error)
+            return counted([_status_of(error)] * len(wanted), 0)
+
+        future = store.start(work(), failed)
+        future.add_done_callback(lambda _: store.give_backlog(length_bytes))
+        return future
+
+    def touch(self, keys: Sequence[bytes]) -> Future[int]:
+        """Keep blocks recent that the engine found in a nearer tier; the number that were here."""
+
+        async def work() -> int:
+            deadline_ns = self._store.settings.lookup_deadline_ms * MS_NS
+            return (await self._ns.touch(list(keys), deadline_ns=deadline_ns)).count
+
+        return self._store.start(work(), lambda error: 0)
+
+
+def _length_bytes(buffer: Any) -> int:
+    if isinstance(buffer, tuple):
+        return int(buffer[1])
+    length_bytes = getattr(buffer, "nbytes", None)
+    return int(length_bytes) if length_bytes is not None else memoryview(buffer).nbytes
+
+
+def _status_of(error: Exception) -> Status:
+    return error.status if isinstance(error, EntresolError) else Status.INTERNAL
+
+
+def _tell(what: str, error: Exception) -> None:
+    """A mistake of the adapter or the engine: told, because outages never come this way."""
+    if not isinstance(error, EntresolError):
+        log.error("event=engine_%s_failed", what, exc_info=error)
+    elif error.status is not Status.DISCONNECTED:
+        log.error("event=engine_%s_refused reason=%s", what, error)
