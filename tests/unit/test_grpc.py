@@ -24,6 +24,7 @@ from entresol_daemon.control import grpc_convert
 from entresol_daemon.control.admin import (
     DrainResult,
     EraseReceipt,
+    NamespaceRecord,
     SegmentRecord,
     ShardDescription,
     ShardStat,
@@ -49,7 +50,7 @@ from entresol_daemon.events.types import (
     Reason,
     pack_token_ids,
 )
-from entresol_proto.ids import TenantName
+from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName
 from entresol_proto.status import ConfigError, EntresolError, Status
 from entresol_proto.v1 import entresol_pb2 as pb
 from entresol_proto.v1 import entresol_pb2_grpc as pbg
@@ -86,6 +87,9 @@ class Backend:
         for number in range(3):
             key = f"{tenant}-{number}".encode().ljust(16)
             yield Event(0, 1, tenant, Kind.STORED, NS, (key,), medium=Medium.FLASH)
+
+    async def namespaces(self, tenant: TenantName) -> Sequence[NamespaceRecord]:
+        return [NamespaceRecord(NamespaceId(NS), NamespaceDescriptor(f"model-of-{tenant}"))]
 
     async def describe(self) -> ShardDescription:
         if self.failure is not None:
@@ -280,6 +284,7 @@ async def test_certificates_that_name_no_tenant_of_ours(tmp_path, uris, words):
             describe(channel),
             pbg.EventsStub(channel).Watch(pb.WatchRequest()).read(),
             pbg.EventsStub(channel).Snapshot(pb.SnapshotRequest()).read(),
+            pbg.EventsStub(channel).Namespaces(pb.NamespacesRequest()),
         ):
             code, details = await refusal(call)
             assert code is grpc.StatusCode.PERMISSION_DENIED
@@ -395,16 +400,14 @@ async def test_a_gap_is_the_last_reply(tmp_path):
         assert pod.backend.event_log.subscriptions_count == 0
 
 
-@pytest.mark.parametrize("method", ["Watch", "Snapshot"])
+@pytest.mark.parametrize("method", ["Watch", "Snapshot", "Namespaces"])
 async def test_naming_another_tenant_is_forbidden(tmp_path, method):
     async with running(tmp_path) as pod, pod.dial(pod.tenant("a")) as channel:
         stub = pbg.EventsStub(channel)
         for name in ("b", "nobody", "../b"):
-            if method == "Watch":
-                call = stub.Watch(pb.WatchRequest(tenant=name))
-            else:
-                call = stub.Snapshot(pb.SnapshotRequest(tenant=name))
-            code, details = await refusal(call.read())
+            request = getattr(pb, f"{method}Request")(tenant=name)
+            call = getattr(stub, method)(request)
+            code, details = await refusal(call if method == "Namespaces" else call.read())
             assert code is grpc.StatusCode.PERMISSION_DENIED
             assert "leave the tenant field empty" in details
             assert dict(await call.trailing_metadata())["entresol-status"] == "forbidden"

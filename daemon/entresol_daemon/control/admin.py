@@ -15,7 +15,7 @@ from typing import Protocol
 
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.events.types import Event
-from entresol_proto.ids import TenantName
+from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName
 
 SEGMENTS_PER_PAGE_MAX = 1_024
 
@@ -94,6 +94,15 @@ class TenantRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    """One namespace as its tenant sees it. The descriptor is the tenant's data: never log it."""
+
+    namespace_id: NamespaceId
+    descriptor: NamespaceDescriptor = field(repr=False)
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EraseReceipt:
     """Evidence that a tenant's keys were destroyed, by whom and when."""
 
@@ -168,6 +177,10 @@ class ShardBackend(Protocol):
 
     def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
         """What the tenant has stored; see `events.stream.SnapshotProvider` for the contract."""
+        ...
+
+    async def namespaces(self, tenant: TenantName) -> Sequence[NamespaceRecord]:
+        """A tenant's namespaces; those whose record does not open are left out."""
         ...
 
     async def describe(self) -> ShardDescription: ...

@@ -10,6 +10,7 @@ from typing import cast
 
 from entresol_daemon.control.admin import (
     EraseReceipt,
+    NamespaceRecord,
     SegmentRecord,
     ShardDescription,
     ShardStat,
@@ -113,6 +114,30 @@ def gap_record(message: pb.Gap) -> Gap:
 def position_message(position: Position) -> pb.Position:
     """A position for the wire."""
     return pb.Position(incarnation=position.incarnation, seq=position.seq)
+
+
+def namespace_message(found: NamespaceRecord) -> pb.NamespaceInfo:
+    """A namespace for the wire, without its salt."""
+    given = found.descriptor
+    return pb.NamespaceInfo(
+        namespace_id=found.namespace_id,
+        blocks=found.blocks,
+        model=given.model,
+        model_revision=given.model_revision,
+        lora=given.lora or "",
+        salted=given.cache_salt is not None,
+        dtype=given.dtype,
+        layers=given.layers,
+        kv_heads=given.kv_heads,
+        head_dim=given.head_dim,
+        kv_order=given.kv_order,
+        page_layout=given.page_layout,
+        block_tokens=given.block_tokens,
+        tp_rank=given.tp_rank,
+        tp_world=given.tp_world,
+        pp_rank=given.pp_rank,
+        pp_world=given.pp_world,
+    )
 
 
 def description_message(found: ShardDescription, incarnation: int, tenant: str) -> pb.DescribeReply:

@@ -237,6 +237,20 @@ class EventsService:
             if not self._snapshots[tenant]:
                 del self._snapshots[tenant]
 
+    async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:
+        """What the namespace ids in a tenant's events stand for."""
+
+        async def find() -> pb.NamespacesReply:
+            tenant = self._tenant(context, request.tenant)
+            if tenant is None:
+                raise EntresolError(
+                    "namespaces are of one tenant", hint="name it", status=Status.BAD_REQUEST
+                )
+            found = await self._backend.namespaces(tenant)
+            return pb.NamespacesReply(namespaces=[convert.namespace_message(one) for one in found])
+
+        return await _answer(context, "Namespaces", find())
+
     async def _walk(self, tenant: TenantName) -> AsyncGenerator[pb.SnapshotReply, None]:
         event_log = self._backend.event_log
         batches = snapshot_batches(

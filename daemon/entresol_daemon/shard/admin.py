@@ -15,6 +15,7 @@ import numpy as np
 from entresol_daemon.control.admin import (
     DrainResult,
     EraseReceipt,
+    NamespaceRecord,
     SegmentRecord,
     ShardDescription,
     ShardStat,
@@ -262,6 +263,24 @@ class ShardAdmin:
                 )
             )
         return rows
+
+    async def namespaces(self, tenant: TenantName) -> Sequence[NamespaceRecord]:
+        """A tenant's namespaces. Raises: KeyringError while locked."""
+        parts = self._shard.parts
+        if parts.keyring.info(tenant) is None:
+            return []
+        blocks = parts.engine.index.namespaces()
+
+        def find() -> list[NamespaceRecord]:
+            ids = parts.keyring.namespaces_of(tenant)
+            known = [(one, parts.keyring.descriptor_of(one)) for one in ids]
+            return [
+                NamespaceRecord(one, descriptor, blocks.get(one, 0))
+                for one, descriptor in known
+                if descriptor is not None
+            ]
+
+        return await parts.compute.run(find)
 
     async def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
         """Every stored block of a tenant as a STORED event, read from the record heads.

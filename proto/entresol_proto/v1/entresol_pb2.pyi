@@ -369,6 +369,56 @@ class SnapshotReply(_message.Message):
     complete: bool
     def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., complete: bool = ...) -> None: ...
 
+class NamespacesRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class NamespacesReply(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
+
+class NamespaceInfo(_message.Message):
+    __slots__ = ("namespace_id", "blocks", "model", "model_revision", "lora", "salted", "dtype", "layers", "kv_heads", "head_dim", "kv_order", "page_layout", "block_tokens", "tp_rank", "tp_world", "pp_rank", "pp_world")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    SALTED_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    KV_ORDER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_WORLD_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PP_WORLD_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    blocks: int
+    model: str
+    model_revision: str
+    lora: str
+    salted: bool
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kv_order: str
+    page_layout: str
+    block_tokens: int
+    tp_rank: int
+    tp_world: int
+    pp_rank: int
+    pp_world: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., blocks: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., lora: _Optional[str] = ..., salted: bool = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_order: _Optional[str] = ..., page_layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_world: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_world: _Optional[int] = ...) -> None: ...
+
 class Gap(_message.Message):
     __slots__ = ("tenant", "reason", "asked_seq", "first_seq", "last_seq")
     TENANT_FIELD_NUMBER: _ClassVar[int]

@@ -398,6 +398,11 @@ class EventsStub(object):
                 request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.SnapshotReply.FromString,
                 )
+        self.Namespaces = channel.unary_unary(
+                '/entresol.v1.Events/Namespaces',
+                request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.NamespacesRequest.SerializeToString,
+                response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.NamespacesReply.FromString,
+                )
 
 
 class EventsServicer(object):
@@ -420,6 +425,13 @@ class EventsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Namespaces(self, request, context):
+        """What the namespace ids of the events stand for. Ids differ from shard to shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EventsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -432,6 +444,11 @@ def add_EventsServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.SnapshotRequest.FromString,
                     response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Namespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.Namespaces,
+                    request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.NamespacesRequest.FromString,
+                    response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.NamespacesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -477,5 +494,22 @@ class Events(object):
         return grpc.experimental.unary_stream(request, target, '/entresol.v1.Events/Snapshot',
             entresol__proto_dot_v1_dot_entresol__pb2.SnapshotRequest.SerializeToString,
             entresol__proto_dot_v1_dot_entresol__pb2.SnapshotReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Namespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/entresol.v1.Events/Namespaces',
+            entresol__proto_dot_v1_dot_entresol__pb2.NamespacesRequest.SerializeToString,
+            entresol__proto_dot_v1_dot_entresol__pb2.NamespacesReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
