@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
-from tests.engines import builder
+from tests.engines import builder, runner
 from tests.engines.environments import ENVIRONMENTS, SIZES, UsageError, named
+from tests.engines.report import RC_CANNOT, RESULTS
 
 RC_USAGE = 2  # as argparse
-RC_CANNOT = 77  # what automake calls a skipped test
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,7 +21,10 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list", help="environments, and which are built")
     build = verbs.add_parser("build", help="build what is missing and print where it is")
-    for verb in (build,):
+    run = verbs.add_parser("run", help="run suites; words after -- are pytest's")
+    run.add_argument("--skip", action="append", default=[], metavar="ENV", help="leave one out")
+    run.add_argument("--out", type=Path, metavar="DIR", help="where results and logs go")
+    for verb in (build, run):
         verb.add_argument("--size", choices=SIZES, default="full", help="whose environments")
         verb.add_argument("names", nargs="*", metavar="ENV", help="instead of all of the size")
     return top
@@ -38,12 +43,30 @@ def _build(options: argparse.Namespace) -> int:
     return 0
 
 
-VERBS = {"list": _list, "build": _build}
+def _run(options: argparse.Namespace) -> int:
+    environments = named(options.names, options.size)
+    named(options.skip, options.size)
+    out = options.out or Path(tempfile.mkdtemp(prefix="entresol-engines-"))
+    out.mkdir(parents=True, exist_ok=True)
+    came_to = runner.run(
+        runner.Plan(
+            environments, options.size, options.pytest_words, out.resolve(),
+            frozenset(options.skip),
+        )
+    )  # fmt: skip
+    (out / RESULTS).write_text(came_to.json(), encoding="utf-8")
+    print("\n".join([*came_to.lines(), f"  details: {out / RESULTS}"]))
+    return came_to.rc
+
+
+VERBS = {"list": _list, "build": _build, "run": _run}
 
 
 def main(arguments: list[str]) -> int:
     """Run one verb; returns its exit code."""
-    options = parser().parse_args(arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser().parse_args(arguments[:cut])
+    options.pytest_words = arguments[cut + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return VERBS[options.verb](options)

@@ -89,7 +89,6 @@ ENVIRONMENTS = {
             first=(TORCH,),
             probe="import torch; torch.ones(2).sum()",
             shows=("torch", "numpy"),
-            sizes=(),
         ),
         Environment(
             name="vllm",

@@ -1,0 +1,177 @@
+"""Runs suites, each with the pytest of its environment, and keeps what they said.
+
+Invariant: when a suite is over, no process that it started is left: it runs in a process group of
+its own, which is ended whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.engines import builder
+from tests.engines.environments import HERE, Environment
+from tests.engines.progress import say
+from tests.engines.report import Report, Suite, read_figures
+from tests.rdma.report import read as read_cases
+
+ROOT = HERE.parents[1]
+RECORD_ENV = "ENTRESOL_ENGINES_RECORD"  # file for the outcome of each test
+FIGURES_ENV = "ENTRESOL_ENGINES_FIGURES"  # file for what tests measured
+SIZE_ENV = "ENTRESOL_ENGINES_SIZE"
+WORK_ENV = "ENTRESOL_ENGINES_WORK"  # folder for what all runs may share, models for example
+DAEMON_PYTHON_ENV = "ENTRESOL_DAEMON_PYTHON"
+SUITE_SECONDS_MAX = {"commit": 900.0, "full": 3600.0}
+RC_TIMED_OUT = 124
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run: environments, extra words for pytest, where results go."""
+
+    environments: Sequence[Environment]
+    size: str
+    pytest_words: Sequence[str]
+    out: Path
+    skip: frozenset[str] = frozenset()
+
+
+def run(plan: Plan) -> Report:
+    """Build and run one after the other. What cannot be built does not keep others from running."""
+    begun = time.monotonic()
+    suites = []
+    for environment in plan.environments:
+        if not any(environment.suite.glob("test_*.py")):
+            if environment.suite.is_dir():
+                say(f"{environment.name}: no tests in {environment.suite}")
+            continue
+        suites.append(_run_one(environment, plan))
+    return Report(plan.size, tuple(suites), round(time.monotonic() - begun, 1))
+
+
+def _run_one(environment: Environment, plan: Plan) -> Suite:
+    if environment.name in plan.skip:
+        return Suite(environment.name, None, "left out with --skip")
+    begun = time.monotonic()
+    try:
+        built = builder.find(environment) is not None
+        builder.ensure(environment)
+    except builder.NotHereError as cannot:
+        return Suite(environment.name, None, str(cannot))
+    build_seconds = 0.0 if built else round(time.monotonic() - begun, 1)
+    log, record = (plan.out / f"{environment.name}.{end}" for end in ("log", "jsonl"))
+    figures = plan.out / f"{environment.name}.figures"
+    for path in (log, record, figures):
+        path.unlink(missing_ok=True)
+    env = suite_env(environment, plan.size, record, figures)
+    command = [
+        str(builder.python(environment)), "-m", "pytest", "-c", str(HERE / "pytest.ini"),
+        f"--rootdir={HERE}", *words_for(environment, plan.pytest_words),
+    ]  # fmt: skip
+    say(f"{environment.name}: running {environment.suite}")
+    started = time.monotonic()
+    rc = in_a_group(command, env, log, SUITE_SECONDS_MAX[plan.size])
+    suite = Suite(
+        environment.name,
+        rc,
+        reason="its time was over" if rc == RC_TIMED_OUT else "",
+        versions=_versions(environment),
+        build_seconds=build_seconds,
+        seconds=round(time.monotonic() - started, 1),
+        cases=read_cases(record),
+        figures=read_figures(figures),
+        log=str(log),
+    )
+    if suite.outcome != "passed":
+        return suite
+    log.unlink(missing_ok=True)  # nobody reads that of a suite that passed
+    return replace(suite, log="")
+
+
+def words_for(environment: Environment, words: Sequence[str]) -> list[str]:
+    """pytest's arguments: its suite, unless files or folders of it are named."""
+    paths = any(not word.startswith("-") and environment.name in word for word in words)
+    return [*words] if paths else [str(environment.suite), *words]
+
+
+def suite_env(environment: Environment, size: str, record: Path, figures: Path) -> dict[str, str]:
+    """The variables of a suite's process."""
+    work = builder.cache_root() / "work"
+    work.mkdir(exist_ok=True)
+    layers = [builder.folder(layer) for layer in reversed(environment.layers())]
+    path = [str(layer / "bin") for layer in layers] + [os.environ.get("PATH", os.defpath)]
+    env = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONHOME")}
+    return {
+        **env,
+        "PATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "proto", "")),
+        DAEMON_PYTHON_ENV: env.get(DAEMON_PYTHON_ENV) or sys.executable,
+        RECORD_ENV: str(record),
+        FIGURES_ENV: str(figures),
+        SIZE_ENV: size,
+        WORK_ENV: str(work),
+        "OMP_NUM_THREADS": "1",  # threads that wait for each other cost seconds on two processors
+        # Nothing here may depend on a network, or tell anybody about it.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def in_a_group(
+    command: Sequence[str], env: Mapping[str, str], log: Path, seconds_max: float
+) -> int:
+    """Run a command in a process group of its own; its output goes to stdout and to `log`.
+
+    Returns its exit code, RC_TIMED_OUT when its time was over. The group is ended in any case.
+    """
+    process = subprocess.Popen(
+        command, env=dict(env), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+    def copy() -> None:
+        assert process.stdout is not None
+        with open(log, "wb") as file:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
+
+    reader = threading.Thread(target=copy, daemon=True)
+    reader.start()
+    try:
+        return process.wait(seconds_max)
+    except subprocess.TimeoutExpired:
+        return RC_TIMED_OUT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join(5.0)
+
+
+def _versions(environment: Environment) -> dict[str, str]:
+    """Of what the environment shows, asked of the environment itself."""
+    script = (
+        "import importlib.metadata as m, json, sys\n"
+        "print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
+    )
+    done = subprocess.run(
+        [str(builder.python(environment)), "-c", script, *environment.shows],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return {}
+    return dict(json.loads(done.stdout))
