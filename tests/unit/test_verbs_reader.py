@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import mmap
+import os
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +30,8 @@ from entresol_proto.fabric.verbs_memory import (
     address_of,
     group,
 )
-from entresol_proto.fabric.verbs_rail import next_window
+from entresol_proto.fabric.verbs_queue import QueuePair
+from entresol_proto.fabric.verbs_rail import RailLink, next_window
 from entresol_proto.fabric.verbs_reader import PeerRegion, Piece, Reader
 from entresol_proto.fabric.verbs_status import name_of, status_of
 from entresol_proto.status import FabricError, Status
@@ -73,6 +78,7 @@ class ScriptedRail:
     def __init__(self, number: int, remote: bytes) -> None:
         self.number = number
         self.destroyed = False
+        self.refuses: Exception | None = None
         self.domain = ScriptedDomain()
         self.posted: list[Piece] = []
         self.bytes_posted = self.reads_posted = 0
@@ -99,6 +105,8 @@ class ScriptedRail:
 
     def post_reads(self, reads: Sequence[Piece]) -> None:
         self.posted += reads
+        if self.refuses is not None:
+            raise self.refuses
 
     def complete(self, count: int, status: Status = Status.OK) -> None:
         for _ in range(min(count, len(self.posted))):
@@ -299,6 +307,131 @@ async def test_a_device_that_registers_nothing_any_more_is_broken() -> None:
     with pytest.raises(FabricError, match="Input/output"):
         await other
     bench.assert_nothing_held()
+
+
+@pytest.mark.parametrize("problem", [FabricError("cannot post"), OverflowError("a bug")])
+async def test_a_rail_that_refuses_keeps_no_other_from_its_reads(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else memory taken for them would be held by nobody who could hand it back."""
+    monkeypatch.setattr(limits, "VERBS_DRAIN_NS", 20_000_000)
+    bench = Bench(3, 8 * MIB)
+    bench.rails[0].refuses = problem
+    reading = bench.read([(0, 8 * MIB)], [memoryview(bytearray(8 * MIB))])
+    await asyncio.sleep(0)
+    assert all(rail.posted for rail in bench.rails)
+    assert all(rail.reads_posted == len(rail.posted) for rail in bench.rails)
+    async with asyncio.timeout(10):
+        with pytest.raises(type(problem)):
+            await reading
+    assert bench.cuts == 1
+    bench.assert_nothing_held()
+
+
+async def test_a_bug_in_the_middle_of_taking_memory_holds_none() -> None:
+    bench = Bench(1, 8 * MIB)
+    domain = bench.rails[0].domain
+    register, calls = domain.register, 0
+
+    def breaks(address: int, length_bytes: int, access: int) -> Registered:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise MemoryError
+        return register(address, length_bytes, access)
+
+    domain.register = breaks  # type: ignore[method-assign]
+    granule = limits.VERBS_GRANULE_BYTES
+    memory = memoryview(mmap.mmap(-1, 2 * granule))
+    views = [memory[granule - 2 * MIB :][:MIB], memory[granule:][:MIB]]
+    landing = Landing([domain], address_of(memory), len(memory))  # type: ignore[list-item]
+    bench.reader.registry.add(landing)
+    reading = bench.read([(0, MIB), (MIB, MIB)], views)
+    await asyncio.sleep(0)
+    assert calls == 2
+    assert len(bench.rails[0].posted) == 1
+    bench.rails[0].complete(1)
+    landing.close()
+    with pytest.raises(MemoryError):
+        await reading
+    bench.assert_nothing_held()
+
+
+class ScriptedQueuePair:
+    """The end of pyverbs's queue pair: what destroying and resetting it answer."""
+
+    def __init__(self, destroy: int, reset: int = 0) -> None:
+        self._destroy, self._reset = destroy, reset
+        self.resets = 0
+
+    def close(self) -> None:
+        if self._destroy:
+            raise ScriptedError(self._destroy)
+
+    def modify(self, attributes: object, mask: int) -> None:
+        self.resets += 1
+        if self._reset:
+            raise ScriptedError(self._reset)
+
+
+class ScriptedError(Exception):
+    def __init__(self, error_code: int) -> None:
+        super().__init__(os.strerror(error_code))
+        self.error_code = error_code
+
+
+class Held:
+    """Work on the wire; `bad` breaks when it is handed back."""
+
+    length_bytes = 1
+
+    def __init__(self, *, bad: bool = False) -> None:
+        self.bad = bad
+        self.statuses: list[Status] = []
+
+    def over(self, link: RailLink, status: Status) -> None:
+        self.statuses.append(status)
+        if self.bad:
+            raise AssertionError("a broken owner")
+
+
+def rail_of(raw: ScriptedQueuePair, works: Sequence[Held]) -> RailLink:
+    """A real rail, as far as its end needs one, over a scripted queue pair."""
+    queue_pair = object.__new__(QueuePair)
+    queue_pair.raw = raw
+    queue_pair._closed = False
+    queue_pair._api = SimpleNamespace(  # type: ignore[assignment]
+        error=ScriptedError, qp=SimpleNamespace(QPAttr=lambda qp_state: qp_state)
+    )
+    link = object.__new__(RailLink)
+    link.destroyed, link._loop, link.queue_pair = False, None, queue_pair
+    link.posted = deque((n, work) for n, work in enumerate(works))
+    link._closers = [queue_pair.close]
+    return link
+
+
+@pytest.mark.parametrize("code", [0, errno.EIO, errno.ENODEV, errno.EBUSY])
+def test_a_queue_pair_that_ends_gives_back_all_even_past_a_broken_owner(code: int) -> None:
+    """Busy ones are stopped instead; of a device that went, nothing is left to stop."""
+    raw, works = ScriptedQueuePair(code), [Held(), Held(bad=True), Held()]
+    link = rail_of(raw, works)
+    with pytest.raises(AssertionError, match="broken owner"):
+        link.destroy(Status.DISCONNECTED)
+    assert [work.statuses for work in works] == [[Status.DISCONNECTED]] * 3
+    assert not link.posted
+    assert raw.resets == (code == errno.EBUSY)
+    link.destroy(Status.DISCONNECTED)
+    assert [len(work.statuses) for work in works] == [1] * 3
+
+
+def test_a_queue_pair_that_cannot_be_stopped_gives_nothing_back() -> None:
+    """The device may still write there."""
+    work = Held()
+    link = rail_of(ScriptedQueuePair(errno.EBUSY, errno.EINVAL), [work])
+    with pytest.raises(FabricError, match="not destroyed"):
+        link.destroy(Status.DISCONNECTED)
+    assert work.statuses == []
+    assert link.posted
 
 
 async def test_a_revocation_stops_what_is_not_on_the_wire() -> None:

@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
+import errno
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from entresol_proto.fabric.verbs_api import (
 )
 from entresol_proto.status import FabricError, Status
 
+_log = logging.getLogger("entresol.fabric")
+
 QP_ACCESS = ACCESS_REMOTE_READ
 RECV_FLAG = 1 << 63  # in a work request's number: it was posted to receive
 # infiniband/verbs.h
@@ -34,6 +38,9 @@ _QPT_RC = 2
 _WR_SEND = 2
 _WR_RDMA_READ = 4
 _SEND_SIGNALED = 2
+_QPS_RESET = 0
+_QP_STATE = 1
+_GONE = (errno.EIO, errno.ENODEV)  # the kernel took it away with its device
 _CHAIN_MAX = 32  # work requests of one post
 
 
@@ -239,9 +246,25 @@ class QueuePair:
             raise failed("cannot post", problem) from None
 
     def close(self) -> None:
-        """Destroy it: once this returned the device touches no memory on its behalf. Idempotent."""
+        """Destroy it: once this returned the device touches no memory on its behalf. Idempotent.
+
+        Raises: FabricError when the device neither destroys nor resets it.
+        """
         self._closed = True
-        self.raw.close()
+        try:
+            self.raw.close()
+        except self._api.error as problem:
+            if abs(getattr(problem, "error_code", None) or 0) not in _GONE:
+                self._reset(problem)
+
+    def _reset(self, problem: Exception) -> None:
+        """What cannot be destroyed can be stopped: it leaks, but moves no byte any more."""
+        attributes = self._api.qp.QPAttr(qp_state=_QPS_RESET)
+        try:
+            self.raw.modify(attributes, _QP_STATE)
+        except self._api.error:
+            raise failed("queue pair not destroyed", problem) from None
+        _log.error("event=queue_pair_not_destroyed error=%s", problem)
 
 
 READS_PER_POST_MAX = _CHAIN_MAX

@@ -293,7 +293,11 @@ class RailLink:
     # -- ending -------------------------------------------------------------------------------
 
     def destroy(self, status: Status) -> None:
-        """Destroy the queue pair, then hand back everything that was on the wire. Idempotent."""
+        """Destroy the queue pair, then hand back everything that was on the wire. Idempotent.
+
+        Raises: FabricError when the device neither destroys nor resets it, and nothing is handed
+        back; else the first error of an owner, after all of them had theirs.
+        """
         if self.destroyed:
             return
         self.destroyed = True
@@ -302,8 +306,14 @@ class RailLink:
         self._closers.remove(self.queue_pair.close)
         self.queue_pair.close()
         posted, self.posted = self.posted, deque()
+        problem: Exception | None = None
         for _, work in posted:
-            work.over(self, status)
+            try:
+                work.over(self, status)
+            except Exception as error:  # the others wait for their memory
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def release(self) -> None:
         """Free the rest. All memory registered in its domain is deregistered already. Once."""

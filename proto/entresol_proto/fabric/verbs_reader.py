@@ -113,7 +113,11 @@ class Piece:
         self.local_address = self.lkey = self.rkey = 0  # for the device, once prepared
 
     def prepare(self, link: RailLink) -> bool:
-        """Take local memory for it; False when the bounce buffer is full. Raises: FabricError."""
+        """Take local memory for it; False when the bounce buffer is full. Raises: FabricError.
+
+        Nothing is taken unless it returns True; from then on the piece has to be posted.
+        """
+        self.rkey = self.region.rkeys[link.number]
         landing = self.landing
         if landing is not None:
             try:
@@ -132,7 +136,6 @@ class Piece:
                 return False
             self.local_address, self.lkey = at, bounce.lkey
         self.region.users += 1
-        self.rkey = self.region.rkeys[link.number]
         return True
 
     def over(self, link: RailLink, status: Status) -> None:
@@ -280,7 +283,13 @@ class Reader:
         if not links or not self._queue:
             return
         chains: dict[int, list[Piece]] = {}
-        failed: FabricError | None = None
+        try:
+            self._prepare(links, chains)
+        finally:  # who has local memory goes to a rail, which hands it back, whatever happened
+            self._post(links, chains)
+
+    def _prepare(self, links: Sequence[RailLink], chains: dict[int, list[Piece]]) -> None:
+        """Take pieces off the queue into the chains of their rails. Raises: FabricError."""
         while self._queue:
             piece = self._queue[0]
             if piece.batch.ended or piece.region.revoked:
@@ -289,7 +298,7 @@ class Reader:
                 continue
             roomy = [link for link in links if link.has_room(piece.length_bytes)]
             if not roomy:
-                break
+                return
             link = min(roomy, key=_load) if len(roomy) > 1 else roomy[0]
             try:
                 ready = piece.prepare(link)
@@ -297,23 +306,26 @@ class Reader:
                 self._queue.popleft()
                 piece.batch.piece_over(piece.index, error.status)
                 if error.status is Status.FABRIC_ERROR:  # no want of memory: the device is broken
-                    failed = error
-                    break
+                    raise
                 continue
             if not ready:
-                break
+                return
             self._queue.popleft()
             link.reserve(piece.length_bytes)
             chains.setdefault(link.number, []).append(piece)
+
+    def _post(self, links: Sequence[RailLink], chains: dict[int, list[Piece]]) -> None:
+        """Give each rail its chain, also behind a rail that refuses. Raises: its error."""
+        problem: Exception | None = None
         for link in links:
             if link.number not in chains:
                 continue
             try:
                 link.post_reads(chains[link.number])
-            except FabricError as error:
-                failed = error  # all of them are posted as far as `destroy` is concerned
-        if failed is not None:
-            raise failed
+            except Exception as error:  # it has them all the same, until it is destroyed
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def abort(self, status: Status) -> None:
         """The queue pairs are destroyed: every batch ends, now and from here on."""
