@@ -24,6 +24,8 @@ def parser() -> argparse.ArgumentParser:
     run = verbs.add_parser("run", help="run suites; words after -- are pytest's")
     run.add_argument("--skip", action="append", default=[], metavar="ENV", help="leave one out")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results and logs go")
+    exec_verb = verbs.add_parser("exec", help="run the words after -- as a suite would run")
+    exec_verb.add_argument("name", metavar="ENV")
     for verb in (build, run):
         verb.add_argument("--size", choices=SIZES, default="full", help="whose environments")
         verb.add_argument("names", nargs="*", metavar="ENV", help="instead of all of the size")
@@ -50,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     came_to = runner.run(
         runner.Plan(
-            environments, options.size, options.pytest_words, out.resolve(),
+            environments, options.size, options.words, out.resolve(),
             frozenset(options.skip),
         )
     )  # fmt: skip
@@ -59,14 +61,22 @@ def _run(options: argparse.Namespace) -> int:
     return came_to.rc
 
 
-VERBS = {"list": _list, "build": _build, "run": _run}
+def _exec(options: argparse.Namespace) -> int:
+    (environment,) = named([options.name], SIZES[-1])
+    builder.ensure(environment)
+    if not options.words:
+        raise UsageError("exec wants a command after --")
+    return runner.execute(environment, options.words)
+
+
+VERBS = {"list": _list, "build": _build, "run": _run, "exec": _exec}
 
 
 def main(arguments: list[str]) -> int:
     """Run one verb; returns its exit code."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser().parse_args(arguments[:cut])
-    options.pytest_words = arguments[cut + 1 :]
+    options.words = arguments[cut + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return VERBS[options.verb](options)

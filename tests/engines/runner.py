@@ -7,6 +7,7 @@ its own, which is ended whole.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +77,7 @@ def _run_one(environment: Environment, plan: Plan) -> Suite:
     env = suite_env(environment, plan.size, record, figures)
     command = [
         str(builder.python(environment)), "-m", "pytest", "-c", str(HERE / "pytest.ini"),
-        f"--rootdir={HERE}", *words_for(environment, plan.pytest_words),
+        f"--rootdir={ROOT}", f"--confcutdir={HERE}", *words_for(environment, plan.pytest_words),
     ]  # fmt: skip
     say(f"{environment.name}: running {environment.suite}")
     started = time.monotonic()
@@ -103,7 +105,36 @@ def words_for(environment: Environment, words: Sequence[str]) -> list[str]:
     return [*words] if paths else [str(environment.suite), *words]
 
 
-def suite_env(environment: Environment, size: str, record: Path, figures: Path) -> dict[str, str]:
+def execute(environment: Environment, command: Sequence[str]) -> int:
+    """Run any command as a suite's tests would; its exit code."""
+    env = suite_env(environment, "full") | {"VIRTUAL_ENV": str(builder.folder(environment))}
+    return subprocess.run(command, env=env, check=False).returncode
+
+
+def installed(work: Path) -> Path:
+    """A folder that tells of the tree as an editable installation does: name, entry points.
+
+    Engines find plug-ins by entry points; a path to the code alone has none.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = dict(project.get("entry-points", {})) | {"console_scripts": project["scripts"]}
+    points = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in sorted(one.items()))
+        for group, one in sorted(groups.items())
+    )
+    name, version = project["name"], project["version"]
+    digest = hashlib.blake2b(f"{version}\n{points}".encode(), digest_size=6).hexdigest()
+    info = work / f"installed-{digest}" / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "entry_points.txt").write_text(points, encoding="utf-8")
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    return info.parent
+
+
+def suite_env(
+    environment: Environment, size: str, record: Path | None = None, figures: Path | None = None
+) -> dict[str, str]:
     """The variables of a suite's process."""
     work = builder.cache_root() / "work"
     work.mkdir(exist_ok=True)
@@ -113,10 +144,12 @@ def suite_env(environment: Environment, size: str, record: Path, figures: Path) 
     return {
         **env,
         "PATH": os.pathsep.join(path),
-        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "proto", "")),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (ROOT / "client", ROOT / "proto", ROOT, installed(work)))
+        ),
         DAEMON_PYTHON_ENV: env.get(DAEMON_PYTHON_ENV) or sys.executable,
-        RECORD_ENV: str(record),
-        FIGURES_ENV: str(figures),
+        RECORD_ENV: str(record or ""),
+        FIGURES_ENV: str(figures or ""),
         SIZE_ENV: size,
         WORK_ENV: str(work),
         "OMP_NUM_THREADS": "1",  # threads that wait for each other cost seconds on two processors

@@ -8,6 +8,7 @@ and so that "no daemon" is simply one that was not started.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -41,7 +42,7 @@ RECORD_HEADER_BYTES_MAX = 256  # a sealed block begins at most this far into its
 
 # What a small machine can bear; a test that wants something else says so.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "flash": {"size_bytes": 1024 * MIB, "segment_bytes": 16 * MIB, "io_threads": 4},
+    "flash": {"size_bytes": 256 * MIB, "segment_bytes": 16 * MIB, "io_threads": 4},
     "memory": {"dram_bytes": 256 * MIB, "slab_bytes": 16 * MIB},
     "limits": {
         "block_bytes_max": 4 * MIB,
@@ -103,9 +104,18 @@ class TierDaemon:
         return self.log_path.read_text(errors="replace")[-LOG_SHOWN_BYTES:]
 
     def _make_pki(self) -> None:
-        """Keys and certificates, as `entresold --dev` makes them."""
-        names = [word for tenant in self._tenants for word in ("--tenant", tenant)]
-        self._entresold("--dev", "--dir", str(self.home), *names, "--check")
+        """Keys and certificates, as `entresold --dev` makes them; the same for all of a process.
+
+        Other tests' daemons have the same, which saves each of them an interpreter's start.
+        """
+        made = _PKIS.get(self._tenants)
+        if made is None:
+            names = [word for tenant in self._tenants for word in ("--tenant", tenant)]
+            made = Path(tempfile.mkdtemp(prefix="ent-pki-"))
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+            _entresold("--dev", "--dir", str(made), *names, "--check")
+            _PKIS[self._tenants] = made
+        shutil.copytree(made, self.home, dirs_exist_ok=True)
 
     def _daemon_toml(self, settings: Mapping[str, Mapping[str, Any]]) -> str:
         pki, ports = self.home / "pki", self._ports
@@ -213,14 +223,6 @@ class TierDaemon:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _entresold(self, *arguments: str) -> None:
-        done = subprocess.run(
-            [*_daemon_command(), *arguments], capture_output=True, text=True, check=False,
-            env=_daemon_env(), timeout=START_SECONDS_MAX, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"entresold {' '.join(arguments)}: {done.stdout}{done.stderr}")
-
     # What it says ------------------------------------------------------------------------------
 
     def serves(self) -> bool:
@@ -322,6 +324,18 @@ class TierDaemon:
             self.flip_bit(block)
         self.start()
         return chosen
+
+
+_PKIS: dict[tuple[str, ...], Path] = {}  # by tenants
+
+
+def _entresold(*arguments: str) -> None:
+    done = subprocess.run(
+        [*_daemon_command(), *arguments], capture_output=True, text=True, check=False,
+        env=_daemon_env(), timeout=START_SECONDS_MAX, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"entresold {' '.join(arguments)}: {done.stdout}{done.stderr}")
 
 
 def _daemon_command() -> list[str]:
