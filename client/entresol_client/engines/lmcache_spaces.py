@@ -1,0 +1,110 @@
+"""Which namespace and key an LMCache object has: what `lmcache_keys` needs to know, remembered.
+
+Invariant: planning waits for nothing but, once per model and bounded, the fingerprint of a local
+model's weights; a model without its name yet has no objects here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from entresol_client.engines import lmcache_keys as names
+from entresol_client.engines import naming
+from entresol_client.engines.store import EngineStore, Space
+from entresol_proto import limits
+from entresol_proto.ids import BadKeyError
+from entresol_proto.status import ConfigError
+
+log = logging.getLogger("entresol.lmcache")
+
+SPACES_MAX = limits.NAMESPACES_PER_SESSION_MAX
+REVISION_SECONDS_MAX = 2.0
+
+
+class Spaces:
+    """The namespaces in use. May be used from any thread."""
+
+    def __init__(self, store: EngineStore, kv_format: object) -> None:
+        """Raises: ConfigError when `kv_format` is not a text."""
+        if not isinstance(kv_format, str) or not kv_format:
+            raise ConfigError(f"adapter_params: kv_format is {kv_format!r}, not a text")
+        self._store = store
+        self._format = kv_format
+        self._lock = threading.Lock()  # over what follows
+        self._spaces: dict[tuple[str, names.Layout, int], Space] = {}
+        self._layouts: dict[tuple[str, int], names.Layout] = {}
+        self._revisions: dict[str, Future[str]] = {}
+        self._told: set[str] = set()
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="entresol-weights")
+
+    def plan(
+        self, keys: Sequence[Any], layouts: Sequence[names.Layout | None]
+    ) -> list[tuple[Space, list[int], list[bytes]]]:
+        """Per namespace: the positions of its objects and their keys. An object that has no name
+        (no known layout, too many namespaces, a field out of range) is in none; told once."""
+        jobs: dict[Space, tuple[list[int], list[bytes]]] = {}
+        for position, (key, told) in enumerate(zip(keys, layouts, strict=True)):
+            place = (key.model_name, key.object_group_id)
+            with self._lock:
+                layout = told or self._layouts.get(place)
+                if layout is not None:
+                    self._layouts[place] = layout
+            if layout is None:
+                continue
+            try:
+                block = names.engine_key(
+                    key.chunk_hash, key.kv_rank, key.object_group_id, key.cache_salt
+                )
+                space = self._space(key.model_name, layout, len(key.chunk_hash))
+            except (BadKeyError, ConfigError) as error:
+                self._tell_once(str(error))
+                continue
+            positions, blocks = jobs.setdefault(space, ([], []))
+            positions.append(position)
+            blocks.append(block)
+        return [(space, *job) for space, job in jobs.items()]
+
+    def size_bytes(self, key: Any) -> int:
+        """Bytes of an object, as far as its layout is known; 0 otherwise."""
+        with self._lock:
+            layout = self._layouts.get((key.model_name, key.object_group_id), ())
+        return names.size_bytes(layout)
+
+    def close(self) -> None:
+        """Stop the thread that reads weights, without waiting for it."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _space(self, model: str, layout: names.Layout, hash_bytes: int) -> Space:
+        """Raises: BadKeyError, ConfigError."""
+        name = (model, layout, hash_bytes)
+        with self._lock:
+            space = self._spaces.get(name)
+            if space is not None:
+                return space
+            if len(self._spaces) >= SPACES_MAX:
+                raise ConfigError(f"more than {SPACES_MAX} models and layouts")
+            revision = self._revisions.get(model)
+            if revision is None:
+                settings = self._store.settings
+                revision = self._readers.submit(
+                    naming.revision, model, settings.model_revision, "", settings.weights
+                )
+                self._revisions[model] = revision
+        try:
+            text = revision.result(REVISION_SECONDS_MAX)
+        except TimeoutError:
+            raise ConfigError(f"the weights of {model!r} are still being read") from None
+        found = names.descriptor(model, text, layout, self._format, hash_bytes)
+        with self._lock:
+            return self._spaces.setdefault(name, self._store.space(found))
+
+    def _tell_once(self, reason: str) -> None:
+        with self._lock:
+            if reason in self._told or len(self._told) >= SPACES_MAX:
+                return
+            self._told.add(reason)
+        log.warning("event=lmcache_object_without_name reason=%s", reason)
