@@ -19,6 +19,7 @@ from entresol_client.breaker import Breaker, BreakerState
 from entresol_client.config import ClientConfig, ShardAddress
 from entresol_client.connection import Connection
 from entresol_client.handshake import OpenSession, connect
+from entresol_client.registered import RegisteredMemory
 from entresol_client.results import RequestFailedError, ShardReport
 from entresol_client.staging import Arena, PrivateMemory, shared_memory
 from entresol_client.stats import ClientStats
@@ -159,6 +160,7 @@ class ShardLink:
         self._rng = rng
         self._session: Session | None = None
         self._namespaces: dict[bytes, None] = {}  # canonical descriptors, to reopen ahead of use
+        self._memories: list[RegisteredMemory] = []  # told to every session
         self._task: asyncio.Task[None] | None = None
         self._suspect = asyncio.Event()  # a caller met silence: ping now
         self._suspected_ns = 0
@@ -188,6 +190,12 @@ class ShardLink:
     def remember(self, canonical: bytes) -> None:
         """Open this namespace on every later session without being asked."""
         self._namespaces[canonical] = None
+
+    def land_in(self, memory: RegisteredMemory) -> None:
+        """Reads will land in this memory, now and in every later session, until it is closed."""
+        self._memories = [one for one in self._memories if not one.closed] + [memory]
+        if self._session is not None:
+            memory.show(self._session.endpoint)
 
     def note_deadline(self, session: Session, begun_ns: int) -> None:
         """A request met its deadline: an outage if the shard said nothing at all meanwhile."""
@@ -255,6 +263,8 @@ class ShardLink:
                 continue
             session = self._session = Session(opened, self.staging_bytes)
             session.land_in(self.read_staging)
+            for memory in self._memories:
+                memory.show(session.endpoint)
             begun_ns = time.monotonic_ns()
             try:
                 self._joined(session)

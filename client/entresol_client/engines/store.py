@@ -22,6 +22,7 @@ from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.loopthread import LoopThread
+from entresol_client.registered import RegisteredMemory
 from entresol_client.results import PutBlock, prefix_of
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.status import EntresolError, Status
@@ -95,6 +96,9 @@ class EngineStore:
         self._counts: Counter[str] = Counter()
         self._backlog_bytes = 0
         self._pending: set[Future[Any]] = set()
+        self._registered: list[RegisteredMemory] = []
+        self._stores_begun = 0  # numbers stores, so that a drain knows which were waiting
+        self._stores_given_up = 0  # stores up to this number that have not begun are shed
         self._closed = False
 
     async def _make_slots(self) -> asyncio.Semaphore:
@@ -103,6 +107,49 @@ class EngineStore:
     def space(self, descriptor: NamespaceDescriptor) -> Space:
         """The blocks of one descriptor. Asks nobody; opened on the first use."""
         return Space(self, Namespace(self._client, descriptor))
+
+    def register(self, buffer: Any) -> None:
+        """Name memory that loads will land in, for as long as the store is open.
+
+        RDMA then needs no set-up per read of a block the daemon opened; elsewhere it costs nothing.
+        Stores leave through staging memory on purpose: after a deadline the daemon may still read,
+        and it must not see what an engine has put into the slot since.
+        Raises: UsageError unless it is writable, contiguous memory.
+        """
+
+        async def work() -> RegisteredMemory:
+            return self._client.register(buffer)
+
+        self._registered.append(self._thread.call(work))
+
+    def drain(self, seconds: float = CLOSE_SECONDS_MAX) -> None:
+        """Wait until no buffer is in use: every load and store submitted before has ended.
+
+        Stores that after `seconds` still wait for their turn are shed. What is under way is waited
+        for; its own deadline ends it.
+        """
+        with self._lock:
+            waiting = list(self._pending)
+            newest = self._stores_begun
+        until = time.monotonic() + seconds
+        for future in waiting:
+            try:
+                future.exception(timeout=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                with self._lock:
+                    self._stores_given_up = max(self._stores_given_up, newest)
+                future.exception()
+
+    def begin_store(self) -> int:
+        """The number of a new store."""
+        with self._lock:
+            self._stores_begun += 1
+            return self._stores_begun
+
+    def given_up(self, number: int) -> bool:
+        """True when a drain no longer waits for this store to begin."""
+        with self._lock:
+            return number <= self._stores_given_up
 
     def stats(self) -> dict[str, int]:
         """Counters since the start; names end in what they count. `backlog_bytes` is a level."""
@@ -140,7 +187,12 @@ class EngineStore:
         self._thread.call(self._client.close)  # what is left ends as DISCONNECTED
         for future in waiting:
             future.exception(timeout=CLOSE_SECONDS_MAX)
+        self._thread.call(self._unregister)
         self._thread.stop()
+
+    async def _unregister(self) -> None:
+        for memory in self._registered:
+            memory.close()
 
     # Inside ----------------------------------------------------------------------------------
 
@@ -289,8 +341,13 @@ class Space:
             shed.set_result(StoreReply((Status.BUSY,) * len(wanted), 0, 0.0))
             return shed
 
+        number = store.begin_store()
+
         async def work() -> StoreReply:
             async with store._slots:
+                if store.given_up(number):
+                    store.count(shed_stores=1, shed_blocks=len(wanted))
+                    return StoreReply((Status.BUSY,) * len(wanted), 0, 0.0)
                 put = await self._ns.put(
                     wanted,
                     ack="durable" if store.settings.durable else "accepted",
@@ -314,6 +371,15 @@ class Space:
             return (await self._ns.touch(list(keys), deadline_ns=deadline_ns)).count
 
         return self._store.start(work(), lambda error: 0)
+
+    def forget(self, keys: Sequence[bytes]) -> Future[bool]:
+        """Drop blocks for good, for every host of the tenant; True when every shard answered."""
+
+        async def work() -> bool:
+            deadline_ns = self._store.settings.lookup_deadline_ms * MS_NS
+            return (await self._ns.forget(list(keys), deadline_ns=deadline_ns)).complete
+
+        return self._store.start(work(), lambda error: False)
 
 
 def _length_bytes(buffer: Any) -> int:

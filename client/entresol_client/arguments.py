@@ -1,0 +1,37 @@
+"""What callers may pass, checked and turned into the protocol's own: enums and token ids.
+
+Invariant: a wrong argument raises here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from entresol_client.buffers import UsageError
+from entresol_client.results import PutBlock
+from entresol_proto import limits
+from entresol_proto.wire.data import Ack, OpenAt
+
+
+def token_ids(item: PutBlock) -> tuple[int, ...]:
+    """The block's token ids. Raises: UsageError for too many, or one that is no u32."""
+    tokens = tuple(item.token_ids)
+    if len(tokens) > limits.TOKENS_PER_BLOCK_MAX:
+        raise UsageError(f"{len(tokens)} token ids, at most {limits.TOKENS_PER_BLOCK_MAX}")
+    if not 0 <= item.position < 2**32 or not all(0 <= token < 2**32 for token in tokens):
+        raise UsageError("position and token ids must be 0..2^32-1")
+    return tokens
+
+
+def open_place(name: str) -> OpenAt:
+    """Raises: UsageError unless it is "host" or "daemon"."""
+    try:
+        return OpenAt[name.upper()]
+    except KeyError:
+        raise UsageError(f"open_at is {name!r}", hint='use "host" or "daemon"') from None
+
+
+def ack_level(name: str) -> Ack:
+    """Raises: UsageError unless it is "accepted" or "durable"."""
+    try:
+        return Ack[name.upper()]
+    except KeyError:
+        raise UsageError(f"ack is {name!r}", hint='use "accepted" or "durable"') from None
