@@ -1,0 +1,170 @@
+"""vLLM's tier interface as it is in the versions we know, behind names that do not change.
+
+Invariant: what differs between vLLM versions is handled here and nowhere else; a version that no
+test of ours ran against is told of, never refused for that alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import vllm
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload import base as offload_base
+from vllm.v1.kv_offload.tiering import base as tier_base
+
+from entresol_client.engines.vllm_naming import EngineFacts, roots_agree, weights_folder
+from entresol_client.engines.vllm_versions import TESTED, told_apart
+
+log = logging.getLogger("entresol.engine")
+
+LookupResult = offload_base.LookupResult
+Medium = offload_base.Medium
+RequestOffloadingContext = offload_base.RequestOffloadingContext
+SecondaryTierManager = tier_base.SecondaryTierManager
+VERSION: str = vllm.__version__
+CALLERS_MAX = 16  # frames that are looked at for vLLM's configuration
+
+
+def tell_version() -> None:
+    """A warning when this vLLM is not one that was tested."""
+    if words := told_apart(VERSION):
+        log.warning("event=engine_version_untested vllm=%s reason=%r", VERSION, words)
+    else:
+        log.info("event=engine_version vllm=%s tested=%s", VERSION, ",".join(TESTED))
+
+
+def base_arguments(tier: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `arguments` that the base class of `tier` takes in this version."""
+    known = inspect.signature(tier.__mro__[1].__init__).parameters  # type: ignore[misc]
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def slots_of(job: Any) -> list[int]:
+    """The rows of the primary view that a job is about, one per key."""
+    ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # before 0.31
+    return [int(one) for one in ids]
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def job_result(
+    job_id: int,
+    success: bool,
+    *,
+    successful_keys: Collection[bytes] | None,
+    seconds: float,
+    length_bytes: int,
+) -> Any:
+    """A JobResult; what this version has no field for is left out."""
+    values = {
+        "job_id": job_id,
+        "success": success,
+        "successful_keys": successful_keys,
+        "transfer_time": seconds,
+        "transfer_bytes": length_bytes,
+    }
+    return tier_base.JobResult(**_known(tier_base.JobResult, values))
+
+
+def event(keys: Sequence[bytes], *, removed: bool) -> Any:
+    """A KV event of storage: no locality, because routers drop what is marked as remote."""
+    values = {
+        "keys": list(keys),
+        "medium": Medium.STORAGE,
+        "removed": removed,
+        "ownership": "entresol",
+        "removal_expected": True,
+    }
+    return offload_base.OffloadingEvent(**_known(offload_base.OffloadingEvent, values))
+
+
+def end_token_of(context: Any, key: bytes) -> int | None:
+    """How many tokens of the request end with this key's chunk; None before 0.31."""
+    position = getattr(context, "get_offload_key_position", None)
+    return None if position is None else position(key)
+
+
+# Metrics ----------------------------------------------------------------------------------------
+
+
+def metric_definitions(counters: Mapping[str, str], gauges: Mapping[str, str]) -> dict[str, Any]:
+    """Prometheus definitions: name -> what it counts."""
+    return {
+        **{name: offload_base.OffloadingCounterMetadata(text) for name, text in counters.items()},
+        **{name: offload_base.OffloadingGaugeMetadata(text) for name, text in gauges.items()},
+    }
+
+
+def make_stats(counters: Mapping[str, int], gauges: Mapping[str, int]) -> Any:
+    """An OffloadingConnectorStats of increases and levels; None when nothing increased."""
+    if not counters:
+        return None
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+    stats = OffloadingConnectorStats()
+    for name, amount in counters.items():
+        stats.increase_counter(name, amount)
+    for name, level in gauges.items():
+        stats.set_gauge(name, level)
+    return stats
+
+
+# What the tier is not told ----------------------------------------------------------------------
+
+
+def _callers() -> Iterator[Mapping[str, Any]]:
+    frame = sys._getframe(1)
+    for _ in range(CALLERS_MAX):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        yield frame.f_locals
+
+
+def config_of_callers() -> Any | None:
+    """vLLM's configuration, from the function of vLLM's that is building the tier; None elsewhere.
+
+    The interface does not pass it on, and without it neither the model's revision nor the hash
+    algorithm is known before the first request.
+    """
+    for names in _callers():
+        found = names.get("vllm_config")
+        if found is not None and hasattr(found, "cache_config"):
+            return found
+    return None
+
+
+def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
+    """What is known of this engine: `config` is the offloading config."""
+    from vllm.platforms import current_platform
+
+    model_config = getattr(vllm_config, "model_config", None)
+    cache_config = getattr(vllm_config, "cache_config", None)
+    revision = getattr(model_config, "revision", None) or ""
+    attention = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    return EngineFacts(
+        version=VERSION,
+        revision=revision,
+        hash_algorithm=str(getattr(cache_config, "prefix_caching_hash_algo", "") or ""),
+        device_type=str(current_platform.device_type),
+        weights_path=weights_folder(config.model.name, revision),
+        extra={"attention": str(getattr(attention, "name", attention) or "")},
+    )
+
+
+def hashes_are_shared(environment: Mapping[str, str]) -> bool:
+    """Whether the seed that the engine chose is one that others choose too; ask once it runs."""
+    default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "")
+    seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    return roots_agree(seed, default, environment)
