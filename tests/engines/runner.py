@@ -192,7 +192,9 @@ def in_a_group(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        reader.join(5.0)
+        reader.join(5.0)  # longer only if something left the group and still holds the pipe
+        if process.stdout is not None and not reader.is_alive():
+            process.stdout.close()
 
 
 def _versions(environment: Environment) -> dict[str, str]:
