@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rdma test-pod-arm64 bench lint generate clean
+.PHONY: help demo test test-engines test-rdma test-pod-arm64 bench lint generate clean
 
 help: ## Show the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ demo: $(READY) ## The whole story on real KV, in about a minute
 
 test: $(READY) ## All tests at commit size; ends with what did not run here
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-engines: $(READY) ## Real vLLM, KVBM, LMCache, SGLang, Dynamo's indexer, in environments built here
+	@$(BIN)/python -m tests.engines run $(ARGS)
 
 test-rdma: $(READY) ## RDMA suites on soft-RoCE, in an emulated machine built here from Debian packages
 	@$(BIN)/python -m tests.rdma suites $(ARGS)
