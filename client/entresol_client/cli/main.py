@@ -28,6 +28,7 @@ from entresol_client.cli import (
     tenants,
 )
 from entresol_client.cli.errors import CliError
+from entresol_client.relay import command as relay
 from entresol_proto import __version__
 from entresol_proto.status import EntresolError, Status
 
@@ -62,7 +63,17 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         dest="command", metavar="COMMAND", title="commands", help="what to do"
     )
     _add_demo(subparsers, wanted="demo" in argv[:1])
-    for module in (storing, fetching, lookup, events, overview, doctor, inspecting, tenants):
+    for module in (
+        storing,
+        fetching,
+        lookup,
+        events,
+        relay,
+        overview,
+        doctor,
+        inspecting,
+        tenants,
+    ):
         module.add_parser(subparsers)
     return parser
 

@@ -1,0 +1,91 @@
+"""vLLM's KV event messages, as routers read them.
+
+Pure. Invariant: what a `BlockStored` needs to be of use is always in it: token ids, parent, block
+size and medium. `locality` is never sent: readers drop what does not say that it is local.
+
+Three forms of one content, because vLLM changed it and readers did not follow at once:
+
+| Form | Batch | Event | Who writes and reads it |
+|---|---|---|---|
+| `array` | array | array | vLLM to 0.2x, Dynamo, llm-d |
+| `map` | array | map | vLLM 0.32, Dynamo |
+| `maps` | map | map | vLLM's next |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from entresol_client.relay.chain import Change, Removed, Stored
+
+Form = Literal["array", "map", "maps"]
+
+MEDIA = ("EXTERNAL", "STORAGE")
+FRAME_SEQ_BYTES = 8
+END_OF_REPLAY = b"\xff" * FRAME_SEQ_BYTES
+CLEARED = "AllBlocksCleared"
+
+_STORED = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+    "lora_name",
+)  # fmt: skip
+_REMOVED = ("block_hashes", "medium")
+
+
+def topic(pod: str, model: str) -> bytes:
+    """The first frame of every message, by which readers tell pods and models apart."""
+    return f"kv@{pod}@{model}".encode()
+
+
+def seq_frame(seq: int) -> bytes:
+    """The second frame."""
+    return seq.to_bytes(FRAME_SEQ_BYTES, "big")
+
+
+class Writer:
+    """Encodes changes in one form, for one medium."""
+
+    def __init__(self, form: Form = "array", medium: str = MEDIA[0]) -> None:
+        self._as_array = form == "array"
+        self._batch_as_map = form == "maps"
+        self._medium = medium
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def event(self, change: Change) -> Any:
+        """One event, ready for `batch`."""
+        if isinstance(change, Removed):
+            return self._event("BlockRemoved", _REMOVED, (change.hashes, self._medium))
+        return self._event("BlockStored", _STORED, self._stored(change))
+
+    def cleared(self) -> Any:
+        """The event that takes everything back: of the pod, whatever its medium."""
+        return self._event(CLEARED, (), ())
+
+    def _stored(self, change: Stored) -> tuple[Any, ...]:
+        assert len(change.tokens) == len(change.hashes) * change.block_tokens
+        return (
+            change.hashes,
+            change.parent,
+            change.tokens.tolist(),
+            change.block_tokens,
+            None,
+            self._medium,
+            change.lora or None,
+        )
+
+    def _event(self, tag: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+        if self._as_array:
+            return [tag, *values]
+        return {"type": tag, **dict(zip(names, values, strict=True))}
+
+    def batch(self, events: Iterable[Any], *, time_unix_s: float, dp_rank: int | None) -> bytes:
+        """The third frame."""
+        listed = list(events)
+        if self._batch_as_map:
+            whole: Any = {"ts": time_unix_s, "events": listed, "data_parallel_rank": dp_rank}
+        else:
+            whole = [time_unix_s, listed, dp_rank]
+        return self._encoder.encode(whole)
