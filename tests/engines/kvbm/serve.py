@@ -1,0 +1,80 @@
+"""A real vLLM engine with real KVBM in it, as a process: commands on stdin, answers as JSON lines.
+
+    python -m tests.engines.kvbm.serve '{"model": ..., "kv_transfer_config": {...}, "answers_fd": 5}'
+
+Commands: `generate`, `idle`, `reset` (what the engine itself cached; `kvbm`: KVBM's caches too),
+`counts` (both sides of the connector), `stop`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from tests.engines.kvbm import on_cpu
+from tests.engines.vllm.serve import generate
+
+
+def idle(core: Any, llm: Any, seconds_max: float) -> bool:
+    """Step the engine until no request holds blocks: KVBM frees them when its copies are done."""
+    until_s = time.monotonic() + seconds_max
+    while core.scheduler.requests:
+        if time.monotonic() > until_s:
+            return False
+        llm.llm_engine.step()
+        time.sleep(0.005)
+    return True
+
+
+def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Do one command."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    core = llm.llm_engine.engine_core.engine_core
+    what = command["do"]
+    if what == "generate":
+        return generate(llm, command)
+    if what == "idle":
+        return {"idle": idle(core, llm, command.get("seconds_max", 30.0))}
+    if what == "reset":
+        return {"reset": llm.reset_prefix_cache(reset_connector=command["kvbm"])}
+    if what == "counts":
+        sides = (core.scheduler.connector, get_kv_transfer_group())
+        return {"counts": {side.role.name.lower(): side.stats() for side in sides}}
+    raise ValueError(what)
+
+
+def main() -> None:
+    """Serve until `stop` or the end of stdin."""
+    options = json.loads(sys.argv[1])
+    out = os.fdopen(options.pop("answers_fd"), "w", buffering=1)
+
+    def say(row: dict[str, Any]) -> None:
+        out.write(json.dumps(row) + "\n")
+
+    from vllm import LLM
+
+    on_cpu.install()
+    begun_s = time.perf_counter()
+    try:
+        llm = LLM(enforce_eager=True, dtype="bfloat16", disable_log_stats=False, **options)
+    except Exception as error:
+        say({"refused": f"{type(error).__name__}: {error}"})
+        raise
+    say({"up": True, "seconds": time.perf_counter() - begun_s})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "stop":
+            break
+        say(answer(llm, command))
+    llm.llm_engine.engine_core.shutdown()
+    say({"stopped": True})
+    out.flush()
+    os._exit(0)  # KVBM's runtime threads do not end by themselves
+
+
+if __name__ == "__main__":
+    main()
