@@ -388,7 +388,7 @@ def test_outcomes_and_figures_are_written_down(tmp_path: Path, size: str, slow: 
         "-p", "tests.engines.conftest", "-q", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    cases = {one.name.rpartition("::")[2]: one for one in runner.read_cases(record)}
+    cases = {one.name.split(":")[-1]: one for one in runner.read_cases(record)}
     outcomes = {name: one.outcome for name, one in cases.items()}
     assert outcomes == {"test_good": "passed", "test_slow": slow, "test_bad": "failed"}, done.stdout
     assert "assert 1 == 2" in cases["test_bad"].reason
