@@ -75,11 +75,21 @@ def ensure(environment: Environment) -> Path:
     for layer in environment.layers():
         if find(layer):
             continue
-        with _locked(folder(layer).name):
+        name = folder(layer).name
+        if name in _failed:  # a base of several is not tried again for each
+            raise NotHereError(_failed[name])
+        with _locked(name):
             if not find(layer):
-                _build(layer)
+                try:
+                    _build(layer)
+                except NotHereError as error:
+                    _failed[name] = f"environment {layer.name}: {error}"
+                    raise NotHereError(_failed[name]) from None
                 _forget_unused()
     return folder(environment)
+
+
+_failed: dict[str, str] = {}  # by folder: why this process could not build it
 
 
 @contextlib.contextmanager
