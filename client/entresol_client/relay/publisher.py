@@ -6,7 +6,8 @@ Invariants:
 - numbers of one endpoint only grow, also over restarts of the relay: they begin at the time of the
   start in microseconds. A reader that saw higher ones would drop all that is new.
 
-Used from one thread. Sockets are XPUB, which any SUB reads: that way a new reader is noticed.
+Used from one thread. Sockets are XPUB, which any SUB reads: that way a new reader is noticed (where
+the relay connects, only once something was sent).
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class Publisher:
         if worker.replay:
             router = self._context.socket(zmq.ROUTER)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that is gone is an error, told
-            router.set_hwm(self._buffer_batches + 2)
+            # ZeroMQ counts what a reader took in steps of half of this: room for two whole replays.
+            router.set_hwm(3 * (self._buffer_batches + 2))
             self._attach(router, worker.replay, connect=False)
         return Outlet(worker, topic(worker.pod, model), pub, router, start_seq, start_seq)
 
