@@ -6,8 +6,7 @@ Invariants:
 - numbers of one endpoint only grow, also over restarts of the relay: they begin at the time of the
   start in microseconds. A reader that saw higher ones would drop all that is new.
 
-Used from one thread. Sockets are XPUB, which any SUB reads: that way a new reader is noticed (where
-the relay connects, only once something was sent).
+Used from one thread. Sockets are XPUB, which any SUB reads: that way a new reader is noticed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from entresol_client.relay.workers import Worker
 EVENTS_PER_BATCH_MAX = 256
 TICK_MS = 250
 STATUS_S = 1.0
-KNOCK_S = 1.0  # ZeroMQ tells of a reader that binds only to who sends
 HELLO_AFTER_S = 0.1  # lets a subscription be complete before the first message
 ROUND_PAUSES = 4  # a full round at most every fifth of the time
 ENDS = ("KIND_REMOVED", "KIND_EXPIRED", "KIND_CORRUPT")
@@ -120,7 +119,6 @@ class Relay:
         self._round_began_s = self._began_s
         self._round_done_s: float | None = None  # None: one is under way (the first)
         self._hello_at_s: float | None = None
-        self._knocked_s = self._began_s
         self.events = 0
         self.rounds = 0
         self._kinds = rpc.modules()[1].Kind
@@ -273,11 +271,6 @@ class Relay:
         if self._hello_at_s is not None and now_s >= self._hello_at_s:
             self._hello_at_s = None
             self._publish([])
-        if now_s - self._knocked_s >= KNOCK_S:
-            self._knocked_s = now_s
-            for outlet in self.publisher.outlets:
-                if outlet.worker.connect and not outlet.readers:
-                    self.publisher.publish_to(outlet, self._encoder([]))
 
     def _maybe_round(self, now_s: float) -> None:
         """Tell everything again when somebody needs it, and not all the time."""
