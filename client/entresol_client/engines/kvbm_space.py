@@ -24,6 +24,13 @@ from entresol_proto.ids import NamespaceDescriptor
 LAYOUT_VERSION = 1
 STAGING_BYTES_MIN = limits.MIB
 STAGING_BYTES_MAX = 64 * 2**30
+DTYPES = {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+    "torch.float8_e5m2": "fp8_e5m2",
+}
 NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
 _STAGING: Any = dataclasses.field(
@@ -87,7 +94,7 @@ def describe(
         model_revision=revision(
             str(model.model), settings.model_revision, model.revision or "", settings.weights
         ),
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=_dtype(str(spec.dtype), str(vllm_config.cache_config.cache_dtype)),
         layers=int(layout["layers"]),
         kv_heads=int(spec.num_kv_heads),
         head_dim=int(spec.head_size),
@@ -99,6 +106,13 @@ def describe(
         pp_world=int(parallel.pipeline_parallel_size),
     )
     return descriptor, (pp_rank, tp_rank)
+
+
+def _dtype(stored: str, configured: str) -> str:
+    """The descriptor's name for what is stored; vLLM stores fp8 as plain bytes."""
+    if stored == "torch.uint8" and configured.startswith("fp8"):
+        return "fp8_e5m2" if configured == "fp8_e5m2" else "fp8_e4m3"
+    return DTYPES.get(stored, "opaque")
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
@@ -140,6 +154,10 @@ class Tenants:
             return _all_of([spaces(tenant).lookup(keys) for spaces in ranks])
 
         return look
+
+    def connected(self) -> bool:
+        """True when every tenant reaches a shard now."""
+        return all(store.connected() for store in self._stores.values())
 
     def stats(self) -> dict[str, int]:
         """Counters of all tenants together."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.tier_daemon import ROOT
-from tests.engines.tier_daemon import _free_ports as free_ports
 
 START_SECONDS_MAX = 240.0
 ANSWER_SECONDS_MAX = 120.0
@@ -61,9 +61,9 @@ class Engine:
         kvbm_blocks: int = 64,
         **options: Any,
     ) -> None:
-        pub, ack = free_ports(2)
+        pub, ack = _free_port(), _free_port()
         read_fd, write_fd = os.pipe()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115: as long as the engine
         engine = {
             "model": str(model), "max_model_len": 2048, "block_size": BLOCK_TOKENS,
             "max_num_seqs": 4, "num_gpu_blocks_override": 256, "seed": 0,
@@ -153,3 +153,10 @@ class Engine:
             self._buffer += got
         line, _, self._buffer = self._buffer.partition(b"\n")
         return dict(json.loads(line))
+
+
+def _free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

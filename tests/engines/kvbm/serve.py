@@ -1,15 +1,17 @@
-"""A real vLLM engine with real KVBM in it, as a process: commands on stdin, answers as JSON lines.
+"""A real vLLM engine with real KVBM in it, as a process: commands in, answers out, JSON lines.
 
     python -m tests.engines.kvbm.serve '{"model": ..., "kv_transfer_config": {...}, "answers_fd": 5}'
 
 Commands: `generate`, `idle`, `reset` (what the engine itself cached; `kvbm`: KVBM's caches too),
-`counts` (both sides of the connector), `stop`.
+`counts` (both sides of the connector), `connected`, `kill_at_load` (kill a process when the next
+load begins), `stop`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -29,6 +31,19 @@ def idle(core: Any, llm: Any, seconds_max: float) -> bool:
     return True
 
 
+def kill_at_load(loader: Any, pid: int) -> bool:
+    """Have the daemon die after vLLM was promised blocks and before they are there."""
+    start = loader.start
+
+    def kill_and_start(op: Any) -> None:
+        os.kill(pid, signal.SIGKILL)
+        loader.start = start
+        start(op)
+
+    loader.start = kill_and_start
+    return True
+
+
 def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Do one command."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -41,9 +56,13 @@ def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         return {"idle": idle(core, llm, command.get("seconds_max", 30.0))}
     if what == "reset":
         return {"reset": llm.reset_prefix_cache(reset_connector=command["kvbm"])}
+    sides = (core.scheduler.connector, get_kv_transfer_group())
     if what == "counts":
-        sides = (core.scheduler.connector, get_kv_transfer_group())
         return {"counts": {side.role.name.lower(): side.stats() for side in sides}}
+    if what == "connected":
+        return {"connected": all(side._tenants.connected() for side in sides)}
+    if what == "kill_at_load":
+        return {"armed": kill_at_load(sides[1]._worker_side._loader, command["pid"])}
     raise ValueError(what)
 
 

@@ -1,0 +1,252 @@
+"""Real KVBM in a real vLLM, with Entresol behind it: what comes back, and what happens when not.
+
+KVBM 1.6.1's own leader and worker (Rust) run over a driver for host memory (fake_cuda.c); vLLM is
+the one for processors; the daemon is the real one. The engines of this module are started once and
+emptied between tests.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entresol_client.engines.kvbm_hash import KeyChain
+from tests.engines.kvbm.engine import (
+    BLOCK_TOKENS,
+    PLAIN_KVBM,
+    Engine,
+    build_fake_cuda,
+    tier_config,
+)
+from tests.engines.tier_daemon import TierDaemon
+
+PROMPT_TOKENS = 1000
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+HIT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS
+LOOKUP_MS, LOAD_MS = 1000, 3000
+
+print("not run here: copies on a GPU's streams and events, which are not there; on this machine "
+      "device memory is host memory")  # fmt: skip
+print("not run here: KVBM's disk tier (NIXL's GDS_MT plug-in needs libcufile)")
+
+
+def prompt(seed: int, count: int = PROMPT_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """One continuation is the other: its tokens, and how sure the model was of each."""
+    pairs = zip(mine["logprobs"], theirs["logprobs"], strict=True)
+    return mine["tokens"] == theirs["tokens"] and all(abs(a - b) < 1e-3 for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_fake_cuda(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[TierDaemon]:
+    with TierDaemon() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path, cuda: Path) -> dict[int, dict[str, Any]]:
+    """What unmodified KVBM's engine answers, by the prompt's seed."""
+    engine = Engine(tiny_llama, cuda, PLAIN_KVBM)
+    try:
+        return {seed: engine.generate(prompt(seed))[0] for seed in (1, 2)}
+    finally:
+        engine.close()
+
+
+def tier_engine(model: Path, cuda: Path, daemon: TierDaemon) -> Engine:
+    more = {"other": str(daemon.client_toml("other"))}
+    settings = {"lookup_deadline_ms": LOOKUP_MS, "load_deadline_ms": LOAD_MS, "tenants": more}
+    return Engine(model, cuda, tier_config(daemon.client_toml(), **settings))
+
+
+@pytest.fixture(scope="module")
+def writer(tiny_llama: Path, cuda: Path, daemon: TierDaemon) -> Iterator[dict[str, Any]]:
+    """A first process, which computes the prompt and ends: its counters and its answer."""
+    engine = tier_engine(tiny_llama, cuda, daemon)
+    try:
+        answer = engine.generate(prompt(1))[0]
+        wait_for(lambda: engine.counts()["worker"].get("stored_blocks", 0) >= PROMPT_BLOCKS)
+        yield {"answer": answer, "counts": engine.counts(), "log": engine.log()}
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def module_engine(
+    tiny_llama: Path, cuda: Path, daemon: TierDaemon, writer: dict[str, Any]
+) -> Iterator[Engine]:
+    """A second process: what it knows of the prompt, it knows from the daemon."""
+    engine = tier_engine(tiny_llama, cuda, daemon)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(module_engine: Engine) -> Engine:
+    """The second process, with nothing in its own caches nor in KVBM's."""
+    module_engine.reset(kvbm=True)
+    return module_engine
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    until_s = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until_s, "it did not come true"
+        time.sleep(0.1)
+
+
+def counted(engine: Engine, work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What `work` gives, and by how much each counter grew (both sides together)."""
+    before = engine.counts()
+    made = work()
+    after = engine.counts()
+    grown = {
+        name: value - before[side].get(name, 0)
+        for side, values in after.items()
+        for name, value in values.items()
+    }
+    return made, grown
+
+
+def test_a_process_stores_what_it_computes(
+    writer: dict[str, Any], expected: dict[int, dict[str, Any]], daemon: TierDaemon
+) -> None:
+    assert same(writer["answer"], expected[1])
+    assert writer["answer"]["cached_tokens"] == 0
+    assert writer["counts"]["worker"]["stored_blocks"] >= PROMPT_BLOCKS
+    assert daemon.metric("entresol_blocks") >= PROMPT_BLOCKS
+
+
+def test_another_process_loads_it_by_content_key(
+    engine: Engine, expected: dict[int, dict[str, Any]], figure: Callable[[str, float, str], None]
+) -> None:
+    (answer,), grown = counted(engine, lambda: engine.generate(prompt(1)))
+    assert same(answer, expected[1])
+    assert answer["cached_tokens"] == HIT_TOKENS
+    assert grown["load_blocks"] == grown["matched_blocks"] == PROMPT_BLOCKS
+    assert grown["kvbm_blocks"] == 0
+    assert grown["load_failed_blocks"] == 0
+    figure("kvbm_hit_tokens", answer["cached_tokens"], f"of {PROMPT_TOKENS}")
+    figure("kvbm_first_answer_with_tier", answer["seconds"], "s")
+    figure("kvbm_first_answer_computed", expected[1]["seconds"], "s")
+
+
+def test_kvbms_own_caches_come_first(engine: Engine, expected: dict[int, dict[str, Any]]) -> None:
+    engine.generate(prompt(2))
+    engine.reset(kvbm=False)
+    (answer,), grown = counted(engine, lambda: engine.generate(prompt(2)))
+    assert same(answer, expected[2])
+    assert grown["kvbm_blocks"] == PROMPT_BLOCKS
+    assert grown.get("matched_blocks", 0) == 0
+
+
+def test_the_tier_goes_on_where_kvbm_ends(
+    engine: Engine, expected: dict[int, dict[str, Any]]
+) -> None:
+    """Both load into one request at the same time."""
+    engine.generate(prompt(2))
+    engine.reset(kvbm=True)
+    # KVBM alone sees these: the tier is not used for a tenant it does not know.
+    engine.generate(prompt(2, 8 * BLOCK_TOKENS + 3), params={"entresol": {"tenant": "stranger"}})
+    engine.reset(kvbm=False)
+    (answer,), grown = counted(engine, lambda: engine.generate(prompt(2)))
+    assert same(answer, expected[2])
+    assert grown["kvbm_blocks"] == 8
+    assert grown["matched_blocks"] == grown["load_blocks"] == PROMPT_BLOCKS - 8
+    assert answer["cached_tokens"] == HIT_TOKENS
+
+
+def test_blocks_go_by_what_the_tokens_are(
+    engine: Engine, expected: dict[int, dict[str, Any]]
+) -> None:
+    """One other token in the middle: what is before it comes back, the rest is computed."""
+    other = prompt(1)
+    other[500] = other[500] % 400 + 4
+    (answer,), grown = counted(engine, lambda: engine.generate(other))
+    assert answer["cached_tokens"] == 500 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert grown["matched_blocks"] == 500 // BLOCK_TOKENS
+    assert not same(answer, expected[1])
+
+
+def test_tenants_and_salts_share_nothing(
+    engine: Engine, expected: dict[int, dict[str, Any]]
+) -> None:
+    for who in ({"tenant": "other"}, {"salt": "s"}, {"tenant": "stranger"}):
+        (answer,), grown = counted(
+            engine, lambda who=who: engine.generate(prompt(1), params={"entresol": who})
+        )
+        engine.reset(kvbm=True)
+        assert same(answer, expected[1])
+        assert grown.get("matched_blocks", 0) == 0, who
+
+
+def test_a_corrupt_block_is_computed_again(
+    engine: Engine, expected: dict[int, dict[str, Any]], daemon: TierDaemon
+) -> None:
+    chain = KeyChain(BLOCK_TOKENS)
+    chain.extend(prompt(1))
+    daemon.damage(lambda blocks: [one for one in blocks if one.engine_key == chain.keys[17]])
+    wait_for(lambda: engine.ask("connected")["connected"])
+    (answer,), grown = counted(engine, lambda: engine.generate(prompt(1)))
+    assert same(answer, expected[1])
+    assert grown["load_corrupt_blocks"] == 1
+    assert grown["load_blocks"] == 17
+    assert grown["given_up_requests"] == 1
+    # It was stored again where it was missing, so the next one has it all.
+    engine.reset(kvbm=True)
+    wait_for(lambda: engine.counts()["worker"]["backlog_bytes"] == 0)
+    again = engine.generate(prompt(1))[0]
+    assert again["cached_tokens"] == HIT_TOKENS
+    assert same(again, expected[1])
+
+
+def test_a_hung_daemon_costs_one_deadline(
+    engine: Engine,
+    expected: dict[int, dict[str, Any]],
+    daemon: TierDaemon,
+    figure: Callable[[str, float, str], None],
+) -> None:
+    daemon.freeze()
+    try:
+        (answer,), grown = counted(engine, lambda: engine.generate(prompt(1)))
+    finally:
+        daemon.thaw()
+    assert same(answer, expected[1])
+    assert grown.get("matched_blocks", 0) == 0
+    stall_s = answer["seconds"] - expected[1]["seconds"]
+    figure("kvbm_hung_daemon_stall", stall_s, "s")
+    assert stall_s < LOOKUP_MS / 1000 + 5.0
+    wait_for(lambda: engine.ask("connected")["connected"])
+
+
+def test_a_daemon_killed_under_load_or_absent_changes_no_answer(
+    engine: Engine, expected: dict[int, dict[str, Any]], daemon: TierDaemon
+) -> None:
+    engine.ask("kill_at_load", pid=daemon.pid)
+    (answer,), grown = counted(engine, lambda: engine.generate(prompt(1)))
+    assert same(answer, expected[1])
+    assert grown["load_failed_blocks"] > 0
+    daemon.kill()
+    engine.reset(kvbm=True)
+    (absent,), grown = counted(engine, lambda: engine.generate(prompt(1)))
+    assert same(absent, expected[1])
+    assert grown.get("matched_blocks", 0) == 0
+    daemon.start()
+    wait_for(lambda: engine.ask("connected")["connected"])
+    engine.reset(kvbm=True)
+    (back,), grown = counted(engine, lambda: engine.generate(prompt(2)))
+    assert same(back, expected[2])
