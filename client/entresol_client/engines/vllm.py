@@ -109,6 +109,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
         Raises: ConfigError, IdentityError: vLLM then does not start. Never for an absent daemon.
         """
+        compat.join_log()
         compat.tell_version()
         base = {
             "offloading_spec": offloading_spec,

@@ -34,7 +34,7 @@ class Site:
             self.daemon.start()
         self.daemon.thaw()
         for engine in self.engines:
-            engine.wait_connected()
+            engine.wait_connected(tenants=2)
             engine.settle()
             engine.forget()
 
@@ -53,7 +53,7 @@ def tier_settings(daemon: TierDaemon, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running_site(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Both engines start at the same time."""
     folder = tmp_path_factory.mktemp("engines")

@@ -14,13 +14,15 @@ import pytest
 
 from tests.engines.tier_daemon import StoredBlock
 from tests.engines.vllm.conftest import LOAD_MS, LOOKUP_MS, Site
-from tests.engines.vllm.engine import BLOCK_TOKENS, prompt
+from tests.engines.vllm.engine import BLOCK_TOKENS, events, prompt
 
 TOKENS = 1000
 FULL = TOKENS // BLOCK_TOKENS * BLOCK_TOKENS  # 992: what whole blocks of it cover
 BLOCKS = FULL // BLOCK_TOKENS
 LOGPROB_ERROR_MAX = 1e-3
 SLACK_S = 1.5  # what a busy machine may add to a stall
+# Two engines start in the first test's time, on a machine that may do much else.
+pytestmark = pytest.mark.timeout(1200)
 Figure = Callable[[str, float, str], None]
 
 
@@ -242,5 +244,14 @@ def test_the_daemon_learns_token_ids_from_the_entresol_connector(site: Site) -> 
     tokens = prompt(16, 4 * BLOCK_TOKENS)
     site.b.run(tokens)
     site.b.settle()
-    events = site.daemon.cli("events", "--count", "1", "--from-start")
-    print(str(events)[:2000])
+    told = [one for one in events(site.daemon) if one.get("token_ids") == tokens]
+    assert len(told) == 1, "one event, all four blocks in order"
+    assert len(told[0]["wire_keys"]) == 4
+
+
+def test_blocks_of_vllms_own_connector_come_without_token_ids(site: Site) -> None:
+    before = len(events(site.daemon))
+    site.a.run(prompt(17, 4 * BLOCK_TOKENS))
+    site.a.settle()
+    (told,) = [one for one in events(site.daemon)[before:] if one["kind"] == "stored"]
+    assert not told.get("token_ids")
