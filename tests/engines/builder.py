@@ -206,7 +206,8 @@ def _probe(environment: Environment, at: Path) -> None:
 
 def _run(command: list[str], seconds_max: float) -> None:
     """Raises: NotHereError with the last words of a command that failed or did not end."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    left_out = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # the probe compiles what suites import
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=seconds_max, env=env,

@@ -140,12 +140,11 @@ def suite_env(
     work.mkdir(exist_ok=True)
     layers = [builder.folder(layer) for layer in reversed(environment.layers())]
     path = [str(layer / "bin") for layer in layers] + [os.environ.get("PATH", os.defpath)]
+    # Bytecode beside the sources: compiling an engine anew costs each of its processes a minute.
     left_out = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
     env = {k: v for k, v in os.environ.items() if k not in left_out}
     return {
         **env,
-        # Compiling an engine's sources anew costs each of its processes a minute.
-        "PYTHONPYCACHEPREFIX": str(work / "bytecode"),
         "PATH": os.pathsep.join(path),
         "PYTHONPATH": os.pathsep.join(
             map(str, (ROOT / "client", ROOT / "proto", ROOT, installed(work)))
