@@ -27,8 +27,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from entresol_client.engines.kvbm_pages import BlockPages
 from entresol_client.engines.kvbm_plan import Planner, StepPlan
 from entresol_client.engines.kvbm_space import KvbmSettings, Tenants, describe, unfit
+from entresol_client.engines.kvbm_stats import Differences, TierMetrics, TierStats
 from entresol_client.engines.kvbm_transfer import Arrivals, Loader, Saver
 from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.status import ConfigError
 
 log = logging.getLogger("entresol.engine")
 
@@ -88,12 +90,16 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
             where=f"kv_connector_extra_config.{EXTRA_CONFIG_KEY}",
             also=frozenset(),
         )
+        if settings.enabled:
+            _check_failure_policy(vllm_config.kv_transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = settings
         self._cache_config = kv_cache_config
         self._tenants: Tenants | None = None
         self._planner: Planner | None = None
         self._worker_side: _WorkerSide | None = None
+        self._differences = Differences()
+        _join_log()
         reason = "turned off" if not settings.enabled else unfit(vllm_config, kv_cache_config)
         if reason:
             log.warning("event=kvbm_tier_off reason=%r", reason)
@@ -234,6 +240,19 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
             found.update(self._worker_side.saver.counts)
         return found
 
+    def get_kv_connector_stats(self) -> TierStats | None:
+        if self._tenants is None:
+            return None
+        return TierStats(self._differences.take(self.stats()))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
+        return TierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> TierMetrics:
+        return TierMetrics(*arguments, **named)
+
     def shutdown(self) -> None:
         if self._worker_side is not None:
             self._worker_side.close()
@@ -293,6 +312,26 @@ class _WorkerSide:
     def close(self) -> None:
         self._loader.close()
         self.saver.close()
+
+
+def _join_log() -> None:
+    """Our log lines go where vLLM's go, unless somebody has decided about them."""
+    ours = logging.getLogger("entresol")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    for handler in logging.getLogger("vllm").handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+
+
+def _check_failure_policy(transfer: Any) -> None:
+    """vLLM's default ends a request whose blocks did not come. Raises: ConfigError."""
+    if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+        raise ConfigError(
+            "kv_load_failure_policy is not 'recompute': a block that fails would fail its request",
+            hint='add "kv_load_failure_policy": "recompute" to the kv_transfer_config',
+        )
 
 
 def _ours(metadata: Mapping[Any, Any]) -> list[tuple[Any, EntresolHandshake]]:

@@ -44,10 +44,12 @@ class KvbmSettings(EngineSettings):
 
     Attributes:
         enabled: False leaves KVBM alone, as if the tier were not there.
+        model: the model's name in the namespace, where paths differ between hosts.
         staging_bytes: host memory each for blocks on their way out and on their way in.
     """
 
     enabled: bool = True
+    model: str = ""
     staging_bytes: int = _STAGING
 
 
@@ -69,7 +71,7 @@ def unfit(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def describe(
-    vllm_config: Any, kv_cache_config: Any, settings: EngineSettings, layout: dict[str, Any]
+    vllm_config: Any, kv_cache_config: Any, settings: KvbmSettings, layout: dict[str, Any]
 ) -> tuple[NamespaceDescriptor, tuple[int, int]]:
     """The namespace of this worker's blocks, and its (pipeline, tensor) ranks.
 
@@ -90,7 +92,7 @@ def describe(
         }
     )
     descriptor = NamespaceDescriptor(
-        model=str(model.model),
+        model=settings.model or str(model.model),
         model_revision=revision(
             str(model.model), settings.model_revision, model.revision or "", settings.weights
         ),

@@ -49,6 +49,22 @@ PLAIN_KVBM = {
 }
 
 
+def kvbm_env(cuda: Path, kvbm_blocks: int) -> dict[str, str]:
+    """What KVBM reads: its sizes, its ports, and where its CUDA is."""
+    return {
+        "LD_LIBRARY_PATH": f"{cuda}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "LD_PRELOAD": str(cuda / "libcuda.so.1"),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in ("client", "proto", ".")),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DYN_LOG": os.environ.get("DYN_LOG", "warn"),
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(kvbm_blocks),
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "120",
+        "DYN_KVBM_LEADER_ZMQ_PUB_PORT": str(_free_port()),
+        "DYN_KVBM_LEADER_ZMQ_ACK_PORT": str(_free_port()),
+    }
+
+
 class Engine:
     """One engine process. `ask` waits for the answer; `close` ends it."""
 
@@ -61,9 +77,8 @@ class Engine:
         kvbm_blocks: int = 64,
         **options: Any,
     ) -> None:
-        pub, ack = _free_port(), _free_port()
         read_fd, write_fd = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115: as long as the engine
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the engine)
         engine = {
             "model": str(model), "max_model_len": 2048, "block_size": BLOCK_TOKENS,
             "max_num_seqs": 4, "num_gpu_blocks_override": 256, "seed": 0,
@@ -74,20 +89,11 @@ class Engine:
             engine["disable_hybrid_kv_cache_manager"] = True
         env = {
             **os.environ,
-            "LD_LIBRARY_PATH": f"{cuda}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-            "LD_PRELOAD": str(cuda / "libcuda.so.1"),
-            "PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in ("client", "proto", ".")),
+            **kvbm_env(cuda, kvbm_blocks),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
-            "OMP_NUM_THREADS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
-            "HF_HUB_OFFLINE": "1",
-            "DYN_LOG": os.environ.get("DYN_LOG", "warn"),
-            "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(kvbm_blocks),
-            "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "60",
-            "DYN_KVBM_LEADER_ZMQ_PUB_PORT": str(pub),
-            "DYN_KVBM_LEADER_ZMQ_ACK_PORT": str(ack),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.kvbm.serve", json.dumps(engine)],

@@ -1,6 +1,6 @@
 """A real vLLM engine with real KVBM in it, as a process: commands in, answers out, JSON lines.
 
-    python -m tests.engines.kvbm.serve '{"model": ..., "kv_transfer_config": {...}, "answers_fd": 5}'
+    python -m tests.engines.kvbm.serve '{"model": ..., "kv_transfer_config": {...}, ...}'
 
 Commands: `generate`, `idle`, `reset` (what the engine itself cached; `kvbm`: KVBM's caches too),
 `counts` (both sides of the connector), `connected`, `kill_at_load` (kill a process when the next

@@ -29,6 +29,7 @@ PROMPT_TOKENS = 1000
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 HIT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS
 LOOKUP_MS, LOAD_MS = 1000, 3000
+pytestmark = pytest.mark.timeout(900)  # engines start in the first test that needs them
 
 print("not run here: copies on a GPU's streams and events, which are not there; on this machine "
       "device memory is host memory")  # fmt: skip
@@ -74,13 +75,15 @@ def tier_engine(model: Path, cuda: Path, daemon: TierDaemon) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def writer(tiny_llama: Path, cuda: Path, daemon: TierDaemon) -> Iterator[dict[str, Any]]:
-    """A first process, which computes the prompt and ends: its counters and its answer."""
+def writer(
+    tiny_llama: Path, cuda: Path, daemon: TierDaemon, expected: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    """A first process, which computes the prompt and ends: its answer and its counters."""
     engine = tier_engine(tiny_llama, cuda, daemon)
     try:
         answer = engine.generate(prompt(1))[0]
         wait_for(lambda: engine.counts()["worker"].get("stored_blocks", 0) >= PROMPT_BLOCKS)
-        yield {"answer": answer, "counts": engine.counts(), "log": engine.log()}
+        return {"answer": answer, "counts": engine.counts()}
     finally:
         engine.close()
 
