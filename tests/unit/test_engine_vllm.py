@@ -15,6 +15,7 @@ import pytest
 
 from entresol_client.engines import vllm_plugin
 from entresol_client.engines.settings import EngineSettings
+from entresol_client.engines.vllm_metrics import COUNTERS, GAUGES, METRIC
 from entresol_client.engines.vllm_naming import (
     EngineFacts,
     as_words,
@@ -451,3 +452,34 @@ def test_a_vllm_that_knows_no_tiers_still_starts(
 def test_importing_the_entry_point_imports_no_engine() -> None:
     assert "entresol_client.engines.vllm" not in sys.modules
     assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.modules)
+
+
+# The page ---------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "client" / "VLLM.md"
+OWN_SETTINGS = {"model", "enable_kv_events", "drain_deadline_ms"}
+
+
+def rows() -> list[list[str]]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"]
+
+
+def test_the_page_lists_every_setting_with_its_default() -> None:
+    names = {one.name for one in dataclasses.fields(EngineSettings)} | OWN_SETTINGS
+    listed = {row[0].strip("`"): row[1] for row in rows() if len(row) == 3}
+    assert names <= set(listed)
+    defaults = {one.name: one.default for one in dataclasses.fields(EngineSettings)}
+    for name in ("lookup_deadline_ms", "load_deadline_ms", "store_deadline_ms"):
+        assert listed[name] == str(defaults[name])
+
+
+def test_the_page_lists_every_metric() -> None:
+    listed = {row[0].strip("`"): row[1] for row in rows() if row[0].startswith(f"`{METRIC}")}
+    assert listed == {METRIC + name: text for name, text in (COUNTERS | GAUGES).items()}
+
+
+def test_the_page_names_the_versions() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"**{one}**" in text for one in TESTED)
+    assert all(one in text for one in COMPARED)

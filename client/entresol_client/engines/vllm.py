@@ -27,6 +27,7 @@ from entresol_client.client import KEYS_PER_CALL_MAX
 from entresol_client.engines import vllm_compat as compat
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, LoadReply, Space, StoreReply
+from entresol_client.engines.vllm_metrics import COUNTERS, GAUGES, METRIC
 from entresol_client.engines.vllm_naming import as_words, check_hashes, describe
 from entresol_client.engines.vllm_requests import (
     Ask,
@@ -45,26 +46,6 @@ log = logging.getLogger("entresol.engine")
 MS = 1e-3
 TOUCHES_IN_FLIGHT_MAX = 4  # beyond it keys are not touched: it only keeps them young
 DRAIN_MS_DEFAULT, DRAIN_MS_MAX = 5_000, 600_000
-METRIC = "vllm:kv_offload_entresol_"
-COUNTERS = {
-    "lookup_blocks": "Chunks the tier was asked for.",
-    "lookup_hit_blocks": "Chunks of these that Entresol had.",
-    "lookup_unanswered": "Lookups that the daemon did not answer in time; they read as misses.",
-    "load_blocks": "Chunks loaded and verified.",
-    "load_bytes": "Bytes loaded and verified.",
-    "load_failed_blocks": "Chunks that were to be loaded and were not; vLLM recomputes them.",
-    "load_corrupt_blocks": "Chunks of these whose bytes did not verify.",
-    "stored_blocks": "Chunks stored.",
-    "stored_bytes": "Bytes stored.",
-    "existed_blocks": "Chunks that were there already; no bytes moved.",
-    "store_failed_blocks": "Chunks that were to be stored and were not.",
-    "shed_blocks": "Chunks not stored because too many waited.",
-    "refused_requests": "Requests that name an unknown tenant, or parameters that make no sense.",
-}
-GAUGES = {
-    "backlog_bytes": "Bytes of stores waiting or under way.",
-    "connected": "Shards connected now.",
-}
 
 
 @dataclass(slots=True)

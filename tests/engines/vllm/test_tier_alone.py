@@ -33,8 +33,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from entresol_client.engines import vllm_compat
-from entresol_client.engines.vllm import METRIC, EntresolTier
+from entresol_client.engines.vllm import EntresolTier
 from entresol_client.engines.vllm_connector import EntresolConnector
+from entresol_client.engines.vllm_metrics import METRIC
 from entresol_client.engines.vllm_versions import TESTED
 from entresol_proto.status import ConfigError
 from tests.engines.tier_daemon import TierDaemon
@@ -178,8 +179,9 @@ def make(tier: TierDaemon) -> Iterator[Make]:
         engine.close()
 
 
-def test_what_one_engine_stores_another_one_finds(make: Make) -> None:
-    a, b = make(), make()
+@pytest.mark.parametrize("place", ["host", "daemon"])
+def test_what_one_engine_stores_another_one_finds(make: Make, place: str) -> None:
+    a, b = make(), make(open_at=place)
     a.store(a.request("r"), 1, 2, 3)
     a.settle()
     wanted = b.request("q")

@@ -1,0 +1,27 @@
+"""What vLLM's Prometheus endpoint shows of the tier; client/VLLM.md has the same table.
+
+Invariant: every name here is a counter of the neutral core or of the tier; imports nothing.
+"""
+
+from __future__ import annotations
+
+METRIC = "vllm:kv_offload_entresol_"
+COUNTERS = {
+    "lookup_blocks": "Chunks the tier was asked for.",
+    "lookup_hit_blocks": "Chunks of these that Entresol had.",
+    "lookup_unanswered": "Lookups that the daemon did not answer in time; they read as misses.",
+    "load_blocks": "Chunks loaded and verified.",
+    "load_bytes": "Bytes loaded and verified.",
+    "load_failed_blocks": "Chunks that were to be loaded and were not; vLLM recomputes them.",
+    "load_corrupt_blocks": "Chunks of these whose bytes did not verify.",
+    "stored_blocks": "Chunks stored.",
+    "stored_bytes": "Bytes stored.",
+    "existed_blocks": "Chunks that were there already; no bytes moved.",
+    "store_failed_blocks": "Chunks that were to be stored and were not.",
+    "shed_blocks": "Chunks not stored because too many waited.",
+    "refused_requests": "Requests that name an unknown tenant, or parameters that make no sense.",
+}
+GAUGES = {
+    "backlog_bytes": "Bytes of stores waiting or under way.",
+    "connected": "Shards connected now, of all tenants together.",
+}
