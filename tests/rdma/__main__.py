@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.rdma import guest, pod, report, suites_run
+from tests.rdma import guest, pod, report, suites_run, unit_run
 from tests.rdma.images import images
 from tests.rdma.progress import say
 from tests.rdma.qemu import MEMORY_MIB_DEFAULT
@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run = verbs.add_parser("run", help="run a command in a guest; its exit code is ours")
     suites = verbs.add_parser("suites", help="run the RDMA suites in a guest and sum them up")
+    unit = verbs.add_parser("unit", help="run the unit suite on another architecture's Python")
     pod_verb = verbs.add_parser("pod", help="run a server on one machine, its user on another")
     pod_verb.add_argument("--dpu", choices=sorted(ARCHES), default="arm64")
     pod_verb.add_argument("--host", choices=sorted(ARCHES), default="x86")
@@ -42,23 +43,30 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     for verb in (build, run, suites):
         verb.add_argument("--arch", choices=sorted(ARCHES), default="x86")
-    for verb in (build, run, suites, pod_verb):
+    unit.add_argument("--arch", choices=sorted(ARCHES), default="arm64")
+    for verb in (build, run, suites, unit, pod_verb):
         verb.add_argument("--kernel", choices=sorted(KERNELS), default="7.2")
     run.add_argument("--net", choices=("pair", "loopback", "none"), default="pair")
-    for verb in (run, suites, pod_verb):
+    for verb in (run, suites, unit, pod_verb):
         verb.add_argument("--timeout", type=float, default=guest.TIMEOUT_S_DEFAULT, metavar="S")
         verb.add_argument("--memory", type=int, default=MEMORY_MIB_DEFAULT, metavar="MIB")
         verb.add_argument("--out", type=Path, metavar="DIR", help="where a guest's /out comes to")
     suites.set_defaults(timeout=suites_run.TIMEOUT_S_DEFAULT)
+    unit.set_defaults(timeout=unit_run.TIMEOUT_S_DEFAULT)
     for verb in (run, pod_verb):
         verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
     suites.add_argument(
         "--guests", type=int, choices=range(1, suites_run.GUESTS_MAX + 1),
         default=suites_run.default_guests(), help="divide the tests over so many",
     )  # fmt: skip
-    suites.add_argument(
-        "arguments", nargs="*", metavar="-- PYTEST...", help="instead of all suites"
-    )
+    unit.add_argument(
+        "--processes", type=int, choices=range(1, 65), default=os.cpu_count() or 1,
+        help="divide the tests over so many",
+    )  # fmt: skip
+    for verb in (suites, unit):
+        verb.add_argument(
+            "arguments", nargs="*", metavar="-- PYTEST...", help="instead of all tests"
+        )
     return top
 
 
@@ -114,6 +122,19 @@ def _suites(options: argparse.Namespace) -> int:
     return came_to.rc
 
 
+def _unit(options: argparse.Namespace) -> int:
+    out = _out(options.out)
+    came_to = unit_run.run(
+        unit_run.Plan(
+            arch=ARCHES[options.arch], kernel=KERNELS[options.kernel], processes=options.processes,
+            arguments=tuple(word for word in options.arguments if word != "--"), out=out,
+            timeout_s=options.timeout, memory_mib=options.memory,
+        )
+    )  # fmt: skip
+    print("\n".join([*came_to.lines(), f"  details: {out / report.RESULT}"]))
+    return came_to.rc
+
+
 def _pod(options: argparse.Namespace) -> int:
     command = options.command or ["python3", "-m", "tests.rdma.podsmoke", "host"]
     ended = pod.run(
@@ -126,7 +147,7 @@ def _pod(options: argparse.Namespace) -> int:
     return ended.rc
 
 
-VERBS = {"build": _build, "run": _run, "suites": _suites, "pod": _pod}
+VERBS = {"build": _build, "run": _run, "suites": _suites, "unit": _unit, "pod": _pod}
 
 
 def main(arguments: list[str]) -> int:

@@ -61,12 +61,14 @@ def to_stdout(data: bytes) -> None:
 
 def repository_files() -> list[str]:
     """What to take into the guest: what git tracks or would track, else all but build products."""
-    done = subprocess.run(
-        ["git", "ls-files", "-coz", "--exclude-standard"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode == 0 and done.stdout:
-        names = [name for name in done.stdout.split("\0") if name]
+    tracked = ""
+    with contextlib.suppress(FileNotFoundError):  # no git here
+        tracked = subprocess.run(
+            ["git", "ls-files", "-coz", "--exclude-standard"],
+            cwd=REPOSITORY, capture_output=True, text=True, check=False,
+        ).stdout  # fmt: skip
+    if tracked:
+        names = [name for name in tracked.split("\0") if name]
     else:
         hidden = (".git", ".venv", "__pycache__", "build", "dist")
         names = [
@@ -152,6 +154,7 @@ class Attempt:
             self._stack.close()
             raise
         self.started_after_s: float | None = None
+        self.cpu_s = 0.0
 
     def poll(self) -> int | None:
         """None while the guest works; the command's exit code, or one of ours, when it is over."""
@@ -159,6 +162,7 @@ class Attempt:
         if self.started_after_s is None and (self._share / "started").exists():
             self.started_after_s = now
         if not self.running.poll():
+            self.cpu_s = self.running.cpu_seconds()
             if self.started_after_s is None and now > BOOT_TIMEOUT_S:
                 return RC_NO_RESULT
             return RC_TIMED_OUT if now > self.job.timeout_s else None
@@ -213,8 +217,8 @@ def _over(attempt: Attempt, rc: int) -> None:
         say(why(attempt, rc))
     else:
         say(
-            f"{attempt.job.name}: command started after {attempt.started_after_s:.1f} s, "
-            f"over after {took_s:.1f} s, exit code {rc}"
+            f"{attempt.job.name}: command started after {attempt.started_after_s:.1f} s, over "
+            f"after {took_s:.1f} s ({attempt.cpu_s:.0f} s of processor time), exit code {rc}"
         )
 
 

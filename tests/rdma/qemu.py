@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.rdma import cost
 from tests.rdma.spec import Arch
 from tests.rdma.tools import tool
 
@@ -117,6 +118,13 @@ class Running:
     def poll(self) -> bool:
         """Whether the machine is off."""
         return self._process.poll() is not None
+
+    def cpu_seconds(self) -> float:
+        """Processor time it took so far, which a busy host does not lengthen; 0 when it is off."""
+        try:
+            return cost.cpu_seconds(self._process.pid)
+        except OSError:
+            return 0.0
 
     def kill(self) -> None:
         """End the process group of this machine, whatever state it is in."""

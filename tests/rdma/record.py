@@ -1,26 +1,23 @@
 """A pytest plugin for guests: each outcome is written down as it comes, one JSON object a line.
 
-A guest that is killed in the middle so leaves what it had found, and the test it was in. The plugin
-also takes this guest's share of the tests when several guests divide them.
+A guest that is killed in the middle so leaves what it had found, and the test it was in. Guests
+that divide the tests take one at a time, by making a folder of its name where all of them can see
+it: who made it runs the test. One that is booted again goes on with the test it died in.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 import pytest
 
-RECORD_ENV = "ENTRESOL_RDMA_RECORD"  # file to write to
-SHARE_ENV = "ENTRESOL_RDMA_SHARE"  # "k/n": the k-th of n shares, from 0
-
-
-def in_share(nodeid: str, share: str) -> bool:
-    """Whether a test belongs to a share; each belongs to just one of the n, wherever it stands."""
-    number, of = map(int, share.split("/"))
-    return zlib.crc32(nodeid.encode()) % of == number
+RECORD_ENV = "ENTRESOL_RDMA_RECORD"  # file to write to, one per guest
+CLAIMS_ENV = "ENTRESOL_RDMA_CLAIMS"  # folder of what is taken, the same for all of them
 
 
 class Recorder:
@@ -58,17 +55,59 @@ class Recorder:
         self._write({"test": nodeid, "outcome": outcome, "seconds": seconds, "reason": reason})
 
 
+class Taker:
+    """Runs what no other guest has taken, the tests marked slow first."""
+
+    def __init__(self, claims: Path, unfinished: set[str]) -> None:
+        """`unfinished` were taken by this guest before it had to be booted again."""
+        self._claims = claims
+        self._unfinished = unfinished
+
+    def take(self, nodeid: str) -> bool:
+        """Whether the test is ours; at most one guest is told so."""
+        name = hashlib.sha256(nodeid.encode()).hexdigest()[:32]
+        try:
+            (self._claims / name).mkdir()
+        except FileExistsError:
+            return nodeid in self._unfinished
+        return True
+
+    def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+        slow_first = sorted(items, key=lambda item: item.get_closest_marker("slow") is None)
+        return (item for item in slow_first if self.take(item.nodeid))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """In place of pytest's own: which test comes next is not known before this one is over."""
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        for item in self._taken(session.items):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+        return True
+
+
+def unfinished(record: Path) -> set[str]:
+    """The tests that a record says were begun and never ended."""
+    found: dict[str, bool] = {}
+    if record.exists():
+        for line in record.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+                found[entry["test"]] = "begun" in entry
+            except (ValueError, KeyError, TypeError):
+                continue
+    return {test for test, open_ in found.items() if open_}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Take part only where the harness asked for it."""
-    path = os.environ.get(RECORD_ENV)
-    if path:
-        config.pluginmanager.register(Recorder(open(path, "a", buffering=1)))  # noqa: SIM115
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave other guests' shares to them."""
-    share = os.environ.get(SHARE_ENV)
-    if share:
-        others = [item for item in items if not in_share(item.nodeid, share)]
-        items[:] = [item for item in items if in_share(item.nodeid, share)]
-        config.hook.pytest_deselected(items=others)
+    path, claims = os.environ.get(RECORD_ENV), os.environ.get(CLAIMS_ENV)
+    if not path:
+        return
+    if claims:
+        config.pluginmanager.register(Taker(Path(claims), unfinished(Path(path))))
+    config.pluginmanager.register(Recorder(open(path, "a", buffering=1)))  # noqa: SIM115

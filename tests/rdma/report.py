@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.rdma import cost
+from tests.rdma.evidence import Evidence
 from tests.rdma.spec import RC_NO_RESULT
 
 RESULT = "results.json"
@@ -34,8 +36,9 @@ class Report:
 
     rcs: tuple[int, ...]
     seconds: float
-    kernel: str
+    where: str  # in words: which machines, how many
     cases: tuple[Case, ...]
+    evidence: Evidence = field(default_factory=Evidence)
 
     def count(self, outcome: str) -> int:
         """How many tests ended so."""
@@ -68,9 +71,8 @@ class Report:
         """The summary for a person."""
         slow = sorted(self.cases, key=lambda case: -case.seconds)[:SLOWEST]
         found = [
-            f"soft-RoCE guests: {len(self.rcs)} of {self.kernel}: {self.count('passed')} passed, "
-            f"{self.count('failed')} failed, {self.count('skipped')} not run, "
-            f"{self.seconds:.0f} s with the boot"
+            f"{self.where}: {self.count('passed')} passed, {self.count('failed')} failed, "
+            f"{self.count('skipped')} not run, {self.seconds:.0f} s in all"
         ]
         found += [f"  slow: {case.seconds:6.1f} s  {case.name}" for case in slow]
         reasons = Counter(case.reason for case in self.cases if case.outcome == "skipped")
@@ -80,7 +82,13 @@ class Report:
             for case in self.cases
             if case.outcome == "failed"
         ]
-        return found
+        costs = [cost.Cost(**values) for values in self.evidence.of(cost.FIGURE)]
+        return [
+            *found,
+            *self.evidence.read_lines(),
+            *cost.lines(costs),
+            *self.evidence.fault_lines(),
+        ]
 
 
 def read(record: Path) -> tuple[Case, ...]:

@@ -1,4 +1,4 @@
-"""Runs the suites: divides the tests over guests, runs these side by side, sums up.
+"""Runs the suites: in several guests side by side, which divide the tests, and sums up.
 
 An emulated x86 machine has one processor, so that a host with two is busy with two guests.
 """
@@ -6,19 +6,22 @@ An emulated x86 machine has one processor, so that a host with two is busy with 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rdma import guest, report
+from tests.rdma.evidence import sum_of
 from tests.rdma.images import Images, images
 from tests.rdma.pod import prefixed
-from tests.rdma.record import RECORD_ENV, SHARE_ENV
+from tests.rdma.record import CLAIMS_ENV, RECORD_ENV
 from tests.rdma.spec import Arch, Kernel
 
 SUITES = ("tests/rdma/suites",)
 GUESTS_MAX = 2  # more would each be slower: collecting the tests is the same work in every guest
-RECORD = "record.jsonl"
+CLAIMS = "claims"
 TIMEOUT_S_DEFAULT = 1500.0  # four times what a quiet machine of two processors takes
 RC_NO_TESTS = 5  # of pytest
 
@@ -41,15 +44,19 @@ def default_guests() -> int:
     return min(GUESTS_MAX, os.cpu_count() or 1)
 
 
-def jobs(plan: Plan, made: Images) -> list[guest.Job]:
-    """One job per guest; each has its own results folder and its share of the tests."""
+def record_of(name: str) -> str:
+    """The file, in the folder all guests see, that a guest's outcomes go to."""
+    return f"record-{name}.jsonl"
+
+
+def jobs(plan: Plan, made: Images, common: Path) -> list[guest.Job]:
+    """One job per guest; each has its own results folder, and `common` to divide the tests by."""
     found = []
+    (common / CLAIMS).mkdir()
     for number in range(plan.guests):
-        env = {RECORD_ENV: f"/out/{RECORD}"}
-        if plan.guests > 1:
-            env[SHARE_ENV] = f"{number}/{plan.guests}"
+        name = f"guest{number}"
         script = (
-            f"uname -r > /out/kernel; rm -f /out/{RECORD}; "
+            "uname -r > /out/kernel; "
             'exec python3 -m pytest -p no:cacheprovider -p tests.rdma.record "$@"'
         )
         found.append(
@@ -58,11 +65,12 @@ def jobs(plan: Plan, made: Images) -> list[guest.Job]:
                 images=made,
                 command=("bash", "-c", script, "suites", *(plan.arguments or SUITES)),
                 net="pair" if plan.kernel.namespaces else "loopback",
-                out=plan.out / f"guest{number}",
-                env=env,
+                out=plan.out / name,
+                env={RECORD_ENV: f"/pod/{record_of(name)}", CLAIMS_ENV: f"/pod/{CLAIMS}"},
                 timeout_s=plan.timeout_s,
                 memory_mib=plan.memory_mib,
-                name=f"guest{number}",
+                name=name,
+                common=common,
             )
         )
     return found
@@ -79,20 +87,26 @@ def _kernel(found: list[guest.Job]) -> str:
 def run(plan: Plan) -> report.Report:
     """Run the suites to their end; the report is also in `out`, as JSON."""
     begun_s = time.monotonic()
-    found = jobs(plan, images(plan.arch, plan.kernel))
-    sinks = [prefixed(job.name) for job in found] if len(found) > 1 else [guest.to_stdout]
-    for job in found:
-        job.out.mkdir(parents=True, exist_ok=True)
-        for stale in ("kernel", RECORD):
-            (job.out / stale).unlink(missing_ok=True)
-    with guest.snapshot() as repo:
-        rcs = guest.run_all(found, repo, sinks)
-    came_to = report.Report(
-        # A guest whose share has no tests ran none of them; that is no failure of its own.
-        rcs=tuple(0 if rc == RC_NO_TESTS and len(found) > 1 else rc for rc in rcs),
-        seconds=round(time.monotonic() - begun_s, 1),
-        kernel=_kernel(found),
-        cases=tuple(case for job in found for case in report.read(job.out / RECORD)),
-    )
+    made = images(plan.arch, plan.kernel)
+    with tempfile.TemporaryDirectory(prefix="suites-") as scratch:
+        found = jobs(plan, made, Path(scratch))
+        sinks = [prefixed(job.name) for job in found] if len(found) > 1 else [guest.to_stdout]
+        for job in found:
+            job.out.mkdir(parents=True, exist_ok=True)
+            (job.out / "kernel").unlink(missing_ok=True)
+        with guest.snapshot() as repo:
+            rcs = guest.run_all(found, repo, sinks)
+        records = [Path(scratch) / record_of(job.name) for job in found]
+        came_to = report.Report(
+            # Where all tests were deselected, pytest says so; the report counts what passed.
+            rcs=tuple(0 if rc == RC_NO_TESTS and len(found) > 1 else rc for rc in rcs),
+            seconds=round(time.monotonic() - begun_s, 1),
+            where=f"soft-RoCE guests: {len(found)} of {_kernel(found)}",
+            cases=tuple(case for record in records for case in report.read(record)),
+            evidence=sum_of(records),
+        )
+        for record, job in zip(records, found, strict=True):
+            if record.exists():
+                shutil.copyfile(record, job.out / "record.jsonl")
     (plan.out / report.RESULT).write_text(came_to.json())
     return came_to

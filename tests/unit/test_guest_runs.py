@@ -5,6 +5,7 @@ Everything else is real: processes, process groups, the share, the initial file 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -17,7 +18,22 @@ from pathlib import Path
 import pytest
 
 from tests.rdma import __main__ as cli
-from tests.rdma import cpio, guest, images, pod, qemu, record, report, spec, suites_run, tools
+from tests.rdma import (
+    cost,
+    cpio,
+    evidence,
+    guest,
+    images,
+    pod,
+    qemu,
+    record,
+    report,
+    spec,
+    suites_run,
+    tools,
+    unit_run,
+    usermode,
+)
 
 STAND_IN = """\
 share=; for word in "$@"; do
@@ -270,9 +286,10 @@ def test_every_verb_has_what_its_function_reads(monkeypatch: pytest.MonkeyPatch)
     def no_images(*_: object, **__: object) -> images.Images:
         raise spec.HarnessError("as far as the images")
 
-    for module in (cli, suites_run, pod):
+    for module in (cli, suites_run, unit_run, pod):
         monkeypatch.setattr(module, "images", no_images)
-    for verb in (["build"], ["run", "--", "x"], ["suites", "--", "-k", "x"], ["pod"]):
+    verbs = (["build"], ["run", "--", "x"], ["suites", "--", "-k", "x"], ["unit"], ["pod"])
+    for verb in verbs:
         options = cli.parser().parse_args(verb)
         with pytest.raises(spec.HarnessError, match="as far as"):
             cli.VERBS[options.verb](options)
@@ -335,29 +352,34 @@ def breaks():
     raise OSError("gone")
 def test_four(breaks): pass
 def test_five(): os._exit(9)
+@pytest.mark.slow
 def test_six(): pass
 """
 
 
-def recorded(tmp_path: Path, *arguments: str, share: str = "") -> tuple[report.Case, ...]:
-    """What a real pytest run with the recorder leaves behind."""
+def recorded(tmp_path: Path, *arguments: str, claims: Path | None = None) -> Path:
+    """The record that a real pytest run with the recorder leaves behind; an old one grows."""
     (tmp_path / "test_sample.py").write_text(TESTS)
     record_file = tmp_path / "record.jsonl"
-    record_file.unlink(missing_ok=True)
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.rdma.record",
          "--rootdir", str(tmp_path), *arguments, str(tmp_path / "test_sample.py")],
         cwd=tmp_path, capture_output=True, timeout=120, check=False,
         env=os.environ | {
             "PYTHONPATH": str(guest.REPOSITORY), record.RECORD_ENV: str(record_file),
-            record.SHARE_ENV: share,
+            record.CLAIMS_ENV: str(claims or ""),
         },
     )  # fmt: skip
-    return report.read(record_file)
+    return record_file
+
+
+def outcomes(record_file: Path) -> dict[str, str]:
+    return {case.name.rpartition(":")[2]: case.outcome for case in report.read(record_file)}
 
 
 def test_what_a_killed_run_had_found_is_not_lost(tmp_path: Path) -> None:
-    cases = {case.name.rpartition(":")[2]: case for case in recorded(tmp_path)}
+    record_file = recorded(tmp_path)
+    cases = {case.name.rpartition(":")[2]: case for case in report.read(record_file)}
     assert {name: case.outcome for name, case in cases.items()} == {
         "test_one": "passed", "test_two": "skipped", "test_three": "failed",
         "test_four": "failed", "test_five": "failed",
@@ -368,22 +390,37 @@ def test_what_a_killed_run_had_found_is_not_lost(tmp_path: Path) -> None:
     assert cases["test_five"].reason == "begun and never ended"
 
 
-def test_shares_are_disjoint_and_make_the_whole(tmp_path: Path) -> None:
-    lived = ("-k", "not five")
-    whole = {case.name for case in recorded(tmp_path, *lived)}
-    shares = [
-        {case.name for case in recorded(tmp_path, *lived, share=f"{number}/2")}
-        for number in range(2)
-    ]
-    assert len(whole) == 5
-    assert all(shares)
-    assert shares[0] | shares[1] == whole
-    assert not shares[0] & shares[1]
+def test_each_test_is_taken_by_one_guest_the_slow_ones_first(tmp_path: Path) -> None:
+    claims, other = tmp_path / "claims", tmp_path / "other"
+    claims.mkdir()
+    other.mkdir()
+    taker = record.Taker(claims, set())
+    mine = [name for name in ("one", "three") if taker.take(f"test_sample.py::test_{name}")]
+    assert mine == ["one", "three"]
+    record_file = recorded(other, "-k", "not five", claims=claims)
+    assert outcomes(record_file) == {
+        "test_six": "passed", "test_two": "skipped", "test_four": "failed",
+    }  # fmt: skip
+    names = [json.loads(line)["test"] for line in record_file.read_text().splitlines()]
+    assert names[0].endswith("test_six"), "it is marked as slow"
+    assert not outcomes(recorded(tmp_path, "-k", "not five", claims=claims))
+
+
+def test_a_guest_booted_again_goes_on_with_the_test_it_died_in(tmp_path: Path) -> None:
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    record_file = recorded(tmp_path, claims=claims)
+    assert outcomes(record_file)["test_five"] == "failed"
+    assert record.unfinished(record_file) == {"test_sample.py::test_five"}
+    before = record_file.read_text()
+    recorded(tmp_path, claims=claims)
+    again = [json.loads(line) for line in record_file.read_text()[len(before) :].splitlines()]
+    assert [line["test"].rpartition(":")[2] for line in again] == ["test_five"]
 
 
 def made_report(*outcomes: str, rcs: tuple[int, ...] = (0,)) -> report.Report:
     cases = tuple(report.Case(f"t{n}", outcome, 0.5, "why") for n, outcome in enumerate(outcomes))
-    return report.Report(rcs=rcs, seconds=9.0, kernel="7.2", cases=cases)
+    return report.Report(rcs=rcs, seconds=9.0, where="guests", cases=cases)
 
 
 def test_a_report_counts_what_ran_and_what_did_not() -> None:
@@ -429,20 +466,162 @@ def test_guests_divide_the_tests_and_one_without_any_is_excused(
     job: guest.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suites_run, "images", lambda *_: job.images)
-    line = '{"test": "a", "outcome": "passed", "seconds": 1, "reason": ""}'
+    lines = [
+        {"test": "a", "outcome": "passed", "seconds": 1, "reason": ""},
+        {"fault": "peer killed", "survived": True, "wrong_bytes": 0, "past_deadline": 0},
+    ]
+    text = "\n".join(json.dumps(line) for line in lines)
     become(
         job,
-        f"""touch "$share/started"
-        if mkdir {tmp_path}/first 2>/dev/null; then
-          echo '{line}' > "$share/out/record.jsonl"; echo 7.9 > "$share/out/kernel"
+        f"""for word in "$@"; do
+          case $word in local,id=pod,*) pod=${{word#*path=}}; pod=${{pod%%,security*}};; esac
+        done
+        touch "$share/started"
+        if mkdir "$pod/claims/x" 2>/dev/null; then
+          echo '{text}' > "$pod/record-guest0.jsonl"; echo 7.9 > "$share/out/kernel"
           echo 0 > "$share/rc"
         else echo 5 > "$share/rc"; fi""",
     )
     plan = suites_run.Plan(job.arch, spec.KERNELS["7.2"], 2, ("-x",), tmp_path / "out", 30, 64)
-    envs = [made.env[record.SHARE_ENV] for made in suites_run.jobs(plan, job.images)]
-    assert envs == ["0/2", "1/2"]
+    common = tmp_path / "common"
+    common.mkdir()
+    made = suites_run.jobs(plan, job.images, common)
+    assert len({one.env[record.RECORD_ENV] for one in made}) == 2
+    assert len({one.env[record.CLAIMS_ENV] for one in made}) == 1
     came_to = suites_run.run(plan)
     assert came_to.rcs == (0, 0)
     assert came_to.rc == 0
-    assert came_to.kernel == "7.9"
-    assert (tmp_path / "out" / report.RESULT).exists()
+    assert "2 of 7.9" in came_to.where
+    assert came_to.evidence.faults["peer killed"].survived == 1
+    assert json.loads((tmp_path / "out" / report.RESULT).read_text())["evidence"]["faults"]
+
+
+# Evidence -----------------------------------------------------------------------------------------
+
+
+def ends_with(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def evidence_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> evidence.Evidence:
+    """What trials of every outcome come to."""
+    path = tmp_path / "record.jsonl"
+    monkeypatch.setenv(record.RECORD_ENV, str(path))
+    for _ in range(2):
+        with evidence.trying("peer killed") as trial:
+            trial.same(b"abc", b"abc")
+            with trial.within(30):
+                pass
+    wrong = pytest.raises(AssertionError, match="2 wrong bytes")
+    with wrong, evidence.trying("forged lease") as trial:
+        trial.same(bytearray(b"axcy"), b"abc")
+    for error in (TimeoutError(), None):
+        late = pytest.raises(type(error) if error else AssertionError)
+        with late, evidence.trying("device removed") as trial, trial.within(-1):
+            ends_with(error)
+    with path.open("a") as file:
+        file.write('{"fault": "peer kil')  # the guest died here
+    return evidence.sum_of([path, tmp_path / "none"])
+
+
+def test_faults_are_counted_as_they_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = evidence_of(tmp_path, monkeypatch)
+    assert found.faults == {
+        "peer killed": evidence.Count(2, 2, 0, 0),
+        "forged lease": evidence.Count(1, 0, 2, 0),
+        "device removed": evidence.Count(2, 0, 0, 2),
+    }
+    table = found.fault_lines()
+    assert len(table) == 1 + len(evidence.FAULTS)
+    assert next(line for line in table if "peer killed" in line).split()[2:] == list("2200")
+    assert "not tried" in next(line for line in table if "memlock" in line)
+    with pytest.raises(AssertionError), evidence.trying("no such fault"):
+        pass
+
+
+def test_figures_are_printed_with_their_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.jsonl"
+    monkeypatch.setenv(record.RECORD_ENV, str(path))
+    small, large = cost.BLOCK_SIZES
+    for fabric, size, cpu_s in (
+        ("tcp", small, 0.1), ("tcp", large, 0.3), ("verbs", small, 0.08), ("verbs", large, 0.088),
+        ("verbs", small, 0.02), ("verbs", small, 0.5),
+    ):  # fmt: skip
+        evidence.figure(cost.FIGURE, **cost.Cost(fabric, size, 10, 2.0, cpu_s).values())
+    evidence.figure(
+        "read", size=1 << 20, depth=8, ours_mb_per_s=30.0, theirs_mb_per_s=20.0, ratio=1.5,
+        ratio_min=0.9, ratio_events=1.1,
+    )  # fmt: skip
+    came_to = replace(made_report("passed"), evidence=evidence.sum_of([path]))
+    text = "\n".join(came_to.lines())
+    assert "1024 KiB x 8 in flight: 30.0 of 20.0 MB/s, ratio 1.5 (at least 0.9)" in text
+    assert "verbs: a block of 4 times the bytes costs the daemon 1.10 times the CPU" in text
+    assert "tcp: a block of 4 times the bytes costs the daemon 3.00 times the CPU" in text
+    assert "faults" not in text  # none was tried
+
+
+def test_the_cpu_time_of_another_process_is_what_it_says_itself() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys, time\nwhile time.process_time() < 0.3: pass\n"
+         "print(time.process_time(), flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with child:
+        assert child.stdout is not None
+        said = float(child.stdout.readline())
+        assert said <= cost.cpu_seconds(child.pid) < said + 0.2
+
+
+# Another architecture's processes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", ["6.6.99-x", "5.10", "6.1.0-56-amd64"])
+def test_kernels_that_share_their_foreign_formats_are_left_alone(release: str) -> None:
+    with pytest.raises(usermode.Impossible, match=r"6\.7"):
+        usermode.check_kernel(release)
+    usermode.check_kernel("6.7.1-custom")
+    usermode.check_kernel("7.3.4+deb13-amd64")
+
+
+def test_where_processes_cannot_be_emulated_machines_are(
+    job: guest.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[suites_run.Plan] = []
+
+    def impossible(*_: object) -> list[int]:
+        raise usermode.Impossible("no namespaces")
+
+    def in_guests(plan: suites_run.Plan) -> report.Report:
+        asked.append(plan)
+        return made_report("passed")
+
+    monkeypatch.setattr(unit_run, "images", lambda *_: job.images)
+    monkeypatch.setattr(usermode, "run_all", impossible)
+    monkeypatch.setattr(suites_run, "run", in_guests)
+    plan = unit_run.Plan(spec.ARCHES["arm64"], spec.KERNELS["7.2"], 2, (), tmp_path, 9, 64)
+    came_to = unit_run.run(plan)
+    assert came_to.rc == 0
+    assert "aarch64" in came_to.where
+    assert asked[0].arguments[-1] == unit_run.SUITE
+    assert json.loads((tmp_path / report.RESULT).read_text())["where"] == came_to.where
+
+
+def test_the_emulated_processes_find_everything_where_a_guest_has_it(tmp_path: Path) -> None:
+    text = usermode.script(
+        tmp_path / "root", spec.ARCHES["arm64"], tmp_path / "qemu",
+        usermode.Run(("echo", "a b"), tmp_path / "shared", {"X": "y z"}),
+    )  # fmt: skip
+    subprocess.run(["sh", "-n"], input=text, text=True, check=True, timeout=30)
+    assert f"mount --bind {tmp_path}/shared {tmp_path}/root/out" in text
+    assert "'X=y z'" in text
+    assert "PYTHONPATH=/repo/daemon:/repo/client:/repo/proto:/repo:/site" in text
+    init = (guest.GUEST_FILES / "init").read_text()
+    for name in ("PYTHONPATH", "PYTEST_ADDOPTS"):
+        assert usermode.ENVIRONMENT[name] in init
+    native = usermode.script(
+        tmp_path, spec.ARCHES["arm64"], None, usermode.Run(("true",), tmp_path)
+    )
+    assert "binfmt" not in native
