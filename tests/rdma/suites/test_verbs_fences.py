@@ -6,6 +6,7 @@ The reader's own checks are bypassed here, so that it is the device that refuses
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import random
 from pathlib import Path
@@ -23,11 +24,13 @@ from entresol_proto.fabric.verbs_queue import READS_PER_POST_MAX
 from entresol_proto.fabric.verbs_reader import PeerRegion
 from entresol_proto.fabric.verbs_wire import MESSAGE_BYTES
 from entresol_proto.status import FabricError, Status
+from tests.rdma.evidence import trying
 
 pytestmark = pytest.mark.timeout(300)
 
 VERBS = FABRICS["verbs"]
 REFUSED = {Status.LEASE_EXPIRED, Status.FABRIC_ERROR, Status.DISCONNECTED}
+REFUSED_S = 20.0
 _PAINT = b"\xa5"
 _RDMA_WRITE, _FETCH_AND_ADD, _SIGNALED = 0, 6, 2  # infiniband/verbs.h
 
@@ -62,11 +65,16 @@ async def ends(*sides: object) -> None:
             await asyncio.sleep(0.01)
 
 
-async def assert_refused(pair: Pair, span: RemoteSpan) -> None:
-    status, landed = await steal(pair.host, pair.daemon, span)
-    assert status in REFUSED
-    assert landed == _PAINT * span.length_bytes
-    await ends(pair.host, pair.daemon)  # both know: the session reconnects
+async def assert_refused(pair: Pair, span: RemoteSpan, fault: str | None = None) -> None:
+    """The device refuses it, and both know: the session reconnects. Counted as a `fault`."""
+    with trying(fault) if fault else contextlib.nullcontext() as trial:
+        with trial.within(REFUSED_S) if trial else contextlib.nullcontext():
+            status, landed = await steal(pair.host, pair.daemon, span)
+        if trial:
+            trial.same(landed, _PAINT * span.length_bytes)
+        assert status in REFUSED
+        assert landed == _PAINT * span.length_bytes
+        await ends(pair.host, pair.daemon)
 
 
 async def test_an_honest_read_by_the_same_means_works(tmp_path: Path) -> None:
@@ -85,7 +93,7 @@ async def test_an_rkey_is_dead_once_revoked(tmp_path: Path) -> None:
         with filled(b"s" * 4096) as buffer:
             exposure = await pair.daemon.expose(buffer)
             await pair.daemon.revoke(exposure)
-            await assert_refused(pair, exposure.span(0, 4096))
+            await assert_refused(pair, exposure.span(0, 4096), "rkey after lease end")
 
 
 async def test_an_rkey_of_another_session_is_refused(tmp_path: Path) -> None:
@@ -93,7 +101,7 @@ async def test_an_rkey_of_another_session_is_refused(tmp_path: Path) -> None:
         mine, other = await join(VERBS, server), await join(VERBS, server)
         with filled(b"s" * 4096) as buffer:
             theirs = await other.daemon.expose(buffer)
-            await assert_refused(mine, theirs.span(0, 4096))
+            await assert_refused(mine, theirs.span(0, 4096), "rkey of another session")
             # The other session is not disturbed.
             into = bytearray(4096)
             statuses = await other.host.read(
@@ -117,7 +125,7 @@ async def test_a_read_past_the_exposure_is_refused(
             inner = buffer.view[4096:8192]
             exposure = await pair.daemon.expose(inner)
             span = RemoteSpan(exposure.rkey, exposure.address - before, length)
-            await assert_refused(pair, span)
+            await assert_refused(pair, span, "out-of-bounds read")
             inner.release()
 
 
@@ -131,9 +139,10 @@ async def test_guessed_rkeys_are_refused(tmp_path: Path) -> None:
                 exposure = await pair.daemon.expose(buffer)
                 rkey = rng.choice([exposure.rkey ^ 1, exposure.rkey + 256, rng.getrandbits(32)])
                 span = RemoteSpan(rkey % 2**32, exposure.address, 4096)
-                status, landed = await steal(pair.host, pair.daemon, span)
-                assert status in REFUSED, f"seed={seed}"
-                assert landed == _PAINT * 4096
+                with trying("forged lease") as trial:
+                    status, landed = await steal(pair.host, pair.daemon, span)
+                    trial.same(landed, _PAINT * 4096)
+                    assert status in REFUSED, f"seed={seed}"
                 await pair.host.close()
                 await pair.daemon.close()
 
@@ -260,7 +269,7 @@ async def test_a_thousand_exposures_at_once(tmp_path: Path) -> None:
     count = limits.REGIONS_PER_SESSION_MAX
     async with session(VERBS, tmp_path) as pair:
         content = random.Random(7).randbytes(count * 4096)
-        with filled(content) as buffer:
+        with filled(content) as buffer, trying("1,000 leases at once") as trial:
             exposures: list[Exposure] = []
             for n in range(count):
                 exposures.append(await pair.daemon.expose(buffer.view[n * 4096 : n * 4096 + 4000]))
@@ -272,11 +281,12 @@ async def test_a_thousand_exposures_at_once(tmp_path: Path) -> None:
                 ReadOp(one.span(0, 4000), into[n * 4000 : n * 4000 + 4000])
                 for n, one in enumerate(exposures)
             ]
-            statuses = await pair.host.read(ops, soon(60))
+            with trial.within(60):
+                statuses = await pair.host.read(ops, soon(60))
             assert set(statuses) == {Status.OK}
             assert not pair.daemon.closed
             for n in range(count):
-                assert into[n * 4000 : n * 4000 + 4000] == content[n * 4096 : n * 4096 + 4000], n
+                trial.same(into[n * 4000 : n * 4000 + 4000], content[n * 4096 : n * 4096 + 4000])
             await asyncio.gather(*(pair.daemon.revoke(one) for one in exposures))
             assert set(await pair.host.read(ops[:50], soon(20))) == {Status.LEASE_EXPIRED}
             assert not pair.host.closed
