@@ -73,7 +73,7 @@ class Engine:
         self.log_path = folder / f"{name}.log"
         settings: dict[str, Any] = {
             "model": str(model), "max_model_len": CONTEXT_TOKENS, "block_size": BLOCK_TOKENS,
-            "max_num_seqs": 4, "max_num_batched_tokens": 2048, **options,
+            "max_num_seqs": 4, "max_num_batched_tokens": 2048, "dtype": "float32", **options,
         }  # fmt: skip
         if tier is not None:
             settings["kv_transfer_config"] = {

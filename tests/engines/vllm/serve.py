@@ -144,7 +144,7 @@ def main() -> None:
 
     begun_s = time.perf_counter()
     try:
-        llm = LLM(enforce_eager=True, dtype="bfloat16", disable_log_stats=False, **options)
+        llm = LLM(enforce_eager=True, disable_log_stats=False, **options)
     except Exception as error:
         say({"refused": f"{type(error).__name__}: {error}"})
         raise

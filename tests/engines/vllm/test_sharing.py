@@ -1,7 +1,8 @@
 """Two vLLM processes share KV through the real daemon; what goes wrong costs time, never output.
 
 Each test has prompts of its own. The first run of a prompt computes everything and is what later
-runs are compared with.
+runs are compared with. Engines compute in float32: in bfloat16 a prompt that is computed in other
+pieces, as after a failed block, may end in other tokens without anything being wrong.
 """
 
 from __future__ import annotations
@@ -240,18 +241,26 @@ def test_vllms_metrics_show_the_tier(site: Site) -> None:
     assert found["vllm:kv_offload_entresol_connected"] >= 1
 
 
+def stored_since(site: Site, sequence: int) -> list[dict[str, Any]]:
+    found = [one for one in events(site.daemon) if one["seq"] > sequence]
+    return [one for one in found if one["kind"] == "stored"]
+
+
 def test_the_daemon_learns_token_ids_from_the_entresol_connector(site: Site) -> None:
     tokens = prompt(16, 4 * BLOCK_TOKENS)
+    before = max((one["seq"] for one in events(site.daemon)), default=0)
     site.b.run(tokens)
     site.b.settle()
-    told = [one for one in events(site.daemon) if one.get("token_ids") == tokens]
-    assert len(told) == 1, "one event, all four blocks in order"
-    assert len(told[0]["wire_keys"]) == 4
-
-
-def test_blocks_of_vllms_own_connector_come_without_token_ids(site: Site) -> None:
-    before = len(events(site.daemon))
+    told = stored_since(site, before)
+    assert sum(len(one["wire_keys"]) for one in told) == 4
+    found = [
+        token for one in sorted(told, key=lambda one: one["position"]) for token in one["token_ids"]
+    ]
+    assert found == tokens, "in order, with their places"
+    # The same blocks from vLLM's own connector: stored, and nothing known of their tokens.
+    before = max(one["seq"] for one in events(site.daemon))
     site.a.run(prompt(17, 4 * BLOCK_TOKENS))
     site.a.settle()
-    (told,) = [one for one in events(site.daemon)[before:] if one["kind"] == "stored"]
-    assert not told.get("token_ids")
+    told = stored_since(site, before)
+    assert sum(len(one["wire_keys"]) for one in told) == 4
+    assert not any(one.get("token_ids") for one in told)
