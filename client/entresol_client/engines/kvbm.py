@@ -66,8 +66,8 @@ class EntresolWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return EntresolWorkerMetadata({**self.descriptors, **other.descriptors})
 
 
-class _FirstBlocks:
-    """The first blocks of vLLM's `KVCacheBlocks`, as far as KVBM looks at them."""
+class _Blocks:
+    """Some of the blocks of vLLM's `KVCacheBlocks`, as far as KVBM looks at them."""
 
     def __init__(self, block_ids: list[int]) -> None:
         self._block_ids = block_ids
@@ -99,6 +99,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         self._planner: Planner | None = None
         self._worker_side: _WorkerSide | None = None
         self._differences = Differences()
+        self._told: dict[str, tuple[int, int]] = {}  # request -> preemptions, blocks KVBM knows
         _join_log()
         reason = "turned off" if not settings.enabled else unfit(vllm_config, kv_cache_config)
         if reason:
@@ -134,18 +135,28 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        block_ids = blocks.get_block_ids()[0]
+        block_ids: list[int] = blocks.get_block_ids()[0]
         for_kvbm = None
         if self._planner is not None:
             for_kvbm = self._planner.allocated(request, block_ids, num_external_tokens)
         if for_kvbm is None:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-            return
-        first_blocks, kvbm_tokens = for_kvbm
-        if kvbm_tokens:
-            super().update_state_after_alloc(
-                request, _FirstBlocks(block_ids[:first_blocks]), kvbm_tokens
-            )
+            self._tell_kvbm(request, block_ids, num_external_tokens)
+        elif for_kvbm[1]:
+            self._tell_kvbm(request, block_ids[: for_kvbm[0]], for_kvbm[1])
+
+    def _tell_kvbm(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """Tell KVBM of the blocks it has not been told of.
+
+        KVBM 1.6.1 appends what it is told, and vLLM names all blocks of a request each time. After
+        it has loaded blocks, KVBM would count them twice, and keep the bytes of one block under the
+        hash of another from then on.
+        """
+        mark = int(getattr(request, "num_preemptions", 0))
+        when, told = self._told.get(request.request_id, (mark, 0))
+        if when != mark:  # KVBM forgets the blocks of a request that was preempted
+            told = 0
+        self._told[request.request_id] = (mark, max(told, len(block_ids)))
+        super().update_state_after_alloc(request, _Blocks(block_ids[told:]), external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> DynamoConnectorMetadata:
         theirs = super().build_connector_meta(scheduler_output)
@@ -165,6 +176,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._told.pop(request.request_id, None)
         if self._planner is not None:
             self._planner.finished(request.request_id)
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)

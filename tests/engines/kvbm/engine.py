@@ -135,7 +135,9 @@ class Engine:
         assert self.ask("reset", kvbm=kvbm)["reset"]
 
     def close(self) -> None:
-        """End it: first by asking, then by its pid."""
+        """End it: first by asking, then by its pid. Idempotent."""
+        if self._answers.closed:
+            return
         if self._process.poll() is None:
             with contextlib.suppress(Exception):
                 self.ask("stop", seconds_max=40.0)
