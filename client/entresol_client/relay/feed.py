@@ -134,7 +134,7 @@ class ShardFeed(threading.Thread):
         self._inbox = inbox
         self._place: tuple[int, int] | None = None  # incarnation, last number seen
         self._known: set[bytes] = set()  # namespace ids that were told
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
         self._again = threading.Event()
         self._lock = threading.Lock()
         self._call: Any = None
@@ -147,7 +147,7 @@ class ShardFeed(threading.Thread):
 
     def stop(self) -> None:
         """End the thread soon (any thread); join it."""
-        self._stop.set()
+        self._stopping.set()
         self._cancel()
 
     def _cancel(self) -> None:
@@ -158,13 +158,13 @@ class ShardFeed(threading.Thread):
     def run(self) -> None:
         """The thread."""
         backoff_s = BACKOFF_S_MIN
-        while not self._stop.is_set():
+        while not self._stopping.is_set():
             try:
                 began_s = time.monotonic()
                 self._connection()
                 if time.monotonic() - began_s > BACKOFF_S_MAX:
                     backoff_s = BACKOFF_S_MIN
-                self._stop.wait(BACKOFF_S_MIN)
+                self._stopping.wait(BACKOFF_S_MIN)
                 continue
             except _Stopped:
                 return
@@ -174,12 +174,12 @@ class ShardFeed(threading.Thread):
             except Exception as error:
                 log.error("event=relay_feed_failed shard=%s", self.shard, exc_info=error)
                 self._put(Down(self.shard, f"{type(error).__name__}: {error}"))
-            self._stop.wait(backoff_s)
+            self._stopping.wait(backoff_s)
             backoff_s = min(BACKOFF_S_MAX, 2 * backoff_s)
 
     def _put(self, item: Item) -> None:
         if not self._inbox.put(item):
-            self._stop.set()
+            self._stopping.set()
 
     def _connection(self) -> None:
         """Follow over one connection until it ends. Raises: EntresolError, _Stopped."""
@@ -192,7 +192,7 @@ class ShardFeed(threading.Thread):
             try:
                 self._tell_spaces(stub)
                 self._put(Up(self.shard))
-                while not self._stop.is_set():
+                while not self._stopping.is_set():
                     if self._again.is_set():
                         self._again.clear()
                         self._place = None
@@ -201,7 +201,7 @@ class ShardFeed(threading.Thread):
                     if self._place is not None and not self._watch(stub):
                         return
             except self._grpc.RpcError as error:
-                if self._stop.is_set():
+                if self._stopping.is_set():
                     raise _Stopped from None
                 if error.code() is self._grpc.StatusCode.CANCELLED and self._again.is_set():
                     return
@@ -212,7 +212,7 @@ class ShardFeed(threading.Thread):
         with self._lock:
             self._call = call
         try:
-            if self._stop.is_set() or self._again.is_set():
+            if self._stopping.is_set() or self._again.is_set():
                 return
             yield from call
         finally:
@@ -251,7 +251,7 @@ class ShardFeed(threading.Thread):
         except self._grpc.RpcError as error:
             if rpc.translate(error).status is not Status.BUSY:
                 raise
-            self._stop.wait(SNAPSHOT_BUSY_S)  # others take one; ours comes
+            self._stopping.wait(SNAPSHOT_BUSY_S)  # others take one; ours comes
         finally:
             self._put(End(self.shard, complete and place is not None))
         return place if complete else None

@@ -32,7 +32,7 @@ from entresol_client.relay.workers import Worker
 
 EVENTS_PER_BATCH_MAX = 256
 TICK_MS = 250
-STATUS_S = 1.0
+STATUS_S = 0.2
 HELLO_AFTER_S = 0.1  # lets a subscription be complete before the first message
 ROUND_PAUSES = 4  # a full round at most every fifth of the time
 ENDS = ("KIND_REMOVED", "KIND_EXPIRED", "KIND_CORRUPT")
@@ -123,7 +123,7 @@ class Relay:
         self.rounds = 0
         self._kinds = rpc.modules()[1].Kind
         self._closed = False
-        self.latest = self.status()  # not older than a second; may be read from any thread
+        self.latest = self.status()  # recent; may be read from any thread
         self._latest_s = self._began_s
 
     def stop(self) -> None:

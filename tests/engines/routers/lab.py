@@ -168,6 +168,15 @@ class RelayProcess:
         """Wait until so many blocks are announced."""
         eventually(lambda: self.status()["blocks"]["announced"] == blocks, f"{blocks} announced")
 
+    def counts(self, name: str, least: int = 1) -> int:
+        """Wait until a counter is at least so high; what it is."""
+        what = f"{name} of at least {least}"
+        return int(
+            eventually(
+                lambda: (found := self.status()["counts"].get(name, 0)) >= least and found, what
+            )
+        )
+
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
