@@ -30,6 +30,7 @@ class Suite:
         rc: of its pytest; None: it did not run, for `reason`.
         reason: also why it failed besides its tests.
         build_seconds: 0 when it was built before.
+        cpu_seconds: processor time of the suite and of all processes that it waited for.
         figures: what its tests measured: {"test", "name", "value", "unit"}.
         log: where its output is, when it failed.
     """
@@ -40,6 +41,7 @@ class Suite:
     versions: dict[str, str] = field(default_factory=dict)
     build_seconds: float = 0.0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     cases: tuple[Case, ...] = ()
     figures: tuple[dict[str, Any], ...] = ()
     log: str = ""
@@ -87,15 +89,17 @@ class Report:
             versions = " ".join(f"{name} {version}" for name, version in suite.versions.items())
             found.append(
                 ROW.format(suite.name, suite.outcome, *counts, round(suite.build_seconds),
-                           round(suite.seconds), versions)
+                           round(suite.seconds), round(suite.cpu_seconds), versions)
             )  # fmt: skip
         for suite in self.suites:
             found += _details(suite)
         return found
 
 
-ROW = "  {:8} {:13} {:>6} {:>6} {:>7} {:>7} {:>7}  {}"
-HEAD = ROW.format("suite", "outcome", "passed", "failed", "not run", "build s", "tests s", "with")
+ROW = "  {:8} {:13} {:>6} {:>6} {:>7} {:>7} {:>7} {:>6}  {}"
+HEAD = ROW.format(
+    "suite", "outcome", "passed", "failed", "not run", "build s", "tests s", "cpu s", "with"
+)
 
 
 def _details(suite: Suite) -> list[str]:

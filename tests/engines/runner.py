@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def _run_one(environment: Environment, plan: Plan) -> Suite:
         f"--rootdir={ROOT}", f"--confcutdir={HERE}", *words_for(environment, plan.pytest_words),
     ]  # fmt: skip
     say(f"{environment.name}: running {environment.suite}")
-    started = time.monotonic()
+    started, cpu_before = time.monotonic(), _cpu_seconds()
     rc = in_a_group(command, env, log, SUITE_SECONDS_MAX[plan.size])
     suite = Suite(
         environment.name,
@@ -89,6 +90,7 @@ def _run_one(environment: Environment, plan: Plan) -> Suite:
         versions=_versions(environment),
         build_seconds=build_seconds,
         seconds=round(time.monotonic() - started, 1),
+        cpu_seconds=round(_cpu_seconds() - cpu_before, 1),
         cases=read_cases(record),
         figures=read_figures(figures),
         log=str(log),
@@ -197,6 +199,11 @@ def in_a_group(
         reader.join(5.0)  # longer only if something left the group and still holds the pipe
         if process.stdout is not None and not reader.is_alive():
             process.stdout.close()
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _versions(environment: Environment) -> dict[str, str]:
