@@ -31,6 +31,7 @@ class Request:
     prompt_embeds: Any = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
+    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -302,6 +303,12 @@ def test_without_an_answerer_kvbm_is_alone_and_blocks_are_stored() -> None:
     request, one = Request(tokens(2, 1)), Planner(BLOCK)
     assert one.match(request, 0, kvbm()) == (0, False)
     assert stored(one.step(scheduled(request, 0, 9, [1, 2, 3]))) == [(0, 1), (1, 2)]
+
+
+def test_a_preempted_request_is_kvbms_alone() -> None:
+    """Its first life is still reported by KVBM's worker; vLLM may hear of an end only once."""
+    request, one = Request(tokens(4, 1), num_preemptions=1), planner()
+    assert one.match(request, 0, kvbm(1)) == (BLOCK, True)
 
 
 def test_reading_nothing_from_caches_is_respected() -> None:

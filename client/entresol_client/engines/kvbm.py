@@ -100,6 +100,8 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         self._worker_side: _WorkerSide | None = None
         self._differences = Differences()
         self._told: dict[str, tuple[int, int]] = {}  # request -> preemptions, blocks KVBM knows
+        self._loading: set[str] = set()  # requests whose end of load vLLM has not heard of
+        self._started: set[str] = set()  # requests that were scheduled
         _join_log()
         reason = "turned off" if not settings.enabled else unfit(vllm_config, kv_cache_config)
         if reason:
@@ -136,6 +138,8 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids: list[int] = blocks.get_block_ids()[0]
+        if num_external_tokens:
+            self._loading.add(request.request_id)
         for_kvbm = None
         if self._planner is not None:
             for_kvbm = self._planner.allocated(request, block_ids, num_external_tokens)
@@ -159,6 +163,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, _Blocks(block_ids[told:]), external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> DynamoConnectorMetadata:
+        self._started.update(scheduler_output.num_scheduled_tokens)
         theirs = super().build_connector_meta(scheduler_output)
         plan = StepPlan() if self._planner is None else self._planner.step(scheduler_output)
         return EntresolConnectorMetadata(theirs.metadata, plan)
@@ -168,19 +173,25 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, EntresolWorkerMetadata):
             self._adopt(told.descriptors)
+        loaded = connector_output.finished_recving or ()
+        self._loading.difference_update(loaded)
         if self._planner is not None:
-            self._planner.transferred(
-                connector_output.finished_recving or (), connector_output.invalid_block_ids or ()
-            )
+            self._planner.transferred(loaded, connector_output.invalid_block_ids or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._told.pop(request.request_id, None)
+        request_id = request.request_id
+        self._told.pop(request_id, None)
         if self._planner is not None:
-            self._planner.finished(request.request_id)
-        answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        return answer
+            self._planner.finished(request_id)
+        later, params = super().request_finished(request, block_ids)
+        # KVBM always promises to report the end, and its worker reports only what it was told of:
+        # the blocks of a request that was ended between its load and its first step would be lost.
+        reported = request_id in self._started or request_id in self._loading
+        self._started.discard(request_id)
+        self._loading.discard(request_id)
+        return later and reported, params
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         self._adopt({(0, rank): one.descriptor for rank, one in _ours(metadata)})

@@ -3,7 +3,7 @@
 Pure bookkeeping over vLLM's requests: no KVBM, no vLLM, no I/O but the look-up it is given.
 Invariants:
 - the tier only ever adds to what KVBM matched: blocks right behind KVBM's, never instead of them;
-- a request whose load failed is not offered to the tier again: it is recomputed;
+- a request is offered to the tier once: one whose load failed, or that was preempted, is computed;
 - a block is stored only when every token of it is known and computed at the end of the step.
 """
 
@@ -146,6 +146,7 @@ class Planner:
             or computed_tokens % self.block_tokens
             or last <= first
             or getattr(request, "skip_reading_prefix_cache", False)
+            or getattr(request, "num_preemptions", 0)  # KVBM's worker still reports for it
             or not self._ask(track)
         ):
             return kvbm()

@@ -3,8 +3,8 @@
     python -m tests.engines.kvbm.serve '{"model": ..., "kv_transfer_config": {...}, ...}'
 
 Commands: `generate`, `idle`, `reset` (what the engine itself cached; `kvbm`: KVBM's caches too),
-`counts` (both sides of the connector), `connected`, `kill_at_load` (kill a process when the next
-load begins), `stop`.
+`counts` (both sides of the connector), `abort`, `blocks` (held by requests), `connected`,
+`kill_at_load` (kill a process when the next load begins), `stop`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,30 @@ def idle(core: Any, llm: Any, seconds_max: float) -> bool:
     return True
 
 
+def abort(core: Any, llm: Any, tokens: list[int], when: str) -> bool:
+    """Abort a request "loading" or "loaded", before its first step; True if it got that far."""
+    from vllm import SamplingParams
+
+    scheduler = core.scheduler
+    llm.llm_engine.add_request(
+        "aborted", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=4)
+    )
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        llm.llm_engine.step()
+        waiting = [one for one in scheduler.requests.values() if "REMOTE_KVS" in one.status.name]
+        if when == "loading" and waiting:
+            break
+        if when == "loaded" and any(
+            one.request_id in scheduler.finished_recving_kv_req_ids for one in waiting
+        ):
+            break
+    else:
+        return False
+    llm.llm_engine.abort_request(["aborted"])
+    return True
+
+
 def kill_at_load(loader: Any, pid: int) -> bool:
     """Have the daemon die after vLLM was promised blocks and before they are there."""
     start = loader.start
@@ -54,6 +78,11 @@ def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         return generate(llm, command)
     if what == "idle":
         return {"idle": idle(core, llm, command.get("seconds_max", 30.0))}
+    if what == "abort":
+        return {"aborted": abort(core, llm, command["tokens"], command["when"])}
+    if what == "blocks":
+        pool = core.scheduler.kv_cache_manager.block_pool
+        return {"held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()}
     if what == "reset":
         return {"reset": llm.reset_prefix_cache(reset_connector=command["kvbm"])}
     sides = (core.scheduler.connector, get_kv_transfer_group())

@@ -225,6 +225,16 @@ def test_tenants_and_salts_share_nothing(
         assert grown.get("matched_blocks", 0) == 0, who
 
 
+@pytest.mark.parametrize("when", ["loading", "loaded"])
+def test_an_aborted_request_gives_its_blocks_back(
+    engine: Engine, expected: dict[int, dict[str, Any]], when: str
+) -> None:
+    assert engine.ask("abort", tokens=prompt(1), when=when)["aborted"]
+    assert engine.ask("idle")["idle"]
+    assert engine.ask("blocks")["held"] == 0
+    assert same(engine.generate(prompt(1))[0], expected[1])
+
+
 def test_a_corrupt_block_is_computed_again(
     engine: Engine, expected: dict[int, dict[str, Any]], daemon: TierDaemon
 ) -> None:
