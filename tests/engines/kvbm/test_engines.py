@@ -147,7 +147,7 @@ def test_a_process_stores_what_it_computes(
     assert same(writer["answer"], expected[1])
     assert writer["answer"]["cached_tokens"] == 0
     assert writer["counts"]["worker"]["stored_blocks"] >= PROMPT_BLOCKS
-    assert daemon.metric("entresol_blocks") >= PROMPT_BLOCKS
+    assert daemon.metric("entresol_flash_blocks") >= PROMPT_BLOCKS
 
 
 def test_another_process_loads_it_by_content_key(
