@@ -17,8 +17,8 @@ BLOCK_TOKENS, BLOCKS, LAYERS = 16, 64, 2
 QUIET_SECONDS, EVENTS_SECONDS_MAX = 1.0, 20.0
 
 
-def start(core: Any, inbound: str, outbound: str) -> tuple[Any, Any, list[tuple[str, Any]]]:
-    """KVBM's leader and worker over caches in ordinary memory."""
+def start(core: Any, inbound: str, outbound: str) -> tuple[Any, Any, list[tuple[str, Any]], Any]:
+    """KVBM's leader and worker over caches in ordinary memory, and events the worker points at."""
     import torch
     from kvbm import KvbmLeader
 
@@ -40,8 +40,7 @@ def start(core: Any, inbound: str, outbound: str) -> tuple[Any, Any, list[tuple[
         consolidator_vllm_endpoint=inbound, consolidator_output_endpoint=outbound,
         consolidator_mode="passthrough",
     )  # fmt: skip
-    worker._kept = events if hasattr(worker, "__dict__") else None
-    return leader, worker, caches
+    return leader, worker, caches, events
 
 
 def offload(core: Any, leader: Any, worker: Any, caches: Any, name: str, one: Any) -> None:
@@ -87,7 +86,7 @@ def main() -> None:
     spare = context.socket(zmq.PUB)
     outbound = f"tcp://127.0.0.1:{spare.bind_to_random_port('tcp://127.0.0.1')}"
     spare.close(0)
-    leader, worker, caches = start(core, inbound, outbound)
+    leader, worker, caches, _events = start(core, inbound, outbound)
     subscriber = context.socket(zmq.SUB)
     subscriber.connect(outbound)
     subscriber.setsockopt(zmq.SUBSCRIBE, b"")
