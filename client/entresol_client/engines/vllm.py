@@ -46,6 +46,7 @@ log = logging.getLogger("entresol.engine")
 MS = 1e-3
 TOUCHES_IN_FLIGHT_MAX = 4  # beyond it keys are not touched: it only keeps them young
 DRAIN_MS_DEFAULT, DRAIN_MS_MAX = 5_000, 600_000
+CALLBACK_SECONDS_MAX = 5.0  # from the end of a job to its report
 
 
 @dataclass(slots=True)
@@ -173,8 +174,12 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             reason = str(error)
         if space is None:
             self._counts["refused_requests"] += 1
-            log.warning("event=request_without_tier request=%s reason=%r",
-                        context.req_id, reason)  # fmt: skip
+            count = self._counts["refused_requests"]
+            if count.bit_count() == 1:  # the 1st, 2nd, 4th, ...: one client cannot fill the log
+                log.warning(
+                    "event=request_without_tier request=%s reason=%r refused_requests=%d",
+                    context.req_id, reason, count,
+                )  # fmt: skip
         return self._requests.add(context.req_id, space if self._usable else None, salt)
 
     def _check_seed(self) -> None:
@@ -351,6 +356,10 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         """
         for store in self._stores:
             store.drain(self._drain_s)
+        # A future is done a moment before its callback has queued it, and vLLM asks right away.
+        until_s = time.monotonic() + CALLBACK_SECONDS_MAX
+        while self._finished.qsize() < len(self._jobs) and time.monotonic() < until_s:
+            time.sleep(0.0005)
 
     def shutdown(self) -> None:
         """End the sessions and let go of vLLM's pool, so that it can be unmapped. Idempotent."""
@@ -381,20 +390,27 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def counts(self) -> Mapping[str, int]:
         """Every counter since the start, of all tenants together; `backlog_bytes` is a level."""
+        total = self._totals()
+        total["connected"] = sum(store.connected() for store in self._stores)
+        return total
+
+    def _totals(self) -> Counter[str]:
         total = Counter(self._counts)
         total["lookup_unanswered"] += self._requests.late_lookups
         for store in self._stores:
             total.update(store.stats())
-        total["connected"] = sum(store.connected() for store in self._stores)
         return total
 
     def get_stats(self) -> Any:
         """Increases since the last call, for vLLM's metrics; None when there are none."""
-        now = self.counts()
-        grown = {name: now[name] - self._told[name] for name in COUNTERS if now[name] > 0}
-        grown = {METRIC + name: amount for name, amount in grown.items() if amount > 0}
-        self._told = Counter({name: now[name] for name in COUNTERS})
-        return compat.make_stats(grown, {METRIC + name: now[name] for name in GAUGES})
+        now = self._totals()
+        grown = {METRIC + name: now[name] - self._told[name] for name in COUNTERS}
+        grown = {name: amount for name, amount in grown.items() if amount > 0}
+        if not grown:  # as in nearly every step
+            return None
+        self._told = now
+        levels = self.counts()
+        return compat.make_stats(grown, {METRIC + name: levels[name] for name in GAUGES})
 
 
 def _missing(job: Job) -> tuple[Status, ...]:
