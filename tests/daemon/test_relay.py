@@ -1,0 +1,363 @@
+"""The relay between real daemons and a router as llm-d is one: what is stored is what it scores.
+
+Relays run in a thread beside the daemons, except where it is about the command. Dynamo's own
+indexer reads one in `tests/engines/routers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli
+from daemon_lab import client_of, shape
+from harness import DaemonProcess, Running, eventually, running_daemon
+
+from entresol_client.client import AsyncClient, Namespace
+from entresol_client.config import ClientConfig
+from entresol_client.relay import metrics
+from entresol_client.relay.service import Options, Relay
+from entresol_client.relay.workers import Worker
+from entresol_client.results import PutBlock
+from entresol_daemon.control import devcerts
+from entresol_proto.ids import NamespaceDescriptor, TenantName
+from entresol_proto.limits import KIB
+from tests.engines.routers import llmd
+
+MODEL = "lab/model"
+TOKENS = 16
+DESCRIPTOR = NamespaceDescriptor(model=MODEL, block_tokens=TOKENS, page_layout="vllm:lab")
+SECONDS_MAX = 30.0
+
+
+def chain(blocks: int, name: int = 0) -> list[PutBlock]:
+    """Blocks of a prompt under keys as vLLM's tier has them."""
+    made: list[PutBlock] = []
+    for at in range(blocks):
+        before = made[-1].key if made else None
+        tokens = tuple(1000 * name + TOKENS * at + i for i in range(TOKENS))
+        key = hashlib.sha256((before or b"") + repr(tokens).encode()).digest() + bytes(4)
+        made.append(PutBlock(key, key * (8 * KIB // 36), at, before, tokens))
+    return made
+
+
+def prompt(blocks: list[PutBlock]) -> list[int]:
+    return [token for block in blocks for token in block.token_ids]
+
+
+class Router:
+    """Reads one pod's endpoint into llm-d's index."""
+
+    def __init__(self, relay: Relay, at: int = 0) -> None:
+        self.index = llmd.Index()
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        self.socket.connect(relay.publisher.endpoints(relay.publisher.outlets[at])[0])
+
+    def blocks(self, one: list[PutBlock], pod: str = "pod0") -> float:
+        """The pod's score for the prompt; a tier without a weight counts 1 for a block."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                name, _, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+                self.index.read(name, payload)
+        return self.index.scores(prompt(one), MODEL).get(pod, 0.0)
+
+    async def scores(self, one: list[PutBlock], blocks: int, pod: str = "pod0") -> None:
+        await eventually(
+            lambda: self.blocks(one, pod) == blocks,
+            seconds=SECONDS_MAX,
+            what=f"a score of {blocks}",
+        )
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def relaying(config: ClientConfig, **more: Any) -> AsyncIterator[tuple[Relay, Router]]:
+    """A relay in a thread, and a router that reads it from the start."""
+    workers = (Worker("pod0", "tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),)
+    options = Options(**{"workers": workers, "match": {"model": MODEL}, **more})
+    relay = Relay(options, lambda: config, model=MODEL)
+    router = Router(relay)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            relay.run()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        await eventually(lambda: router.blocks([]) == 0 and relay.publisher.outlets[0].readers > 0)
+        yield relay, router
+    finally:
+        relay.stop()
+        await asyncio.to_thread(thread.join)
+        router.close()
+        zmq.Context.instance().term()
+        assert not failed, failed
+
+
+@contextlib.asynccontextmanager
+async def lab(folder: Path, **more: Any) -> AsyncIterator[tuple[Running, Namespace, Relay, Router]]:
+    """A daemon, an engine's namespace, a relay, a router."""
+    async with running_daemon(folder, shape()) as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        async with relaying(running.client_config(), **more) as (relay, router):
+            yield running, space, relay, router
+
+
+async def test_a_router_follows_puts_and_forgets(tmp_path: Path) -> None:
+    async with lab(tmp_path) as (_, space, relay, router):
+        first, second = chain(6, 1), chain(4, 2)
+        assert (await space.put(first)).ok
+        assert (await space.put(second[1:])).ok
+        await router.scores(first, 6)
+        assert router.blocks(second) == 0
+        assert (await space.put(second[:1])).ok
+        await router.scores(second, 4)
+        assert (await space.forget([first[2].key])).count == 1
+        await router.scores(first, 2)
+        assert (await space.put(first[2:3])).ok
+        await router.scores(first, 6)
+        assert router.index.dropped == 0, "no block came before its parent"
+        assert relay.mirror.counts["announced_blocks"] == 11
+
+
+async def test_a_late_router_without_replay_is_told_everything(tmp_path: Path) -> None:
+    async with lab(tmp_path, round_pause_s=0.1) as (_, space, relay, router):
+        one = chain(8)
+        assert (await space.put(one)).ok
+        await router.scores(one, 8)
+        late = Router(relay)
+        try:
+            await late.scores(one, 8)
+            assert late.index.dropped == 0
+            assert (await space.forget([one[7].key])).count == 1
+            await late.scores(one, 7)
+        finally:
+            late.close()
+
+
+async def test_an_erased_tenant_is_withdrawn(tmp_path: Path) -> None:
+    async with lab(tmp_path) as (running, space, relay, router):
+        one = chain(5)
+        assert (await space.put(one, ack="durable")).ok
+        await router.scores(one, 5)
+        await running.daemon.admin.tenant_erase(TenantName("dev"))
+        await router.scores(one, 0)
+        assert relay.mirror.stored_blocks == 0
+        await eventually(lambda: relay.shards["dev"].state == "down", seconds=SECONDS_MAX)
+        assert "erased" in relay.shards["dev"].reason
+
+
+async def test_blocks_without_tokens_are_counted_and_not_published(tmp_path: Path) -> None:
+    async with lab(tmp_path) as (_, space, relay, router):
+        bare = [replace(block, token_ids=()) for block in chain(3, 1)]
+        assert (await space.put(bare)).ok
+        one = chain(2, 2)
+        assert (await space.put(one)).ok
+        await router.scores(one, 2)
+        assert relay.mirror.counts["tokenless_blocks"] == 3
+        assert (relay.mirror.told_blocks, relay.mirror.stored_blocks) == (2, 2)
+
+
+async def test_a_namespace_that_is_opened_later_is_followed(tmp_path: Path) -> None:
+    async with lab(tmp_path) as (running, space, _, router):
+        one, tuned = chain(2, 1), chain(2, 2)
+        assert (await space.put(one)).ok
+        await router.scores(one, 2)
+        async with client_of(running) as client:
+            adapter = await client.namespace(replace(DESCRIPTOR, lora="tuned"))
+            assert (await adapter.put(tuned)).ok
+            salted = await client.namespace(replace(DESCRIPTOR, cache_salt="grain"))
+            assert (await salted.put(chain(2, 3))).ok
+            other = await client.namespace(replace(DESCRIPTOR, dtype="fp16"))
+            assert (await other.put(chain(2, 4))).ok
+        await eventually(
+            lambda: (
+                router.blocks(one) == 2
+                and router.index.scores(prompt(tuned), "tuned") == {"pod0": 2.0}
+            ),
+            seconds=SECONDS_MAX,
+        )
+        assert router.blocks(tuned) == router.blocks(chain(2, 3)) == router.blocks(chain(2, 4)) == 0
+
+
+async def test_a_chain_over_two_shards_is_one(tmp_path: Path) -> None:
+    """Keys are placed by hash, so neighbours are on different shards, whose events have no order."""
+    (tmp_path / "a").mkdir()
+    async with running_daemon(tmp_path / "a", shape()) as first:
+        pki = devcerts.load(tmp_path / "a" / "pki")
+        trust_domain = first.daemon.config.tls.trust_domain
+        files = devcerts.issue(
+            pki, "second", uris=[f"spiffe://{trust_domain}/shard/second"],
+            hosts=("localhost", "127.0.0.1"), server=True,
+        )  # fmt: skip
+
+        def second(config: Any) -> Any:
+            config = shape()(config)
+            tls = replace(config.tls, cert=files.cert, key=files.key, ca=pki.ca)
+            return replace(config, shard=replace(config.shard, name="second"), tls=tls)
+
+        async with running_daemon(tmp_path / "b", second) as other:
+            shards = (
+                *first.client_config().shards,
+                replace(other.client_config().shards[0], name="second"),
+            )
+            both = replace(first.client_config(), shards=shards)
+            one = chain(40)
+            async with relaying(both, round_pause_s=0.1) as (relay, router):
+                async with await AsyncClient.open(both) as client:
+                    space = await client.namespace(DESCRIPTOR)
+                    for start in (30, 20, 0, 10):
+                        assert (await space.put(one[start : start + 10], ack="durable")).ok
+                await router.scores(one, 40)
+                held = [len(each.daemon.shard.parts.engine.index) for each in (first, other)]
+                assert sum(held) == 40
+                assert min(held) > 5, "each has a part of the chain"
+                late = Router(relay)
+                try:
+                    await late.scores(one, 40)
+                    assert router.index.dropped == late.index.dropped == 0
+                finally:
+                    late.close()
+
+
+async def test_metrics_tell_what_the_status_tells(tmp_path: Path) -> None:
+    async with lab(tmp_path) as (_, space, relay, router):
+        one = chain(3)
+        assert (await space.put(one)).ok
+        await router.scores(one, 3)
+        await eventually(lambda: relay.latest["blocks"]["announced"] == 3, seconds=SECONDS_MAX)
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            port = int(held.getsockname()[1])
+        stop = metrics.serve(relay, "127.0.0.1", port)
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            url = f"http://127.0.0.1:{port}/metrics"
+            text = await asyncio.to_thread(lambda: opener.open(url, timeout=10).read().decode())
+        finally:
+            await asyncio.to_thread(stop)
+        assert "entresol_relay_announced_blocks 3.0" in text
+        assert 'entresol_relay_shard_up{shard="dev"} 1.0' in text
+        assert 'entresol_relay_readers{pod="pod0"} 1.0' in text
+        for name, _, about in metrics.METRICS:
+            assert f"# HELP {name} {about}" in text.replace("_total_total", "_total")
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("r") / "d", "--flash", "256MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], daemon: DaemonProcess) -> Cli:
+    return Cli(capsys, daemon.directory)
+
+
+@pytest.mark.daemon
+def test_the_list_shows_what_could_be_published(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"x" * 1000)
+    cli("put", str(tmp_path / "in"), "--model", "listed/model", "--lora", "tuned", "--salt", "s")
+    rows = cli("relay", "--list", "--json").lines
+    (row,) = [row for row in rows if row["model"] == "listed/model"]
+    assert (row["shard"], row["blocks"], row["lora"], row["salted"]) == ("dev", 1, "tuned", True)
+    assert "grain" not in json.dumps(rows)
+    words = cli("relay", "--list").out
+    assert "listed/model" in words
+    assert "(salted)" in words
+    assert cli("relay", "--list", "--match", "model=listed/*", "--json").lines == [row]
+    assert cli("relay", "--list", "--match", "dtype=none").out == "nothing is stored\n"
+
+
+@pytest.mark.daemon
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ((), "no --model"),
+        (("--model", "m"), "no --worker"),
+        (("--model", "m", "--worker", "pod0"), "--worker 'pod0'"),
+        (("--model", "a@b", "--worker", "p=1"), "@ divides it"),
+        (("--model", "m", "--worker", "p=1", "--match", "colour=red"), "--match 'colour=red'"),
+        (("--model", "m", "--worker", "p=tcp://127.0.0.1:0", "--metrics", "x"), "--metrics 'x'"),
+        (("--model", "m", "--worker", "p=1", "--medium", "GPU"), "invalid choice"),
+        (("--model", "m", "--worker", "p=1", "--withdraw-after", "soon"), "not a time"),
+        (("--model", "m", "--worker", "p=1", "--buffer", "0"), "not a number"),
+        (("--model", "m", "--worker", "p=1", "--topic", "x"), "unrecognized"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_published(
+    cli: Cli, words: tuple[str, ...], match: str
+) -> None:
+    said = cli("relay", *words, code=2)
+    assert match in said.err
+
+
+@pytest.mark.daemon
+def test_two_layouts_of_a_model_are_a_question(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"x" * 1000)
+    for dtype in ("bf16", "fp16"):
+        cli("put", str(tmp_path / "in"), "--model", "double", "--dtype", dtype)
+    words = ("relay", "--model", "double", "--worker", "p=tcp://127.0.0.1:0")
+    said = cli(*words, code=2)
+    assert "2 layouts match" in said.err
+    assert "dtype=" in said.err
+    assert "--match dtype=" in said.err
+
+
+@pytest.mark.daemon
+def test_a_shard_that_is_another_ends_the_command(cli: Cli) -> None:
+    text = cli.config.read_text()
+    assert 'name = "dev"' in text
+    wrong = cli.folder / "wrong.toml"
+    wrong.write_text(text.replace('name = "dev"', 'name = "elsewhere"'))
+    said = cli("relay", "--model", "m", "--worker", "p=tcp://127.0.0.1:0", config=wrong, code=1)
+    assert "elsewhere" in said.err
+
+
+@pytest.mark.daemon
+def test_the_process_tells_what_it_does_and_stops_when_asked(daemon: DaemonProcess) -> None:
+    config = daemon.directory / "client.toml"
+    command = [
+        *COMMAND, "relay", "--model", "m", "--json", "--status", "100ms", "--config", str(config),
+        "--worker", "pod0=tcp://127.0.0.1:0,replay=tcp://127.0.0.1:0", "--worker", "pod1=tcp://*:0",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        assert first["type"] == "relay"
+        assert [row["topic"] for row in first["workers"]] == ["kv@pod0@m", "kv@pod1@m"]
+        while json.loads(process.stdout.readline())["shards"][0]["state"] != "up":
+            pass
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PROCESS_SECONDS_MAX)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["type"] == "status"
+    assert err.count("can read the tenant's token ids") == 1, "only pod1 is open to others"
+    assert "no replay" in err
