@@ -266,7 +266,7 @@ class Space:
                 lookups=1,
                 lookup_blocks=len(wanted),
                 lookup_hit_blocks=sum(found.present),
-                lookup_unanswered=not found.complete,
+                lookup_unanswered=int(not found.complete),
             )
             return found.present
 
