@@ -201,7 +201,7 @@ async def test_a_namespace_that_is_opened_later_is_followed(tmp_path: Path) -> N
 
 
 async def test_a_chain_over_two_shards_is_one(tmp_path: Path) -> None:
-    """Keys are placed by hash, so neighbours are on different shards, whose events have no order."""
+    """Keys are placed by hash: neighbours are on different shards, whose events have no order."""
     (tmp_path / "a").mkdir()
     async with running_daemon(tmp_path / "a", shape()) as first:
         pki = devcerts.load(tmp_path / "a" / "pki")
@@ -280,10 +280,13 @@ def cli(capsys: pytest.CaptureFixture[str], daemon: DaemonProcess) -> Cli:
 @pytest.mark.daemon
 def test_the_list_shows_what_could_be_published(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"x" * 1000)
-    cli("put", str(tmp_path / "in"), "--model", "listed/model", "--lora", "tuned", "--salt", "s")
+    cli(
+        "put", str(tmp_path / "in"), "--model", "listed/model", "--lora", "tuned", "--salt", "grain"
+    )
     rows = cli("relay", "--list", "--json").lines
     (row,) = [row for row in rows if row["model"] == "listed/model"]
-    assert (row["shard"], row["blocks"], row["lora"], row["salted"]) == ("dev", 1, "tuned", True)
+    assert (row["shard"], row["lora"], row["salted"]) == ("dev", "tuned", True)
+    assert row["blocks"] >= 1
     assert "grain" not in json.dumps(rows)
     words = cli("relay", "--list").out
     assert "listed/model" in words
@@ -301,6 +304,7 @@ def test_the_list_shows_what_could_be_published(cli: Cli, tmp_path: Path) -> Non
         (("--model", "m", "--worker", "pod0"), "--worker 'pod0'"),
         (("--model", "a@b", "--worker", "p=1"), "@ divides it"),
         (("--model", "m", "--worker", "p=1", "--match", "colour=red"), "--match 'colour=red'"),
+        (("--model", "m", "--worker", "p=1", "--match", "model=x"), "--match 'model=x'"),
         (("--model", "m", "--worker", "p=tcp://127.0.0.1:0", "--metrics", "x"), "--metrics 'x'"),
         (("--model", "m", "--worker", "p=1", "--medium", "GPU"), "invalid choice"),
         (("--model", "m", "--worker", "p=1", "--withdraw-after", "soon"), "not a time"),

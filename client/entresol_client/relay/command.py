@@ -179,7 +179,7 @@ def matches(words: list[str], model: str | None) -> dict[str, str]:
     """--match and --model as field -> pattern. Raises: UsageProblem."""
     from entresol_client.relay.layouts import MATCH_FIELDS
 
-    found: dict[str, str] = {}
+    found: dict[str, str] = {"model": glob.escape(model)} if model else {}
     for word in words:
         name, equals, pattern = word.partition("=")
         if not equals or not pattern or name not in MATCH_FIELDS or name in found:
@@ -188,8 +188,6 @@ def matches(words: list[str], model: str | None) -> dict[str, str]:
                 hint=f"FIELD=PATTERN, each field once, of {', '.join(MATCH_FIELDS)}",
             )
         found[name] = pattern
-    if model:
-        found["model"] = glob.escape(model)
     return found
 
 
