@@ -137,7 +137,7 @@ def test_prefixes_after_real_eviction(
         for number, one in enumerate(prompts):
             scores(indexer, one, truth[number])
         stored = sum(sum(engine.stored(one)) for one in prompts)
-        assert relay.status()["blocks"]["stored"] == stored
+        eventually(lambda: relay.status()["blocks"]["stored"] == stored, f"{stored} known")
         print(f"evicted {gone:.0f} of {16 * len(prompts)} blocks, scores of {len(prompts)} agree")
 
 
