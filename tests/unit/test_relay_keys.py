@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from entresol_client.engines import kvbm_space
 from entresol_client.engines.naming import salted
 from entresol_client.relay import keys
 from entresol_client.relay.layouts import MATCH_FIELDS, Chooser, NamespaceInfo
@@ -22,7 +24,7 @@ U64 = 0xFEDC_BA98_7654_3210
     [
         ("vllm", SHA, SHA),
         ("vllm", SHA + GROUP, SHA),
-        ("kvbm", U64.to_bytes(8, "big") + bytes(24), U64.to_bytes(8, "big")),
+        ("vllm-kvbm", U64.to_bytes(8, "big") + bytes(24), U64.to_bytes(8, "big")),
         ("opaque", SHA + GROUP, SHA),
         ("opaque", b"8 bytes.", b"8 bytes."),
         ("opaque", b"sixteen bytes of", b"sixteen bytes of"),
@@ -35,7 +37,7 @@ def test_the_hash_in_an_engine_key(maker: str, key: bytes, block_hash: bytes) ->
 
 
 @pytest.mark.parametrize(
-    ("maker", "key"), [("vllm", SHA), ("vllm", SHA + GROUP), ("kvbm", bytes(32))]
+    ("maker", "key"), [("vllm", SHA), ("vllm", SHA + GROUP), ("vllm-kvbm", bytes(32))]
 )
 def test_a_salted_key_is_told_from_one_without(maker: str, key: bytes) -> None:
     parts = keys.split(salted(key, "grain"), maker)
@@ -49,13 +51,24 @@ def test_the_number_of_a_hash_is_what_vllm_and_its_readers_cut_off() -> None:
     assert keys.number(U64.to_bytes(8, "big")) == U64
 
 
+def test_the_maker_is_what_stands_before_the_fingerprint() -> None:
+    for layout in ("vllm-kvbm/0123", "vllm-kvbm:0123", "vllm-kvbm"):
+        assert keys.maker_of(layout) == "vllm-kvbm"
+    assert keys.maker_of("vllm:0123/45") == "vllm"
+
+
+def test_the_kvbm_adapter_names_itself_so() -> None:
+    source = Path(kvbm_space.__file__).read_text(encoding="utf-8")
+    assert 'page_layout=f"vllm-kvbm/' in source
+
+
 def test_kvbm_keys_give_kvbms_own_hash() -> None:
     pytest.importorskip("xxhash", reason="not run here: KVBM's hashes need xxhash")
     from entresol_client.engines.kvbm_hash import KeyChain
 
     chain = KeyChain(16)
     chain.extend(list(range(64)))
-    found = [keys.number(keys.split(key, "kvbm").hash) for key in chain.keys]
+    found = [keys.number(keys.split(key, "vllm-kvbm").hash) for key in chain.keys]
     assert found == chain.sequence_hashes
 
 

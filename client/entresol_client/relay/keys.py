@@ -7,7 +7,7 @@ Who made a key is the first word of its namespace's `page_layout`:
 
 | Maker | Engine key | Bytes | The block's hash in it |
 |---|---|---|---|
-| `kvbm` | u64 hash, digest | 8 + 24 | the u64, big endian |
+| `vllm-kvbm` | u64 hash, digest | 8 + 24 | the u64, big endian |
 | others | sha256 (vLLM) | 32 | all of it |
 | others | sha256, group (vLLM) | 32 + 4 | the sha256 |
 | others | anything else | n | all of it |
@@ -19,6 +19,7 @@ big endian.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import NamedTuple
 
 Hash = int | bytes
@@ -29,7 +30,7 @@ SHA_BYTES = 32
 GROUP_BYTES = 4
 KVBM_BYTES = 32
 SALT_BYTES = 16  # `engines.naming.salted`
-_WHOLE = {"kvbm": (KVBM_BYTES,)}
+_WHOLE = {"vllm-kvbm": (KVBM_BYTES,)}
 _WHOLE_OTHERS = (SHA_BYTES, SHA_BYTES + GROUP_BYTES)
 
 
@@ -42,8 +43,8 @@ class Parts(NamedTuple):
 
 
 def maker_of(page_layout: str) -> str:
-    """Who made the keys of a namespace."""
-    return page_layout.partition(":")[0]
+    """Who made the keys of a namespace: the text before the fingerprint."""
+    return re.split("[:/]", page_layout, maxsplit=1)[0]
 
 
 def split(key: bytes, maker: str) -> Parts:
@@ -55,7 +56,7 @@ def split(key: bytes, maker: str) -> Parts:
     if len(key) not in whole:
         return Parts(key, b"", salted)
     end = whole[0]
-    return Parts(key[: U64_BYTES if maker == "kvbm" else end], key[end:], salted)
+    return Parts(key[: U64_BYTES if maker in _WHOLE else end], key[end:], salted)
 
 
 def number(block_hash: bytes) -> int:
