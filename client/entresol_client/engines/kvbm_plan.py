@@ -178,6 +178,7 @@ class Planner:
         """
         track = self._tracks.get(request.request_id)
         if track is None:
+            self.counts.update(kvbm_blocks=external_tokens // self.block_tokens)
             return None
         track.device_blocks = list(device_blocks)
         match, track.match = track.match, None
