@@ -236,7 +236,7 @@ class Planner:
     def transferred(self, finished: Iterable[str], failed_blocks: Iterable[int]) -> None:
         """The workers' report: loads that ended, and device blocks that hold nothing of use."""
         failed = frozenset(failed_blocks)
-        for track in self._tracks.values():
+        for track in self._tracks.values() if failed else ():
             if track is None or track.load is None or failed.isdisjoint(track.load.device_blocks):
                 continue
             track.given_up = True
