@@ -19,34 +19,44 @@ from typing import Any
 
 
 def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens and their log-probabilities, hits, and seconds of each prompt in turn."""
+    """Greedy tokens and their log-probabilities, hits, and seconds of each prompt.
+
+    In turn, or `together`: all in one batch, whose time each of them then has.
+    """
     from vllm import SamplingParams
 
-    rows = []
+    prompts, samplings = [], []
     for one in command["prompts"]:
         extra = {"kv_transfer_params": one["params"]} if one.get("params") else None
-        sampling = SamplingParams(
+        samplings.append(SamplingParams(
             temperature=0, max_tokens=one.get("max_tokens", 8), logprobs=0,
             ignore_eos=True, extra_args=extra,
-        )  # fmt: skip
-        prompt: dict[str, Any] = {"prompt_token_ids": one["tokens"]}
+        ))  # fmt: skip
+        prompts.append({"prompt_token_ids": one["tokens"]})
         if one.get("cache_salt"):
-            prompt["cache_salt"] = one["cache_salt"]
+            prompts[-1]["cache_salt"] = one["cache_salt"]
+    rows = []
+    step = len(prompts) if command.get("together") else 1
+    for at in range(0, len(prompts), step):
         begun_s = time.perf_counter()
-        (done,) = llm.generate([prompt], sampling, use_tqdm=False)
+        part = slice(at, at + step)
+        found = llm.generate(prompts[part], samplings[part], use_tqdm=False)
         took_s = time.perf_counter() - begun_s
-        output = done.outputs[0]
-        tokens = list(output.token_ids)
-        rows.append({
-            "tokens": tokens,
-            "logprobs": [
-                rows_of[token].logprob
-                for token, rows_of in zip(tokens, output.logprobs or [], strict=True)
-            ],
-            "cached_tokens": done.num_cached_tokens,
-            "seconds": took_s,
-        })  # fmt: skip
+        rows += [as_row(done, took_s) for done in found]
     return {"rows": rows}
+
+
+def as_row(done: Any, took_s: float) -> dict[str, Any]:
+    """One finished request."""
+    output = done.outputs[0]
+    tokens = list(output.token_ids)
+    chances = zip(tokens, output.logprobs or [], strict=True)
+    return {
+        "tokens": tokens,
+        "logprobs": [of_token[token].logprob for token, of_token in chances],
+        "cached_tokens": done.num_cached_tokens,
+        "seconds": took_s,
+    }
 
 
 def tier_of(llm: Any) -> Any:

@@ -27,6 +27,10 @@ from entresol_client.relay.chain import Removed, Stored
 from entresol_client.relay.publisher import Publisher
 from entresol_client.relay.wire import Form, Writer
 from entresol_client.relay.workers import Worker
+from tests.engines.routers import llmd
+from tests.engines.routers.lab import RelayProcess, eventually
+from tests.engines.vllm.conftest import Site
+from tests.engines.vllm.engine import BLOCK_TOKENS, events, prompt
 
 TOKENS = list(range(32))
 SECONDS_MAX = 10.0
@@ -168,3 +172,41 @@ def test_replay_has_the_frames_of_vllms_own(theirs: tuple[str, ZmqEventPublisher
         ours.close()
     assert len(expected[0]) == 4, "this vLLM tells the topic in replays: --replay-form topic"
     assert found == expected
+
+
+# A real engine -----------------------------------------------------------------------------------
+
+
+def test_what_a_real_engine_stores_is_scored_by_a_router(site: Site, tiny_llama: Path) -> None:
+    """vLLM with `EntresolConnector` computes a prompt; the router scores it as llm-d would."""
+    context = zmq.Context()
+    words = prompt(77, 10 * BLOCK_TOKENS + 5)
+    with RelayProcess(site.daemon, "--served-name", "tiny", model=str(tiny_llama)) as relay:
+        socket = context.socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.SUBSCRIBE, b"kv@pod0@tiny")
+            socket.connect(relay.live["pod0"])
+            eventually(lambda: relay.status()["workers"][0]["readers"], "the subscription")
+            site.b.run(words)
+            site.b.settle()
+            index = llmd.Index(block_size=BLOCK_TOKENS)
+
+            def score() -> float:
+                while socket.poll(50):
+                    topic, _, payload = socket.recv_multipart()
+                    index.read(topic, payload)
+                return index.scores(words, "tiny").get("pod0", 0.0)
+
+            eventually(lambda: score() == 10.0, "ten blocks of the prompt")
+            told = {
+                row["engine_keys"][0]: row["tokens"]
+                for row in events(site.daemon)
+                if row["kind"] == "stored"
+            }
+            hashes = {int.from_bytes(bytes.fromhex(key)[24:32], "big") for key in told}
+            assert set(index.requests) <= hashes, "the router knows blocks by vLLM's own hashes"
+            assert index.dropped == 0
+            assert index.scores([1, *words], "tiny") == {}
+        finally:
+            socket.close(linger=0)
+            context.destroy(linger=0)

@@ -69,6 +69,31 @@ def test_another_prompt_with_the_same_beginning_hits_that_beginning(site: Site) 
     assert site.b.run(other)["cached_tokens"] == 500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def test_requests_of_one_batch_that_share_a_beginning_all_hit(site: Site) -> None:
+    begin = prompt(20, 640)
+    prompts = [begin + prompt(21 + n, 360) for n in range(5)]
+    prompts += [prompts[0], prompt(30, 300)]  # one twice, one of its own
+    cold = [site.a.run(tokens) for tokens in prompts]
+    site.a.settle()
+    before = site.b.counts()
+    asked = [{"tokens": tokens} for tokens in prompts]
+    rows = site.b.ask("generate", prompts=asked, together=True)["rows"]
+    for row, alone, tokens in zip(rows, cold, prompts, strict=True):
+        same(row, alone)
+        assert row["cached_tokens"] == len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    found = grown(site, before)
+    assert found["load_failed_blocks"] == 0
+    shared, own = 640 // BLOCK_TOKENS, BLOCKS - 640 // BLOCK_TOKENS
+    assert found["load_blocks"] == shared + 5 * own + 300 // BLOCK_TOKENS, "each block once"
+
+
+def test_a_request_that_loads_from_no_tier_computes(site: Site) -> None:
+    tokens, cold = stored_by_a(site, 18)
+    row = site.b.run(tokens, params={"kv_load_tiers": []})
+    same(row, cold)
+    assert row["cached_tokens"] == 0
+
+
 def test_a_corrupt_block_is_recomputed(site: Site) -> None:
     def choose(blocks: list[StoredBlock]) -> list[StoredBlock]:
         mine = [one for one in blocks if one.engine_key not in others]
