@@ -4,8 +4,10 @@ KVBM (Dynamo's KV block manager) has no way to register a tier. This class answe
 place: KVBM matches first, Entresol extends the prefix behind that, each loads its own blocks, and
 vLLM hears one answer. It is loaded by `kv_connector_module_path`; see client/KVBM.md.
 
-Invariant: KVBM is told only what it would have been told without the tier; and a block that did
-not arrive whole is reported to vLLM, which then computes it.
+Invariants:
+- KVBM is told what it would have been told without the tier, and of each device block once;
+- a block that did not arrive whole is reported to vLLM, which then computes it;
+- vLLM hears of the end of a request's load once, and never waits for one that will not come.
 """
 
 from __future__ import annotations

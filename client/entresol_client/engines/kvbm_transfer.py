@@ -176,8 +176,8 @@ class Loader:
                     under_way = self._ask(space, op, number, start, end)
                 reply, under_way = under_way.result(), None
                 if reply.prefix_blocks == end - start and end < len(op.keys):
-                    after = min(end + self._rows, len(op.keys))
-                    under_way = self._ask(space, op, number + 1, end, after)
+                    following = min(end + self._rows, len(op.keys))
+                    under_way = self._ask(space, op, number + 1, end, following)
                 good = reply.prefix_blocks
                 if good:
                     blocks = op.device_blocks[start : start + good]
@@ -265,14 +265,19 @@ class Saver:
             try:
                 if copy.event is not None:
                     copy.event.synchronize()
-            finally:
-                with self._lock:
-                    self._copying[copy.request_id] -= 1
-                    self._copying = +self._copying
-                    self._lock.notify_all()
+            except Exception:  # the copy may be anything; the engine learns of its device itself
+                log.exception("event=kvbm_copy_failed request=%s", copy.request_id)
+                copy.blocks = ()
+            with self._lock:
+                self._copying[copy.request_id] -= 1
+                self._copying = +self._copying
+                self._lock.notify_all()
             self._store(copy)
 
     def _store(self, copy: _Copy) -> None:
+        if not copy.blocks:
+            self._free.put(copy.arena)
+            return
         puts = [
             PutBlock(
                 key=block.key,
