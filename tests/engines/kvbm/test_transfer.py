@@ -35,7 +35,9 @@ LAYOUTS = {
 }
 
 
-def caches(layout: str, seed: int | None, dtype: torch.dtype = torch.bfloat16):  # type: ignore[no-untyped-def]
+def caches(
+    layout: str, seed: int | None, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> list[tuple[str, torch.Tensor]]:
     """Layers of random numbers; of zeros without a seed."""
     shape, order = LAYOUTS[layout]
     made = []
@@ -45,6 +47,7 @@ def caches(layout: str, seed: int | None, dtype: torch.dtype = torch.bfloat16): 
         raw = torch.randint(0, 2**15, laid, generator=generator, dtype=torch.int16)
         if seed is None:
             raw.zero_()
+        raw = raw.to(device)
         axes = [order.index(axis) for axis in range(len(order))]
         made.append((f"layers.{layer}", raw.view(dtype).permute(axes)))
     return made
@@ -64,9 +67,16 @@ def keys(count: int) -> list[bytes]:
 class Side:
     """One worker's caches with their way to the daemon."""
 
-    def __init__(self, client_toml: Path, layout: str, seed: int | None, **settings: int) -> None:
+    def __init__(
+        self,
+        client_toml: Path,
+        layout: str,
+        seed: int | None,
+        device: str = "cpu",
+        **settings: int,
+    ) -> None:
         self.layout = layout
-        self.caches = caches(layout, seed)
+        self.caches = caches(layout, seed, device=device)
         pages = BlockPages(self.caches, BLOCKS)
         self.pages = pages
         how = KvbmSettings(config=str(client_toml), **settings)  # type: ignore[arg-type]
@@ -142,6 +152,23 @@ def test_blocks_come_back_into_other_places_byte_for_byte(
     assert reader.load(there).failed_blocks == ()
     assert all(reader.same(into, writer, out) for into, out in zip(there, here, strict=True))
     assert all(reader.empty(block) for block in set(range(BLOCKS)) - set(there))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run here: no GPU")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_come_back_into_a_gpu(
+    layout: str, tier: TierDaemon, make_side: Callable[..., Side]
+) -> None:
+    """The same through streams, events and pinned memory; a GPU's blocks are a CPU's."""
+    here = random.Random(3).sample(range(BLOCKS), 40)
+    writer = make_side(tier.client_toml(), layout, 1, device="cuda", staging_bytes=4 * MIB)
+    writer.stored(here)
+    for device in ("cuda", "cpu"):
+        reader = make_side(tier.client_toml(), layout, None, device=device, staging_bytes=MIB)
+        assert reader.load(here).failed_blocks == ()
+        for block in here:
+            pairs = zip(reader.block(block), writer.block(block), strict=True)
+            assert all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in pairs)
 
 
 def test_the_same_numbers_lie_the_same_in_any_layout_they_share(tier: TierDaemon) -> None:
