@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -73,6 +74,7 @@ class Landing:
             end = place.stop or 0
 
 
+@functools.lru_cache(maxsize=8)
 def noise(length: int, seed: int = SEED) -> bytes:
     return random.Random(seed).randbytes(length)
 
@@ -89,11 +91,12 @@ async def test_reads_exact_bytes_of_many_sizes_and_offsets(fabric: Fabric, tmp_p
     content = noise(9 * MIB)
     sizes = [1, 2, 15, 16, 17, 4095, 4096, 4097, 65_537, MIB - 1, MIB, 4 * MIB + 1, 8 * MIB]
     places = [(offset, size) for size in sizes for offset in (0, 1, 4097, len(content) - size)]
+    small, large = places[:-8], places[-8:]  # each way reads half of the large ones
     async with session(fabric, tmp_path) as pair:
         with filled(content) as buffer:
-            for owner, reader in pair.ways():
+            for way, (owner, reader) in enumerate(pair.ways()):
                 exposure = await owner.expose(buffer)
-                for some in (places[:32], places[32:]):
+                for some in (small[:32], small[32:], large[way::2]):
                     landing = Landing(cut(exposure, some))
                     assert set(await reader.read(landing.ops, soon(30))) == {Status.OK}
                     for number, (offset, size) in enumerate(some):

@@ -58,7 +58,7 @@ def command_line(machine: Machine) -> list[str]:
         "-kernel", str(machine.kernel), "-initrd", str(machine.initrd),
         "-append",
         f"console={machine.arch.console} panic=-1 quiet net.ifnames=0 mitigations=off "
-        "random.trust_cpu=on",
+        "random.trust_cpu=on transparent_hugepage=always",
         "-serial", f"file:{machine.console}",
         "-device", "virtio-rng-pci",
         "-device", "virtio-serial-pci",

@@ -19,6 +19,8 @@ from tests.rdma.record import CLAIMS_ENV, RECORD_ENV
 from tests.rdma.spec import Arch, Kernel
 
 SUITE = "tests/unit"
+# About the sources and this harness, not about the processor; they need git and the host's tools.
+LEFT_OUT = tuple(f"{SUITE}/test_{name}.py" for name in ("arm64_build", "guest_runs", "tidy"))
 TIMEOUT_S_DEFAULT = 6 * 3600.0
 # Emulation is slow; what hangs is still found, and dumping every stack on the way there is no help.
 PATIENCE = ("-o", "faulthandler_timeout=0", "-o", "timeout=1800", "-p", "tests.rdma.patience")
@@ -37,11 +39,19 @@ class Plan:
     memory_mib: int
 
 
+def wanted(plan: Plan) -> tuple[str, ...]:
+    """What pytest is asked for."""
+    if plan.arguments:
+        return plan.arguments
+    say(f"left out, as they are not about the processor: {' '.join(LEFT_OUT)}")
+    return (SUITE, *(f"--ignore={path}" for path in LEFT_OUT))
+
+
 def runs(plan: Plan, shared: Path) -> list[usermode.Run]:
     """One pytest per process, all over the same tests."""
     (shared / suites_run.CLAIMS).mkdir()
     command = ("python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.rdma.record",
-               *PATIENCE, *(plan.arguments or (SUITE,)))  # fmt: skip
+               *PATIENCE, *wanted(plan))  # fmt: skip
     return [
         usermode.Run(
             command,
@@ -81,7 +91,7 @@ def run(plan: Plan) -> report.Report:
         came_to = suites_run.run(
             suites_run.Plan(
                 arch=plan.arch, kernel=plan.kernel, guests=plan.processes,
-                arguments=(*PATIENCE, *(plan.arguments or (SUITE,))), out=plan.out,
+                arguments=(*PATIENCE, *wanted(plan)), out=plan.out,
                 timeout_s=plan.timeout_s, memory_mib=plan.memory_mib,
             )
         )  # fmt: skip

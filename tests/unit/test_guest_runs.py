@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -462,6 +463,12 @@ def test_only_tests_that_ran_and_passed_are_a_success(came_to: report.Report, rc
     assert came_to.succeeded == (rc == 0)
 
 
+def emptied(folder: Path) -> Path:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
 def test_guests_divide_the_tests_and_one_without_any_is_excused(
     job: guest.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +495,10 @@ def test_guests_divide_the_tests_and_one_without_any_is_excused(
     made = suites_run.jobs(plan, job.images, common)
     assert len({one.env[record.RECORD_ENV] for one in made}) == 2
     assert len({one.env[record.CLAIMS_ENV] for one in made}) == 1
+    everything = suites_run.jobs(replace(plan, arguments=()), job.images, emptied(common))
+    assert not any("ignore" in word for word in everything[0].command)
+    assert all(f"--ignore={path}" in everything[1].command for path in suites_run.OF_THE_TIER)
+    assert all((guest.REPOSITORY / path).is_file() for path in suites_run.OF_THE_TIER)
     came_to = suites_run.run(plan)
     assert came_to.rcs == (0, 0)
     assert came_to.rc == 0
@@ -605,7 +616,9 @@ def test_where_processes_cannot_be_emulated_machines_are(
     came_to = unit_run.run(plan)
     assert came_to.rc == 0
     assert "aarch64" in came_to.where
-    assert asked[0].arguments[-1] == unit_run.SUITE
+    assert unit_run.SUITE in asked[0].arguments
+    assert all(f"--ignore={path}" in asked[0].arguments for path in unit_run.LEFT_OUT)
+    assert all((guest.REPOSITORY / path).is_file() for path in unit_run.LEFT_OUT)
     assert json.loads((tmp_path / report.RESULT).read_text())["where"] == came_to.where
 
 

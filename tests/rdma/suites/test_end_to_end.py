@@ -16,17 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier import BLOCK, DEADLINE_NS, daemon, descriptor  # before daemon_lab: it knows the way
+from tier import (
+    BLOCK,
+    DEADLINE_NS,
+    ForkedDaemon,
+    daemon,
+    descriptor,
+)  # before daemon_lab: it knows the way
 
 from daemon_lab import all_are, client_of, counts, get, keys_of, put  # isort: skip
 
 from entresol_client import AsyncClient
 from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
 from entresol_proto.status import Status
-from tests.harness import DaemonProcess, eventually
+from tests.harness import eventually
 from tests.rdma.evidence import trying
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # slow: they come first
 
 
 async def test_blocks_go_out_and_come_home(tmp_path: Path) -> None:
@@ -127,7 +133,7 @@ async def test_a_lost_session_comes_back(tmp_path: Path) -> None:
 
 async def test_a_daemon_killed_and_started_again(tmp_path: Path) -> None:
     keys = keys_of(4)
-    process = DaemonProcess(tmp_path / "d", "--flash", "128MiB")
+    process = ForkedDaemon(tmp_path / "d", "--flash", "128MiB")
     with process:
         config = process.client_config(
             fabric="verbs", fallback=False, deadline_ns=DEADLINE_NS,
@@ -175,7 +181,7 @@ async def test_without_a_usable_device_it_falls_back_and_says_why(
 
 
 def test_doctor_shows_devices_and_the_path(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path / "d", "--flash", "128MiB") as process:
+    with ForkedDaemon(tmp_path / "d", "--flash", "128MiB") as process:
         found = _doctor(process, ())
         text = "\n".join(f["text"] for f in found)
         assert "is used, with GID" in text
@@ -188,7 +194,7 @@ def test_doctor_shows_devices_and_the_path(tmp_path: Path) -> None:
         assert any("nosuch0" in f["text"] for f in warned), warned
 
 
-def _doctor(process: DaemonProcess, arguments: tuple[str, ...]) -> list[dict[str, str]]:
+def _doctor(process: ForkedDaemon, arguments: tuple[str, ...]) -> list[dict[str, str]]:
     environment = {**os.environ, "ENTRESOL_CONFIG": str(process.directory / "client.toml")}
     done = subprocess.run(
         [sys.executable, "-m", "entresol_client.cli.main", "doctor", "--json", *arguments],

@@ -7,7 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tier import DEADLINE_NS, daemon, descriptor  # before daemon_lab: it knows the way
+from tier import (
+    DEADLINE_NS,
+    ForkedDaemon,
+    daemon,
+    descriptor,
+)  # before daemon_lab: it knows the way
 
 from daemon_lab import (  # isort: skip
     Raw,
@@ -28,7 +33,7 @@ from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
 from entresol_proto.fabric.verbs_reader import PeerRegion
 from entresol_proto.status import Status
 from entresol_proto.wire.data import OpenAt, Release
-from tests.harness import DaemonProcess, eventually
+from tests.harness import eventually
 from tests.rdma import cost
 from tests.rdma.evidence import figure, trying
 
@@ -141,10 +146,12 @@ async def measured(
 async def test_reading_resident_blocks_costs_the_daemon_no_cpu_per_byte(tmp_path: Path) -> None:
     """Per block it grants a lease; per byte it does nothing, as the device serves the reads."""
     found: list[cost.Cost] = []
-    with DaemonProcess(tmp_path / "d", "--flash", "128MiB") as process:
-        assert process.process is not None
+    with ForkedDaemon(tmp_path / "d", "--flash", "128MiB") as process:
         for fabric in ("verbs", "tcp"):
-            config = process.client_config(fabric=fabric, fallback=False, deadline_ns=DEADLINE_NS)
+            config = process.client_config(
+                fabric=fabric, fallback=False, deadline_ns=DEADLINE_NS,
+                ping_deadline_ns=20_000_000_000, connect_deadline_ns=5_000_000_000,
+            )  # fmt: skip
             async with await AsyncClient.open(config) as client:
                 await eventually(lambda: client.shards()[0].connected, seconds=60)
                 assert client.shards()[0].fabric == fabric
@@ -153,7 +160,7 @@ async def test_reading_resident_blocks_costs_the_daemon_no_cpu_per_byte(tmp_path
                     keys = keys_of(COUNT, f"{fabric}{size}")
                     stored = await put(ns, keys, size, ack="durable")
                     assert all_are(stored, Status.OK), counts(stored.statuses)
-                    found += await measured(ns, keys, size, process.process.pid, fabric)
+                    found += await measured(ns, keys, size, process.pid, fabric)
     for one in found:
         figure(cost.FIGURE, **one.values())
     print("\n".join(cost.lines(found)))
