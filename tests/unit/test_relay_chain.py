@@ -169,6 +169,13 @@ def test_blocks_that_a_reader_could_not_place_are_counted_and_not_told(mirror: M
     assert told(mirror) == []
     assert mirror.counts["tokenless_blocks"] == 2
     assert mirror.counts["parentless_blocks"] == 1
+    for _ in range(2):  # the first whole snapshot counts them, later ones do not again
+        mirror.begin_snapshot("s")
+        put(mirror, space(), [KEYS[0]], tokens=[])
+        put(mirror, space(), [KEYS[1]], tokens=[1, 2, 3])
+        put(mirror, space(), [KEYS[2]], position=7)
+        mirror.end_snapshot("s", complete=True)
+        assert (mirror.counts["tokenless_blocks"], mirror.counts["parentless_blocks"]) == (4, 2)
     drop(mirror, space(), KEYS[:3])
     assert told(mirror) == []
     assert mirror.stored_blocks == 0

@@ -100,6 +100,7 @@ class _Space:
     copy: int  # what one copy on its rank adds to a block's state
     blocks: dict[bytes, Hash] = field(default_factory=dict)
     before: dict[bytes, Hash] | None = None  # while a snapshot runs: keys it did not list yet
+    listed: bool = False  # by a whole snapshot: what a later one skips was counted
 
 
 class Mirror:
@@ -194,20 +195,21 @@ class Mirror:
             return
         fits = block_tokens > 0 and len(token_ids) == block_tokens * len(wire_keys)
         before, headless = self._before(space, parent, position)
+        new = space.before is None or not space.listed
         for at, (wire_key, engine_key) in enumerate(zip(wire_keys, engine_keys, strict=True)):
             parts = keys.split(engine_key, space.maker)
             if parts.salted and not self._with_salted:
-                self.counts["salted_blocks"] += 1
+                self.counts["salted_blocks"] += new
                 headless = True
                 continue
             if parts.group and not fits:  # only one group's blocks are told of, with tokens
-                self.counts["tokenless_blocks"] += 1
+                self.counts["tokenless_blocks"] += new
                 continue
             block_hash = parts.hash if self._as_bytes else keys.number(parts.hash)
             self._present(space, wire_key, block_hash)
             if not fits or headless or not self._cuts(block_tokens):
                 why = "tokenless" if not fits else "parentless" if headless else "other_size"
-                self.counts[f"{why}_blocks"] += 1
+                self.counts[f"{why}_blocks"] += new
             else:
                 tokens = array("I", token_ids[at * block_tokens : (at + 1) * block_tokens])
                 self._offer(space.chain, block_hash, before, tokens)
@@ -247,6 +249,7 @@ class Mirror:
             if name[0] == shard and space.before is not None:
                 left, space.before = space.before, None
                 if complete:
+                    space.listed = True
                     for block_hash in left.values():
                         self._absent(space, block_hash)
                 else:

@@ -125,13 +125,15 @@ class Engine:
 class RelayProcess:
     """`entresol relay ... --json`, in the interpreter that has gRPC and ZeroMQ."""
 
-    def __init__(self, tier: TierDaemon, *words: str, pods: Sequence[str] = ("pod0",)) -> None:
+    def __init__(
+        self, tier: TierDaemon, *words: str, pods: Sequence[str] = ("pod0",), model: str = MODEL
+    ) -> None:
         """Every pod gets two loopback ports, kept over restarts."""
         ports = _free_ports(2 * len(pods))
         self.live = {pod: f"tcp://127.0.0.1:{ports[2 * n]}" for n, pod in enumerate(pods)}
         self.replay = {pod: f"tcp://127.0.0.1:{ports[2 * n + 1]}" for n, pod in enumerate(pods)}
         self._words = [
-            "relay", "--model", MODEL, "--json", "--status", "100ms", "--config",
+            "relay", "--model", model, "--json", "--status", "100ms", "--config",
             str(tier.client_toml()), *words,
         ]  # fmt: skip
         for pod in pods:
