@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from entresol_client.engines import lmcache_keys as keys
+from entresol_client.engines import lmcache_spaces as spaces
+from entresol_client.engines import naming
+from entresol_client.engines.settings import EngineSettings
 from entresol_proto import limits
 from entresol_proto.ids import check_engine_key
 from entresol_proto.status import ConfigError
@@ -96,3 +104,97 @@ def test_a_chunk_longer_than_a_block_of_tokens_still_has_a_namespace() -> None:
     )
     assert found.block_tokens == limits.TOKENS_PER_BLOCK_MAX
     assert dataclasses.replace(found, block_tokens=1).page_layout == found.page_layout
+
+
+def chunk(number: int, model: str = "m", group: int = 0) -> Any:
+    """Has the fields of LMCache's ObjectKey."""
+    return SimpleNamespace(
+        chunk_hash=number.to_bytes(32, "big"),
+        model_name=model,
+        kv_rank=1,
+        object_group_id=group,
+        cache_salt="",
+    )
+
+
+@pytest.fixture
+def planner() -> Iterator[Callable[..., spaces.Spaces]]:
+    """`planner(**settings)`: spaces that are their descriptors."""
+    made: list[spaces.Spaces] = []
+
+    def make(**settings: Any) -> spaces.Spaces:
+        store: Any = SimpleNamespace(settings=EngineSettings(**settings), space=lambda name: name)
+        made.append(spaces.Spaces(store, "f"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_objects_are_planned_by_namespace_with_their_positions(
+    planner: Callable[..., spaces.Spaces],
+) -> None:
+    other: keys.Layout = (((2, 4, 256, 64), "bfloat16"),)
+    chunks = [chunk(0), chunk(1, group=1), chunk(2), chunk(3, model="n")]
+    jobs = planner().plan(chunks, [LAYOUT, other, LAYOUT, LAYOUT])
+    assert [positions for _, positions, _ in jobs] == [[0, 2], [1], [3]]
+    assert len({space for space, _, _ in jobs}) == 3
+
+
+def test_a_layout_told_once_is_remembered_and_without_one_nothing_is_asked(
+    planner: Callable[..., spaces.Spaces],
+) -> None:
+    one = planner()
+    assert one.plan([chunk(0)], [None]) == []
+    (told,) = one.plan([chunk(0)], [LAYOUT])
+    (remembered,) = one.plan([chunk(0)], [()])
+    assert told == remembered
+    assert one.size_bytes(chunk(0)) == 2 * 4 * 256 * 128 * 2
+    assert one.size_bytes(chunk(0, group=1)) == 0
+
+
+def test_namespaces_are_bounded_and_the_first_ones_stay(
+    planner: Callable[..., spaces.Spaces],
+) -> None:
+    one = planner()
+    for number in range(spaces.SPACES_MAX):
+        assert one.plan([chunk(0, model=f"m{number}")], [LAYOUT])
+    assert one.plan([chunk(0, model="one too many")], [LAYOUT]) == []
+    assert one.plan([chunk(0, model="m0")], [LAYOUT])
+
+
+def test_slow_weights_delay_one_call_and_then_the_model_has_a_name(
+    planner: Callable[..., spaces.Spaces], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = threading.Event()
+
+    def slow(*_: str) -> str:
+        assert read.wait(20.0)
+        return "main+w:1"
+
+    monkeypatch.setattr(naming, "revision", slow)
+    monkeypatch.setattr(spaces, "REVISION_SECONDS_MAX", 0.2)
+    one = planner()
+    begun = time.monotonic()
+    assert one.plan([chunk(0)], [LAYOUT]) == []
+    once = time.monotonic()
+    assert one.plan([chunk(0), chunk(1), chunk(2)], [LAYOUT] * 3) == []
+    assert time.monotonic() - once < 0.15
+    assert once - begun >= 0.2
+    read.set()
+    until = time.monotonic() + 20.0
+    while not (jobs := one.plan([chunk(0)], [LAYOUT])):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert jobs[0][0].model_revision == "main+w:1"
+
+
+def test_weights_that_cannot_be_read_mean_that_the_model_is_not_used(
+    planner: Callable[..., spaces.Spaces], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: str) -> str:
+        raise ConfigError("cannot read weights")
+
+    monkeypatch.setattr(naming, "revision", broken)
+    assert planner().plan([chunk(0)], [LAYOUT]) == []

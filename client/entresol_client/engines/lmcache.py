@@ -1,6 +1,6 @@
 """LMCache's second level in Entresol: an L2 adapter plug-in of LMCache's MP server.
 
-    lmcache server --l2-adapter '{"type": "plugin",
+    lmcache server --l2-adapter '{"type": "plugin", "shared": true,
         "module_path": "entresol_client.engines.lmcache", "class_name": "EntresolL2Adapter",
         "adapter_params": {"config": "/etc/entresol/client.toml"}}'
 
@@ -11,7 +11,6 @@ result, read once; an object's bytes are used under the layout of the very buffe
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
-log = logging.getLogger("entresol.lmcache")
+log = init_logger("entresol.lmcache")  # shows what LMCACHE_LOG_LEVEL says, as LMCache's own do
 
 R = TypeVar("R")
 TESTED = "0.5.6"
@@ -297,8 +297,9 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
 
 
 def _memory(desc: L1MemoryDesc) -> memoryview:
-    """LMCache's own host memory; it outlives the adapter."""
-    return memoryview((ctypes.c_ubyte * desc.size).from_address(desc.ptr))
+    """LMCache's own host memory, as far as it is there already; it outlives the adapter."""
+    size_bytes = getattr(desc, "stable_registration_size", None) or desc.size
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(desc.ptr))
 
 
 def _layout(one: MemoryObj) -> names.Layout:

@@ -87,15 +87,16 @@ class Spaces:
                 return space
             if len(self._spaces) >= SPACES_MAX:
                 raise ConfigError(f"more than {SPACES_MAX} models and layouts")
-            revision = self._revisions.get(model)
+            revision, wait_seconds = self._revisions.get(model), 0.0
             if revision is None:
+                wait_seconds = REVISION_SECONDS_MAX
                 settings = self._store.settings
                 revision = self._readers.submit(
                     naming.revision, model, settings.model_revision, "", settings.weights
                 )
                 self._revisions[model] = revision
         try:
-            text = revision.result(REVISION_SECONDS_MAX)
+            text = revision.result(wait_seconds)
         except TimeoutError:
             raise ConfigError(f"the weights of {model!r} are still being read") from None
         found = names.descriptor(model, text, layout, self._format, hash_bytes)

@@ -30,6 +30,7 @@ def adapter_json(config: Path, **params: Any) -> str:
     return json.dumps(
         {
             "type": "plugin",
+            "shared": True,
             "module_path": "entresol_client.engines.lmcache",
             "class_name": "EntresolL2Adapter",
             "adapter_params": {"config": str(config), **params},
