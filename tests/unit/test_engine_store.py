@@ -33,6 +33,7 @@ T = TypeVar("T")
 BLOCK = 64 * 1024
 DESCRIPTOR = NamespaceDescriptor(model="tiny", block_tokens=32)
 OK, MISS = Status.OK, Status.MISS
+SOON_S = 5.0  # what a busy machine may make of a fraction of a second
 LATEST_S = 20.0  # liveness: far above every deadline here, far below a hang
 
 
@@ -171,12 +172,12 @@ async def test_a_drain_sheds_what_waits_and_waits_for_what_is_under_way(tmp_path
             assert (await got(space.store(puts(0)))).ok
             daemon.signal(signal.SIGSTOP)
             try:
-                futures = [space.store(puts(n)) for n in range(1, 6)]
+                futures = [space.store(puts(n)) for n in range(1, 16)]
                 begun = time.monotonic()
                 await asyncio.to_thread(store.drain, 0.1)
                 took = time.monotonic() - begun
                 assert all(one.done() for one in futures), "nothing is under way after a drain"
-                assert took < 3.0, "one deadline at most, not one for each"
+                assert took < SOON_S, "one deadline at most, not one for each"
                 assert store.stats()["shed_blocks"] >= 1
             finally:
                 daemon.signal(signal.SIGCONT)
@@ -203,7 +204,9 @@ async def test_closing_ends_what_is_under_way_and_leaves_nothing(tmp_path: Path)
         assert space.lookup([key(0)]).result(timeout=0) == [False]
         assert not space.store(puts(0)).result(timeout=0).ok
         await leaks.settle(before)
-        leaks.assert_no_leaks(before, ignore_threads=("asyncio_", "entresol-compute", "entresol-io"))
+        leaks.assert_no_leaks(
+            before, ignore_threads=("asyncio_", "entresol-compute", "entresol-io")
+        )
 
 
 # Without one, or with one that does not answer ----------------------------------------------------
@@ -219,12 +222,12 @@ async def test_a_stopped_daemon_costs_the_lookup_deadline_and_no_more(tmp_path: 
             try:
                 begun = time.monotonic()
                 assert await got(space.lookup([key(0)])) == [False]
-                assert 0.15 < time.monotonic() - begun < 2.0
+                assert 0.15 < time.monotonic() - begun < SOON_S
                 begun = time.monotonic()
                 buffer = bytearray(b"\x5a" * BLOCK)
                 reply = await got(space.load([key(0)], [buffer]))
                 assert not reply.ok
-                assert time.monotonic() - begun < 3.0
+                assert time.monotonic() - begun < SOON_S
                 assert buffer in (b"\x5a" * BLOCK, bytes(BLOCK))
                 held = bytes(buffer)
             finally:
@@ -255,7 +258,7 @@ async def test_an_absent_daemon_is_absent_blocks_at_once(tmp_path: Path) -> None
         assert await got(space.lookup([key(0)])) == [False]
         assert not (await got(space.load([key(0)], [bytearray(BLOCK)]))).ok
         assert not (await got(space.store(puts(0)))).ok
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < SOON_S
         assert not store.connected()
         assert "absent" in store.describe()
         async with running_daemon(tmp_path / "d", fixed):

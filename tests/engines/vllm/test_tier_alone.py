@@ -43,7 +43,7 @@ from tests.engines.tier_daemon import TierDaemon
 CHUNK_BYTES = 64 * 1024
 POOL_CHUNKS = 16
 SECONDS_MAX = 30.0
-SLACK_S = 1.5
+SLACK_S = 3.0  # what a busy machine may add
 STEP = ScheduleEndContext([], [])
 
 
