@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import sys
 import types
 from collections.abc import Sequence
@@ -477,6 +479,17 @@ def test_the_page_lists_every_setting_with_its_default() -> None:
 def test_the_page_lists_every_metric() -> None:
     listed = {row[0].strip("`"): row[1] for row in rows() if row[0].startswith(f"`{METRIC}")}
     assert listed == {METRIC + name: text for name, text in (COUNTERS | GAUGES).items()}
+
+
+def test_what_the_page_says_to_paste_is_accepted() -> None:
+    found = re.search(r"--kv-transfer-config '(.*?)'\n", PAGE.read_text(encoding="utf-8"), re.S)
+    assert found
+    extra = json.loads(found[1])["kv_connector_extra_config"]
+    (tier,) = extra["secondary_tiers"]
+    assert tier.pop("type") == vllm_plugin.TIER_TYPE
+    settings = EngineSettings.from_mapping(tier, where="page", also=frozenset(OWN_SETTINGS))
+    assert settings.config == "/etc/entresol/client.toml"
+    assert extra["block_size"] <= limits.TOKENS_PER_BLOCK_MAX
 
 
 def test_the_page_names_the_versions() -> None:
