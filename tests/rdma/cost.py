@@ -14,6 +14,8 @@ from typing import Any
 
 FIGURE = "daemon cpu"
 BLOCK_SIZES = (256 * 1024, 1024 * 1024)
+BLOCKS_PER_GET = 4  # so few that either size takes the same messages
+ROUNDS = 9  # the median counts
 GROWTH_MAX = 2.0  # of the CPU time per block, where the bytes grow fourfold
 _PROCESS_CPU = 2  # CPUCLOCK_SCHED, linux/posix-timers.h
 

@@ -31,7 +31,6 @@ MIB = 1 << 20
 WAIT_S = 240.0
 DEADLINE_NS = 60_000_000_000
 BLOCK, COUNT = 256 * 1024, 16
-ROUNDS = 3  # of all blocks, per fabric and size of blocks; the median counts
 TRIES_MAX = 6
 LOST = (Status.OK, Status.DISCONNECTED, Status.BREAKER_OPEN, Status.MISS, Status.GAP,
         Status.DEADLINE)  # fmt: skip
@@ -228,12 +227,12 @@ async def get(ns: Namespace, keys: Sequence[bytes], place: Any = "host") -> list
 
 async def measured(ns: Namespace, fabric: str, size: int, ask: Asking) -> list[cost.Cost]:
     """Gets of blocks that are in the daemon's memory; every byte is compared."""
-    keys = keys_of(f"{fabric}{size}")
+    keys = keys_of(f"{fabric}{size}")[: cost.BLOCKS_PER_GET]
     await put(ns, keys, size)
     into = [bytearray(size) for _ in keys]
     found: list[cost.Cost] = []
     tries = 0
-    while len(found) <= ROUNDS:
+    while len(found) <= cost.ROUNDS:
         for buffer in into:
             buffer[:] = bytes(size)
         cpu, began = float(ask("cpu")), time.monotonic()

@@ -40,8 +40,6 @@ from tests.rdma.evidence import figure, trying
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 SIZE = 4096
-COUNT = 16  # blocks per get
-ROUNDS = 3
 REFUSED = {Status.LEASE_EXPIRED, Status.FABRIC_ERROR, Status.DISCONNECTED}
 _PAINT = b"\xa5"
 
@@ -130,7 +128,7 @@ async def measured(
     """Gets of blocks that are in the daemon's memory; every byte was compared."""
     into = [bytearray(size) for _ in keys]
     found = []
-    for number in range(ROUNDS + 1):
+    for number in range(cost.ROUNDS + 1):
         for one in into:
             one[:] = bytes(size)
         cpu, began = cost.cpu_seconds(pid), time.monotonic()
@@ -153,11 +151,11 @@ async def test_reading_resident_blocks_costs_the_daemon_no_cpu_per_byte(tmp_path
                 ping_deadline_ns=20_000_000_000, connect_deadline_ns=5_000_000_000,
             )  # fmt: skip
             async with await AsyncClient.open(config) as client:
-                await eventually(lambda: client.shards()[0].connected, seconds=60)
+                await eventually(lambda: client.shards()[0].connected, seconds=240)
                 assert client.shards()[0].fabric == fabric
                 for size in cost.BLOCK_SIZES:
                     ns = await client.namespace(descriptor(f"{fabric}{size}"))
-                    keys = keys_of(COUNT, f"{fabric}{size}")
+                    keys = keys_of(cost.BLOCKS_PER_GET, f"{fabric}{size}")
                     stored = await put(ns, keys, size, ack="durable")
                     assert all_are(stored, Status.OK), counts(stored.statuses)
                     found += await measured(ns, keys, size, process.pid, fabric)
