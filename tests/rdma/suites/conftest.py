@@ -13,7 +13,8 @@ from typing import ClassVar
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
+for _part in ("contract", "daemon"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / _part))
 
 _COUNTED = ("pd", "cq", "qp", "mr")
 

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier import (
-    BLOCK,
-    DEADLINE_NS,
-    ForkedDaemon,
-    daemon,
-    descriptor,
-)  # before daemon_lab: it knows the way
-
-from daemon_lab import all_are, client_of, counts, get, keys_of, put  # isort: skip
+from daemon_lab import all_are, client_of, counts, get, keys_of, put
+from tier import BLOCK, CONNECT_S, DEADLINE_NS, ForkedDaemon, daemon, descriptor
 
 from entresol_client import AsyncClient
 from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
@@ -112,7 +105,7 @@ async def test_a_lease_that_ends_under_its_reader(
                 got = await get(ns, keys, BLOCK, open_at="daemon", deadline_ns=DEADLINE_NS)
             assert not any(status is Status.OK for status in got.statuses), got.statuses
             dawdle_s = 0.0
-            await eventually(lambda: client.shards()[0].connected, seconds=60)
+            await eventually(lambda: client.shards()[0].connected, seconds=CONNECT_S)
             got = await get(ns, keys, BLOCK, open_at="daemon", deadline_ns=DEADLINE_NS)
             assert all_are(got, Status.OK), counts(got.statuses)
 
@@ -140,7 +133,7 @@ async def test_a_daemon_killed_and_started_again(tmp_path: Path) -> None:
             ping_interval_ns=500_000_000, connect_deadline_ns=5_000_000_000,
         )  # fmt: skip
         async with await AsyncClient.open(config) as client:
-            await eventually(lambda: client.shards()[0].connected, seconds=60)
+            await eventually(lambda: client.shards()[0].connected, seconds=CONNECT_S)
             ns = await client.namespace(descriptor())
             assert all_are(await put(ns, keys, BLOCK, ack="durable"), Status.OK)
             with trying("daemon killed") as trial:
@@ -153,7 +146,7 @@ async def test_a_daemon_killed_and_started_again(tmp_path: Path) -> None:
                 async with await AsyncClient.open(
                     process.client_config(fabric="verbs", fallback=False, deadline_ns=DEADLINE_NS)
                 ) as again:
-                    await eventually(lambda: again.shards()[0].connected, seconds=60)
+                    await eventually(lambda: again.shards()[0].connected, seconds=CONNECT_S)
                     ns = await again.namespace(descriptor())
                     got = await get(ns, keys, BLOCK, deadline_ns=DEADLINE_NS)
                     assert all_are(got, Status.OK), counts(got.statuses)
@@ -169,7 +162,7 @@ async def test_without_a_usable_device_it_falls_back_and_says_why(
         )
         with caplog.at_level(logging.INFO, "entresol.client"):
             async with await AsyncClient.open(config) as client:
-                await eventually(lambda: client.shards()[0].connected, seconds=60)
+                await eventually(lambda: client.shards()[0].connected, seconds=CONNECT_S)
                 shard = client.shards()[0]
                 assert shard.fabric == "tcp"
                 assert "not verbs" in shard.fabric_reason

@@ -7,14 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tier import (
-    DEADLINE_NS,
-    ForkedDaemon,
-    daemon,
-    descriptor,
-)  # before daemon_lab: it knows the way
-
-from daemon_lab import (  # isort: skip
+from daemon_lab import (
     Raw,
     all_are,
     client_of,
@@ -26,6 +19,7 @@ from daemon_lab import (  # isort: skip
     raw_of,
     run_of,
 )
+from tier import CONNECT_S, DEADLINE_NS, ForkedDaemon, daemon, descriptor
 
 from entresol_client import AsyncClient, Namespace
 from entresol_proto.fabric.base import ReadOp, RemoteSpan
@@ -151,7 +145,7 @@ async def test_reading_resident_blocks_costs_the_daemon_no_cpu_per_byte(tmp_path
                 ping_deadline_ns=20_000_000_000, connect_deadline_ns=5_000_000_000,
             )  # fmt: skip
             async with await AsyncClient.open(config) as client:
-                await eventually(lambda: client.shards()[0].connected, seconds=240)
+                await eventually(lambda: client.shards()[0].connected, seconds=CONNECT_S)
                 assert client.shards()[0].fabric == fabric
                 for size in cost.BLOCK_SIZES:
                     ns = await client.namespace(descriptor(f"{fabric}{size}"))
