@@ -74,7 +74,7 @@ class Engine:
         cuda: Path,
         transfer: Mapping[str, Any] | None,
         *,
-        kvbm_blocks: int = 64,
+        kvbm_blocks: int = 256,
         **options: Any,
     ) -> None:
         read_fd, write_fd = os.pipe()
@@ -128,7 +128,7 @@ class Engine:
         """Tokens, log-probabilities and hits of each prompt, one after the other."""
         rows = [{"tokens": list(one), **more} for one in prompts]
         answer = self.ask("generate", prompts=rows)["rows"]
-        assert self.ask("idle")["idle"], "blocks are held for ever"
+        assert self.ask("idle")["idle"], f"blocks are held for ever:\n{self.log()[-6000:]}"
         return list(answer)
 
     def counts(self) -> dict[str, dict[str, int]]:

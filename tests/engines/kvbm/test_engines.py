@@ -44,7 +44,7 @@ def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     tokens of this model.
     """
     pairs = zip(mine["logprobs"], theirs["logprobs"], strict=True)
-    return mine["tokens"] == theirs["tokens"] and all(abs(a - b) < 0.03 for a, b in pairs)
+    return mine["tokens"] == theirs["tokens"] and all(abs(a - b) < 0.1 for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,7 @@ def plain(tiny_llama: Path, cuda: Path) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def expected(plain: Engine) -> dict[int, dict[str, Any]]:
     """What is computed, by the prompt's seed; and, as 0, what unmodified KVBM makes of seed 3."""
-    rows = {seed: plain.generate(prompt(seed))[0] for seed in (1, 2, 3)}
-    plain.reset(kvbm=True)
+    rows = {seed: plain.generate(prompt(seed), cache_salt="computed")[0] for seed in (1, 2, 3)}
     rows[0] = load_compute_load(plain)
     plain.close()
     return rows
@@ -177,7 +176,7 @@ def test_kvbms_own_caches_come_first(engine: Engine, expected: dict[int, dict[st
 
 
 def test_kvbm_keeps_the_right_bytes_of_what_it_loaded_in_part(
-    engine: Engine, expected: dict[int, dict[str, Any]]
+    engine: Engine, expected: dict[int, dict[str, Any]], figure: Callable[[str, float, str], None]
 ) -> None:
     """Unmodified, KVBM 1.6.1 does not, with the way vLLM names a request's blocks."""
     stranger = {"entresol": {"tenant": "stranger"}}  # the tier is not used for it
@@ -185,7 +184,8 @@ def test_kvbm_keeps_the_right_bytes_of_what_it_loaded_in_part(
     assert grown["kvbm_blocks"] == 8 + PROMPT_BLOCKS
     assert grown.get("matched_blocks", 0) == 0
     assert same(answer, expected[3])
-    print(f"unmodified KVBM gives the right answer here: {same(expected[0], expected[3])}")
+    figure("kvbm_right_answers_unmodified", same(expected[0], expected[3]), "of 1")
+    figure("kvbm_right_answers_told_once", same(answer, expected[3]), "of 1")
 
 
 def test_the_tier_goes_on_where_kvbm_ends(
