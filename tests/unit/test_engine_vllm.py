@@ -115,6 +115,19 @@ def test_more_keys_than_fit_a_frame_go_out_as_several_questions() -> None:
     assert [len(keys) for _, keys, _ in asked.questions] == [4, 2]
 
 
+def test_an_answer_within_a_step_counts_from_the_next_step() -> None:
+    book: Requests[str] = Requests()
+    request = book.add("1", "dev")
+    look(book, request, KEYS[:4])
+    asked = Asked()
+    book.flush(asked, 100)
+    assert look(book, request, KEYS[:2]) == [ASKED] * 2
+    asked.answer(True, True, True, False)  # while vLLM goes through the keys
+    assert look(book, request, KEYS[2:4]) == [ASKED] * 2, "all of a prompt in one load"
+    book.flush(asked, 100)
+    assert look(book, request, KEYS[:4]) == [PRESENT, PRESENT, PRESENT, ABSENT]
+
+
 def test_a_lookup_past_its_deadline_is_absent_for_good() -> None:
     book: Requests[str] = Requests()
     request = book.add("1", "dev")
@@ -122,6 +135,7 @@ def test_a_lookup_past_its_deadline_is_absent_for_good() -> None:
     asked = Asked(until_s=10.0)
     book.flush(asked, 100)
     assert look(book, request, KEYS[:2], 9.999) == [ASKED] * 2
+    book.flush(asked, 100)
     assert look(book, request, KEYS[:2], 10.0) == [ABSENT] * 2
     asked.answer(True, True)
     assert look(book, request, KEYS[:2], 10.1) == [ABSENT] * 2, "one request, one answer"

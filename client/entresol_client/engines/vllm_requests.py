@@ -65,17 +65,25 @@ def who_asks(params: Mapping[str, Any] | None) -> Who:
 class Ask:
     """One lookup under way for several keys of a space."""
 
-    __slots__ = ("_answers", "_future", "keys", "until_s")
+    __slots__ = ("_answers", "_future", "_looked_step", "keys", "until_s")
 
     def __init__(self, keys: Sequence[bytes], future: Future[list[bool]], until_s: float) -> None:
         self.keys = keys
         self.until_s = until_s
         self._future = future
         self._answers: dict[bytes, bool] | None = None
+        self._looked_step = -1
 
-    def answer(self, key: bytes, now_s: float) -> tuple[bool | None, bool]:
-        """(present or None while it is under way, whether the deadline decided)."""
+    def answer(self, key: bytes, now_s: float, step: int) -> tuple[bool | None, bool]:
+        """(present or None while it is under way, whether the deadline decided).
+
+        An answer that comes while vLLM goes through a prompt's keys counts from the next step on:
+        otherwise the rest of the keys would be loaded first, and the first ones by a second load.
+        """
         if self._answers is None:
+            if self._looked_step == step:
+                return None, False
+            self._looked_step = step
             if self._future.done():
                 self._answers = dict(zip(self.keys, self._future.result(), strict=True))
             elif now_s < self.until_s:
@@ -115,7 +123,8 @@ class Requests(Generic[S]):
     def __init__(self) -> None:
         self._requests: dict[str, Request[S]] = {}
         self._fresh: dict[S, dict[bytes, list[Request[S]]]] = {}  # asked in this step
-        self.late_lookups = 0  # keys the deadline decided, since the start
+        self._step = 0
+        self.late_lookups = 0  # lookups the deadline decided, since the start
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -152,7 +161,7 @@ class Requests(Generic[S]):
         ask = request.asked[block]
         if ask is None:
             return None
-        present, late = ask.answer(block, now_s)
+        present, late = ask.answer(block, now_s, self._step)
         self.late_lookups += late
         if present is not None:
             del request.asked[block]
@@ -160,8 +169,9 @@ class Requests(Generic[S]):
         return present
 
     def flush(self, ask: Callable[[S, list[bytes]], Ask], keys_max: int) -> int:
-        """Send the questions of this step, one per space and `keys_max` keys. Returns how many."""
+        """End a step: send its questions, one per space and `keys_max` keys. Returns how many."""
         fresh, self._fresh = self._fresh, {}
+        self._step += 1
         sent = 0
         for space, blocks in fresh.items():
             keys = list(blocks)
