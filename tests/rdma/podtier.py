@@ -232,6 +232,9 @@ async def measured(ns: Namespace, fabric: str, size: int, ask: Asking) -> list[c
     into = [bytearray(size) for _ in keys]
     found: list[cost.Cost] = []
     tries = 0
+    cpu, began = float(ask("cpu")), time.monotonic()
+    await asyncio.sleep(cost.IDLE_S)
+    idle = (float(ask("cpu")) - cpu) / (time.monotonic() - began)
     while len(found) <= cost.ROUNDS:
         for buffer in into:
             buffer[:] = bytes(size)
@@ -242,7 +245,7 @@ async def measured(ns: Namespace, fabric: str, size: int, ask: Asking) -> list[c
             right = content(key, size) if status is Status.OK else bytes(size)
             assert bytes(buffer) == right, "wrong bytes"
         if set(got.statuses) == {Status.OK}:
-            found.append(cost.Cost(fabric, size, len(keys), took, cpu))
+            found.append(cost.Cost(fabric, size, len(keys), took, cpu, idle))
             continue
         tries += 1
         assert tries < TRIES_MAX
