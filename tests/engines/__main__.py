@@ -23,6 +23,10 @@ def parser() -> argparse.ArgumentParser:
     build = verbs.add_parser("build", help="build what is missing and print where it is")
     run = verbs.add_parser("run", help="run suites; words after -- are pytest's")
     run.add_argument("--skip", action="append", default=[], metavar="ENV", help="leave one out")
+    run.add_argument(
+        "--jobs", type=int, default=1, choices=range(1, 5), metavar="N",
+        help="suites at a time; more than one blurs what they measure",
+    )  # fmt: skip
     run.add_argument("--out", type=Path, metavar="DIR", help="where results and logs go")
     exec_verb = verbs.add_parser("exec", help="run the words after -- as a suite would run")
     exec_verb.add_argument("name", metavar="ENV")
@@ -53,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     came_to = runner.run(
         runner.Plan(
             environments, options.size, options.words, out.resolve(),
-            frozenset(options.skip),
+            frozenset(options.skip), options.jobs,
         )
     )  # fmt: skip
     (out / RESULTS).write_text(came_to.json(), encoding="utf-8")

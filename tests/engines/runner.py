@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,11 +17,12 @@ import threading
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.engines import builder
-from tests.engines.environments import HERE, Environment
+from tests.engines.environments import ENVIRONMENTS, HERE, Environment
 from tests.engines.progress import say
 from tests.engines.report import Report, Suite, read_figures
 from tests.rdma.report import read as read_cases
@@ -46,22 +46,35 @@ class Plan:
     pytest_words: Sequence[str]
     out: Path
     skip: frozenset[str] = frozenset()
+    jobs: int = 1  # suites at a time
 
 
 def run(plan: Plan) -> Report:
-    """Build and run one after the other. What cannot be built does not keep others from running."""
+    """Build one after the other, then run. What cannot be built keeps no other from running."""
     begun = time.monotonic()
-    suites = []
-    for environment in plan.environments:
-        if not any(environment.suite.glob("test_*.py")):
-            if environment.suite.is_dir():
-                say(f"{environment.name}: no tests in {environment.suite}")
-            continue
-        suites.append(_run_one(environment, plan))
-    return Report(plan.size, tuple(suites), round(time.monotonic() - begun, 1))
+    suites = [_prepared(one, plan) for one in plan.environments if _has_tests(one)]
+    ready = [(suite, ENVIRONMENTS[suite.name]) for suite in suites if not suite.reason]
+    with ThreadPoolExecutor(plan.jobs) as pool:
+        futures = {one.name: pool.submit(_run_one, suite, one, plan) for suite, one in ready}
+        try:
+            ran = {name: future.result() for name, future in futures.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _ending.set()
+            raise
+    came_to = tuple(ran.get(suite.name, suite) for suite in suites)
+    return Report(plan.size, came_to, round(time.monotonic() - begun, 1))
 
 
-def _run_one(environment: Environment, plan: Plan) -> Suite:
+def _has_tests(environment: Environment) -> bool:
+    if any(environment.suite.glob("test_*.py")):
+        return True
+    say(f"{environment.name}: no tests")
+    return False
+
+
+def _prepared(environment: Environment, plan: Plan) -> Suite:
+    """Of an environment that is built; with a reason when it is not."""
     if environment.name in plan.skip:
         return Suite(environment.name, None, "left out with --skip")
     begun = time.monotonic()
@@ -70,7 +83,13 @@ def _run_one(environment: Environment, plan: Plan) -> Suite:
         builder.ensure(environment)
     except builder.NotHereError as cannot:
         return Suite(environment.name, None, str(cannot))
-    build_seconds = 0.0 if built else round(time.monotonic() - begun, 1)
+    seconds = 0.0 if built else round(time.monotonic() - begun, 1)
+    return Suite(
+        environment.name, None, versions=_versions(environment), build_seconds=seconds
+    )  # fmt: skip
+
+
+def _run_one(prepared: Suite, environment: Environment, plan: Plan) -> Suite:
     log, record = (plan.out / f"{environment.name}.{end}" for end in ("log", "jsonl"))
     figures = plan.out / f"{environment.name}.figures"
     for path in (log, record, figures):
@@ -81,16 +100,15 @@ def _run_one(environment: Environment, plan: Plan) -> Suite:
         f"--rootdir={ROOT}", f"--confcutdir={HERE}", *words_for(environment, plan.pytest_words),
     ]  # fmt: skip
     say(f"{environment.name}: running {environment.suite}")
-    started, cpu_before = time.monotonic(), _cpu_seconds()
-    rc = in_a_group(command, env, log, SUITE_SECONDS_MAX[plan.size])
-    suite = Suite(
-        environment.name,
-        rc,
+    started = time.monotonic()
+    mark = f"{environment.name}: " if plan.jobs > 1 else ""
+    rc, cpu_seconds = in_a_group(command, env, log, SUITE_SECONDS_MAX[plan.size], mark)
+    suite = replace(
+        prepared,
+        rc=rc,
         reason="its time was over" if rc == RC_TIMED_OUT else "",
-        versions=_versions(environment),
-        build_seconds=build_seconds,
         seconds=round(time.monotonic() - started, 1),
-        cpu_seconds=round(_cpu_seconds() - cpu_before, 1),
+        cpu_seconds=round(cpu_seconds, 1),
         cases=read_cases(record),
         figures=read_figures(figures),
         log=str(log),
@@ -165,45 +183,56 @@ def suite_env(
     }
 
 
-def in_a_group(
-    command: Sequence[str], env: Mapping[str, str], log: Path, seconds_max: float
-) -> int:
-    """Run a command in a process group of its own; its output goes to stdout and to `log`.
+_ending = threading.Event()  # the run was interrupted: suites under way are ended
 
-    Returns its exit code, RC_TIMED_OUT when its time was over. The group is ended in any case.
+
+def in_a_group(
+    command: Sequence[str], env: Mapping[str, str], log: Path, seconds_max: float, mark: str = ""
+) -> tuple[int, float]:
+    """Run a command in a process group of its own; its output goes to `log` and to stdout.
+
+    Returns its exit code, RC_TIMED_OUT when its time was over, and the processor time of it and of
+    all it waited for. The group is ended in any case. `mark` begins its lines on stdout.
     """
     process = subprocess.Popen(
         command, env=dict(env), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+    assert process.stdout is not None
+    output = process.stdout
 
     def copy() -> None:
-        assert process.stdout is not None
         with open(log, "wb") as file:
-            for line in process.stdout:
+            for line in output:
                 file.write(line)
                 file.flush()
-                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.write(mark + line.decode(errors="replace"))
                 sys.stdout.flush()
 
     reader = threading.Thread(target=copy, daemon=True)
     reader.start()
     try:
-        return process.wait(seconds_max)
-    except subprocess.TimeoutExpired:
-        return RC_TIMED_OUT
+        rc, cpu_seconds = _wait(process, seconds_max)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         reader.join(5.0)  # longer only if something left the group and still holds the pipe
-        if process.stdout is not None and not reader.is_alive():
-            process.stdout.close()
+        if not reader.is_alive():
+            output.close()
+    return rc, cpu_seconds
 
 
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _wait(process: subprocess.Popen[bytes], seconds_max: float) -> tuple[int, float]:
+    """As `in_a_group` returns; a process past its time is not ended here."""
+    until = time.monotonic() + seconds_max
+    while time.monotonic() < until and not _ending.is_set():
+        pid, status, used = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, used.ru_utime + used.ru_stime
+        time.sleep(0.05)
+    return RC_TIMED_OUT, 0.0
 
 
 def _versions(environment: Environment) -> dict[str, str]:

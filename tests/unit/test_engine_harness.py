@@ -307,8 +307,10 @@ def test_figures_cut_short_are_not_read(tmp_path: Path) -> None:
 def test_no_process_outlives_its_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     child = "sleep 300 & echo $!; exit 3"
     log = tmp_path / "log"
-    assert runner.in_a_group(["bash", "-c", child], os.environ, log, 30.0) == 3
-    assert log.read_text() == capsys.readouterr().out
+    rc, cpu_seconds = runner.in_a_group(["bash", "-c", child], os.environ, log, 30.0, "x: ")
+    assert rc == 3
+    assert 0 < cpu_seconds < 5
+    assert "x: " + log.read_text() == capsys.readouterr().out
     assert_gone(int(log.read_text()))
 
 
@@ -316,7 +318,7 @@ def test_a_suite_past_its_time_is_ended_with_all_it_started(tmp_path: Path) -> N
     log = tmp_path / "log"
     begun = time.monotonic()
     command = ["bash", "-c", "sleep 300 & echo $!; wait"]
-    assert runner.in_a_group(command, os.environ, log, 1.0) == runner.RC_TIMED_OUT
+    assert runner.in_a_group(command, os.environ, log, 1.0)[0] == runner.RC_TIMED_OUT
     assert time.monotonic() - begun < 30
     assert_gone(int(log.read_text()))
 
