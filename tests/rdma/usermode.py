@@ -1,6 +1,6 @@
 """Python of another architecture on this kernel: QEMU's user mode, in namespaces of our own.
 
-No machine is emulated, only the instructions of the processes, which is several times faster; what
+No machine is emulated, only the instructions of the processes, and nothing has to boot; what
 the kernel does is this host's. For suites that need no kernel of the architecture.
 
 Owns one invariant: nothing outside the namespaces changes. The kernel learns to start foreign
