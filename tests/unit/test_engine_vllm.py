@@ -510,3 +510,22 @@ def test_the_page_names_the_versions() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"**{one}**" in text for one in TESTED)
     assert all(one in text for one in COMPARED)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "other"),
+    [
+        ("lora_request", None, object()),
+        ("mm_features", [], [object()]),
+        ("prompt_embeds", None, object()),
+        ("cache_salt", "", "tenant-a"),
+    ],
+)
+def test_a_request_that_hashes_more_than_its_tokens_tells_none(
+    name: str, plain: Any, other: Any
+) -> None:
+    live: Any = Live()
+    setattr(live, name, plain)
+    assert told(live, 1).token_ids
+    setattr(live, name, other)
+    assert told(live, 1) == Told(1), "a router would credit plain prompts with these tokens"

@@ -34,6 +34,20 @@ class Told:
     token_ids: tuple[int, ...] = ()
 
 
+def named_by_tokens(request: Any) -> bool:
+    """True when a request's block hashes follow from its token ids and nothing else.
+
+    With an adapter, images, embeddings or a salt in them, a router would credit the block to
+    plain prompts with the same tokens, whose hashes are others.
+    """
+    extras = ("lora_request", "mm_features", "prompt_embeds", "cache_salt")
+    return all(_absent(getattr(request, name, None)) for name in extras)
+
+
+def _absent(extra: Any) -> bool:
+    return extra is None or (isinstance(extra, (str, list, tuple)) and not extra)
+
+
 class LiveRequests:
     """Requests by name, while the engine works on them; keeps none of them alive."""
 
@@ -72,6 +86,8 @@ class LiveRequests:
         request = self._requests.get(request_id)
         described = int.from_bytes(key[-GROUP_BYTES:], "big") == group_id
         if request is None or not described or end_token % chunk_tokens:
+            return Told(position)
+        if not named_by_tokens(request):
             return Told(position)
         begin = end_token - chunk_tokens
         hash_count = end_token // hash_tokens
