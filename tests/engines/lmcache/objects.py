@@ -26,14 +26,15 @@ SECONDS_MAX = 40.0
 
 
 def adapter_json(config: Path, **params: Any) -> str:
-    """What an operator gives `lmcache server --l2-adapter`."""
+    """What an operator gives `lmcache server --l2-adapter`; with more patience than the default,
+    because a busy machine that tests this takes longer than a quarter of a second at times."""
     return json.dumps(
         {
             "type": "plugin",
             "shared": True,
             "module_path": "entresol_client.engines.lmcache",
             "class_name": "EntresolL2Adapter",
-            "adapter_params": {"config": str(config), **params},
+            "adapter_params": {"config": str(config), "lookup_deadline_ms": 5000, **params},
         }
     )
 

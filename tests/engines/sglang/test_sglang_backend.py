@@ -16,7 +16,7 @@ import torch
 from tests.engines.sglang import parts, pools
 from tests.engines.tier_daemon import TierDaemon
 
-IN_PLACE = {"interface_v1": 1}
+IN_PLACE = {"interface_v1": 1, "lookup_deadline_ms": 5000}  # tests run on busy machines
 QUICK = {**IN_PLACE, "lookup_deadline_ms": 300, "load_deadline_ms": 500, "store_deadline_ms": 500}
 BOUND_SECONDS = 3.0
 COUNT = 6
