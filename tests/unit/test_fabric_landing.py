@@ -113,6 +113,37 @@ def test_spans_land_exactly_however_they_are_cut(runner: object, seed: int) -> N
     run(runner, scenario())
 
 
+@pytest.mark.parametrize("end", ["deadline", "disconnect"])
+def test_what_landed_before_the_end_keeps_its_own_status(runner: object, end: str) -> None:
+    """Its function has run: the caller's buffer holds the block, so it must not read as absent."""
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            landed = Landed()
+            until_ns = soon(1) if end == "deadline" else soon(20)
+            landing = asyncio.ensure_future(
+                endpoint.land(spans(1_000, 1_000, 1_000), landed, until_ns)
+            )
+            request = await peer.asked()
+            peer.say(
+                framing.data(request, 0, 0, 1_000) + b"a" * 1_000,
+                framing.error(request, 1, Status.LEASE_EXPIRED),
+                framing.data(request, 2, 0, 1_000) + b"b" * 10,
+            )
+            await peer.writer.drain()
+            while not landed.seen:
+                await asyncio.sleep(0.005)
+            if end == "disconnect":
+                await asyncio.sleep(0.05)
+                peer.writer.close()
+            statuses = await asyncio.wait_for(landing, 10)
+            last = Status.DEADLINE if end == "deadline" else Status.DISCONNECTED
+            assert statuses == [Status.OK, Status.LEASE_EXPIRED, last]
+            assert landed.seen == {0: b"a" * 1_000}
+
+    run(runner, scenario())
+
+
 @pytest.mark.parametrize("how", list(BAD_ANSWERS))
 def test_a_bad_answer_ends_the_session_and_is_not_handed_over(runner: object, how: str) -> None:
     async def scenario() -> None:

@@ -300,9 +300,11 @@ class DataStream(asyncio.BufferedProtocol):
         asked = self._asked.get(request)
         if asked is None or asked.batch is None:
             return
-        asked.batch = None
-        if asked.landing is not None:
-            asked.landing.give_up()
+        batch, asked.batch = asked.batch, None
+        if asked.landing is not None:  # what landed before stays so: its function has run
+            for part, status in zip(asked.parts, asked.landing.give_up(), strict=True):
+                if part is not None and status is not None:
+                    batch.answer(part.op, status)
         for part in asked.parts:
             if part is not None:
                 part.view = None

@@ -74,10 +74,14 @@ class Landing:
         self._lock = threading.Lock()  # held while `on_landed` runs
         self._given_up = False
 
-    def give_up(self) -> None:
-        """Nobody waits for it any more. Waits for a call of `on_landed` that is running."""
+    def give_up(self) -> list[Status | None]:
+        """Nobody waits for it any more: what is known of each span, None where nothing landed.
+
+        Waits for a call of `on_landed` that is running.
+        """
         with self._lock:
             self._given_up = True
+            return list(self.statuses)
 
     def hand_over(self, index: int, view: memoryview) -> None:
         """A whole span is here."""
@@ -89,7 +93,7 @@ class Landing:
                 except Exception:
                     _log.exception("event=bug where=on_landed")
                     status = Status.INTERNAL
-        self.statuses[index] = status
+            self.statuses[index] = status
 
 
 class LanderOwner(Protocol):
