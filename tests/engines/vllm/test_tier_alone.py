@@ -165,6 +165,14 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
+def tier(make_tier: Callable[..., TierDaemon]) -> TierDaemon:
+    """Its clients bear a busy machine: what a silent daemon does here, deadlines of calls show."""
+    daemon = make_tier(client={"ping_deadline_ns": "10s"})
+    daemon.start()
+    return daemon
+
+
+@pytest.fixture
 def make(tier: TierDaemon) -> Iterator[Make]:
     """Engines that are shut down after the test."""
     made: list[Engine] = []
