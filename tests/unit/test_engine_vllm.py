@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from entresol_client.engines import vllm_plugin
+from entresol_client.engines import naming, vllm_plugin
+from entresol_client.engines.asker import ParamsError, Who, who_asks
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.vllm_metrics import COUNTERS, GAUGES, METRIC
 from entresol_client.engines.vllm_naming import (
@@ -23,18 +24,14 @@ from entresol_client.engines.vllm_naming import (
     as_words,
     check_hashes,
     describe,
-    dtype_label,
     roots_agree,
     weights_folder,
 )
 from entresol_client.engines.vllm_requests import (
     Ask,
     Found,
-    ParamsError,
     Request,
     Requests,
-    Who,
-    who_asks,
 )
 from entresol_client.engines.vllm_tokens import LiveRequests, Told
 from entresol_client.engines.vllm_versions import COMPARED, TESTED, told_apart
@@ -340,7 +337,7 @@ def test_an_engine_whose_blocks_cannot_be_stored_does_not_start(
     ("bfloat16", "bf16"), ("float16", "fp16"), ("fp8_e5m2", "fp8_e5m2"), ("nvfp4", "opaque"),
 ])  # fmt: skip
 def test_dtypes_have_the_labels_codecs_know(name: str, label: str) -> None:
-    assert dtype_label(name) == label
+    assert naming.dtype_of(name).label == label
 
 
 def test_a_log_line_of_a_descriptor_has_no_salt() -> None:

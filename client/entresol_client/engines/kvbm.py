@@ -31,6 +31,7 @@ from entresol_client.engines.kvbm_plan import Planner, StepPlan
 from entresol_client.engines.kvbm_space import KvbmSettings, Tenants, describe, unfit
 from entresol_client.engines.kvbm_stats import Differences, TierMetrics, TierStats
 from entresol_client.engines.kvbm_transfer import Arrivals, Loader, Saver
+from entresol_client.engines.logs import join_log
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.status import ConfigError
 
@@ -104,7 +105,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         self._told: dict[str, tuple[int, int]] = {}  # request -> preemptions, blocks KVBM knows
         self._loading: set[str] = set()  # requests whose end of load vLLM has not heard of
         self._started: set[str] = set()  # requests that were scheduled
-        _join_log()
+        join_log("vllm")
         reason = "turned off" if not settings.enabled else unfit(vllm_config, kv_cache_config)
         if reason:
             log.warning("event=kvbm_tier_off reason=%r", reason)
@@ -337,17 +338,6 @@ class _WorkerSide:
     def close(self) -> None:
         self._loader.close()
         self.saver.close()
-
-
-def _join_log() -> None:
-    """Our log lines go where vLLM's go, unless somebody has decided about them."""
-    ours = logging.getLogger("entresol")
-    if ours.handlers or logging.getLogger().handlers:
-        return
-    for handler in logging.getLogger("vllm").handlers:
-        ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(logging.INFO)
 
 
 def _check_failure_policy(transfer: Any) -> None:

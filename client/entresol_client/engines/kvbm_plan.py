@@ -9,16 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from entresol_client.engines.asker import ParamsError, who_asks
 from entresol_client.engines.kvbm_hash import KeyChain
-
-PARAMS_KEY = "entresol"  # in a request's `kv_transfer_params`
-SALT_CHARS_MAX = 512
 
 Lookup = Callable[[str, Sequence[bytes]], Future[list[bool]]]
 Match = tuple[int | None, bool]
@@ -258,9 +257,11 @@ class Planner:
         request_id = request.request_id
         if request_id in self._tracks:
             return self._tracks[request_id]
-        who = _who(getattr(request, "kv_transfer_params", None))
+        who = None
+        with contextlib.suppress(ParamsError):
+            who = who_asks(getattr(request, "kv_transfer_params", None))
         track = None
-        if who is None or who[0] not in self._tenants:
+        if who is None or who.tenant not in self._tenants:
             self.counts.update(unknown_tenant_requests=1)
         elif (
             getattr(request, "lora_request", None) is not None
@@ -270,8 +271,8 @@ class Planner:
             self.counts.update(unfit_requests=1)
         else:
             cache_salt = getattr(request, "cache_salt", None)
-            chain = KeyChain(self.block_tokens, cache_salt, private_salt=who[1])
-            track = _Track(request, who[0], chain)
+            chain = KeyChain(self.block_tokens, cache_salt, private_salt=who.salt)
+            track = _Track(request, who.tenant, chain)
         self._tracks[request_id] = track
         return track
 
@@ -321,13 +322,3 @@ class Planner:
             parent_key=track.chain.parent(index),
             token_ids=tuple(track.request.all_token_ids[start : start + self.block_tokens]),
         )
-
-
-def _who(params: Any) -> tuple[str, str] | None:
-    """(tenant, salt) of `{"entresol": {"tenant": ..., "salt": ...}}`; None when it is not that."""
-    mine = (params or {}).get(PARAMS_KEY, {})
-    if not isinstance(mine, Mapping) or not mine.keys() <= {"tenant", "salt"}:
-        return None
-    if not all(isinstance(one, str) and 0 < len(one) <= SALT_CHARS_MAX for one in mine.values()):
-        return None
-    return mine.get("tenant", ""), mine.get("salt", "")

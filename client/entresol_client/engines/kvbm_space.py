@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entresol_client.engines.kvbm_plan import Lookup
-from entresol_client.engines.naming import fingerprint, revision
+from entresol_client.engines.naming import dtype_of, fingerprint, revision
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, Space
 from entresol_proto import limits
@@ -24,13 +24,6 @@ from entresol_proto.ids import NamespaceDescriptor
 LAYOUT_VERSION = 1
 STAGING_BYTES_MIN = limits.MIB
 STAGING_BYTES_MAX = 64 * 2**30
-DTYPES = {
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.float32": "fp32",
-    "torch.float8_e4m3fn": "fp8_e4m3",
-    "torch.float8_e5m2": "fp8_e5m2",
-}
 NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
 _STAGING: Any = dataclasses.field(
@@ -114,7 +107,7 @@ def _dtype(stored: str, configured: str) -> str:
     """The descriptor's name for what is stored; vLLM stores fp8 as plain bytes."""
     if stored == "torch.uint8" and configured.startswith("fp8"):
         return "fp8_e5m2" if configured == "fp8_e5m2" else "fp8_e4m3"
-    return DTYPES.get(stored, "opaque")
+    return dtype_of(stored).label
 
 
 def _model_facts(model: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from entresol_client.engines import naming
 from entresol_proto import limits
 from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import ConfigError
 
 Layout = tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype) of each tensor of an object
@@ -23,23 +24,6 @@ CHUNK_HASH_BYTES_MAX = limits.ENGINE_KEY_BYTES_MAX - naming.SALT_BYTES - 12
 KV_RANK_MAX = 2**64 - 1
 GROUP_MAX = 2**32 - 1
 KV_DIMENSIONS = 4  # [K and V, layers, tokens, hidden]: LMCache's form of attention KV
-_DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float8_e4m3fn": "fp8_e4m3",
-    "float8_e5m2": "fp8_e5m2",
-    "int8": "int8",
-}
-_ITEM_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
 
 
 def layout_of(shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> Layout:
@@ -82,7 +66,7 @@ def descriptor(
     return NamespaceDescriptor(
         model=model,
         model_revision=revision,
-        dtype=_DTYPES.get(dtype, "opaque") if len(layout) == 1 else "opaque",
+        dtype=naming.dtype_of(dtype).label if len(layout) == 1 else "opaque",
         layers=shape[1] if usual else 0,
         page_layout=f"lmcache:{naming.fingerprint(parts)}",
         block_tokens=min(max(shape[2], 1), limits.TOKENS_PER_BLOCK_MAX) if usual else 1,
@@ -91,4 +75,7 @@ def descriptor(
 
 def size_bytes(layout: Layout) -> int:
     """Bytes of an object of this layout; 0 when a dtype is not known here."""
-    return sum(math.prod(shape) * _ITEM_BYTES.get(dtype, 0) for shape, dtype in layout)
+    kinds = [(shape, naming.dtype_of(dtype)) for shape, dtype in layout]
+    return sum(
+        math.prod(shape) * kind.item_bytes for shape, kind in kinds if kind is not DType.OPAQUE
+    )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from entresol_proto import limits
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import ConfigError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -22,6 +23,16 @@ SAMPLES_PER_FILE = 8
 SAMPLE_BYTES = 16 * limits.KIB
 SALT_BYTES = 16
 FINGERPRINT_CHARS = 24
+_DTYPES = {
+    "bfloat16": DType.BF16, "float16": DType.FP16, "half": DType.FP16, "float32": DType.FP32,
+    "float8_e4m3fn": DType.FP8_E4M3, "float8_e5m2": DType.FP8_E5M2, "int8": DType.INT8,
+    "fp8": DType.FP8_E4M3, "fp8_e4m3": DType.FP8_E4M3, "fp8_e5m2": DType.FP8_E5M2,
+}  # fmt: skip
+
+
+def dtype_of(name: str) -> DType:
+    """Our dtype for what PyTorch and engines call it ("torch.bfloat16", "fp8"); else OPAQUE."""
+    return _DTYPES.get(name.removeprefix("torch."), DType.OPAQUE)
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

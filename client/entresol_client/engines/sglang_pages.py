@@ -20,14 +20,6 @@ KV = "kv"
 MAMBA = "mamba"
 PIECES_MAX = 8  # a page in more pieces than this travels as one block, through a copy
 _HASH = re.compile(r"(?:[0-9a-f]{2}){8,62}")
-_DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float8_e4m3fn": "fp8_e4m3",
-    "float8_e5m2": "fp8_e5m2",
-    "int8": "int8",
-}
 # What a host pool may tell of its geometry; absent ones are None, which is a value like any other.
 _POOL_FACTS = (
     "layout",
@@ -126,12 +118,11 @@ def descriptor(
         "ranks": rank_facts(config, sharded),
         "pieces": list(piece_bytes),
     }
-    dtype = facts["dtype"].removeprefix("torch.")
     return NamespaceDescriptor(
         model=config.model_name or "unnamed",
         model_revision=revision,
         cache_salt=cache_salt or None,
-        dtype=_DTYPES.get(dtype, "opaque"),
+        dtype=naming.dtype_of(facts["dtype"]).label,
         layers=_number(facts["layer_num"]),
         kv_heads=_number(facts["head_num"]),
         head_dim=_number(facts["head_dim"]),

@@ -25,6 +25,8 @@ from typing import Any, ClassVar
 
 from entresol_client.client import KEYS_PER_CALL_MAX
 from entresol_client.engines import vllm_compat as compat
+from entresol_client.engines.asker import ParamsError, who_asks
+from entresol_client.engines.logs import join_log
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, LoadReply, Space, StoreReply
 from entresol_client.engines.vllm_metrics import COUNTERS, GAUGES, METRIC
@@ -32,10 +34,8 @@ from entresol_client.engines.vllm_naming import as_words, check_hashes, describe
 from entresol_client.engines.vllm_requests import (
     Ask,
     Found,
-    ParamsError,
     Request,
     Requests,
-    who_asks,
 )
 from entresol_client.engines.vllm_tokens import live_requests
 from entresol_client.results import PutBlock
@@ -91,7 +91,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
         Raises: ConfigError, IdentityError: vLLM then does not start. Never for an absent daemon.
         """
-        compat.join_log()
+        join_log("vllm")
         compat.tell_version()
         base = {
             "offloading_spec": offloading_spec,

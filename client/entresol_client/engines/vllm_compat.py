@@ -31,17 +31,6 @@ VERSION: str = vllm.__version__
 CALLERS_MAX = 16  # frames that are looked at for vLLM's configuration
 
 
-def join_log() -> None:
-    """Our log lines go where vLLM's go, unless somebody has decided about them."""
-    ours = logging.getLogger("entresol")
-    if ours.handlers or logging.getLogger().handlers:
-        return
-    for handler in logging.getLogger("vllm").handlers:
-        ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(logging.INFO)
-
-
 def tell_version() -> None:
     """A warning when this vLLM is not one that was tested."""
     if words := told_apart(VERSION):

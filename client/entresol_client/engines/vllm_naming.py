@@ -21,18 +21,12 @@ from entresol_client.engines import naming
 from entresol_client.engines.settings import EngineSettings
 from entresol_proto import limits
 from entresol_proto.ids import BadKeyError, NamespaceDescriptor
-from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import ConfigError
 
 # Of our own reading of vLLM's layout: raise it when the same parts come to mean other bytes.
 LAYOUT_VERSION = 1
 FIXED_SEED_SINCE = (0, 29)  # before it, hashes depended on PYTHONHASHSEED or on chance
 SEED_VARIABLE = "PYTHONHASHSEED"
-_DTYPES = {
-    "bfloat16": DType.BF16, "float16": DType.FP16, "half": DType.FP16, "float32": DType.FP32,
-    "fp8": DType.FP8_E4M3, "fp8_e4m3": DType.FP8_E4M3, "fp8_e5m2": DType.FP8_E5M2,
-    "int8": DType.INT8,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +164,7 @@ def describe(
                 facts.revision,
                 settings.weights,
             ),
-            dtype=dtype_label(config.model.dtype),
+            dtype=naming.dtype_of(config.model.dtype).label,
             layers=sum(len(group.layer_names) for group in config.groups),
             page_layout=f"vllm:{naming.fingerprint(parts)}",
             block_tokens=config.groups[0].tokens_per_block * config.cache.blocks_per_chunk,
@@ -183,11 +177,6 @@ def describe(
             hint=error.hint
             or f"a block_size of at most {limits.TOKENS_PER_BLOCK_MAX} tokens is possible",
         ) from None
-
-
-def dtype_label(name: str) -> str:
-    """Our label of a KV dtype; of one that codecs know nothing about, "opaque"."""
-    return _DTYPES.get(name, DType.OPAQUE).label
 
 
 def as_words(descriptor: NamespaceDescriptor) -> str:

@@ -12,15 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from entresol_client.engines.naming import salted
 
-PARAMS_KEY = "entresol"  # in a request's `kv_transfer_params`
-SALT_CHARS_MAX = 512
 S = TypeVar("S")  # a space: whatever lookups are asked of
 
 
@@ -30,36 +27,6 @@ class Found(enum.Enum):
     ABSENT = enum.auto()
     PRESENT = enum.auto()
     ASKED = enum.auto()
-
-
-class ParamsError(ValueError):
-    """A request's parameters for this tier cannot be understood; the tier is not used for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Who:
-    """Whose blocks a request may use. Tenant "": the one the engine's own certificate names."""
-
-    tenant: str = ""
-    salt: str = field(default="", repr=False)
-
-
-def who_asks(params: Mapping[str, Any] | None) -> Who:
-    """Read `{"entresol": {"tenant": ..., "salt": ...}}` of a request's `kv_transfer_params`.
-
-    Raises: ParamsError when it is there and anything else: guessing could share what must not be.
-    """
-    mine = (params or {}).get(PARAMS_KEY)
-    if mine is None:
-        return Who()
-    if not isinstance(mine, Mapping) or not mine.keys() <= {"tenant", "salt"}:
-        raise ParamsError(f"{PARAMS_KEY} is not a table of tenant and salt")
-    for name, value in mine.items():
-        if not isinstance(value, str) or not 0 < len(value) <= SALT_CHARS_MAX:
-            raise ParamsError(
-                f"{PARAMS_KEY}.{name} is not a text of 1..{SALT_CHARS_MAX} characters"
-            )
-    return Who(mine.get("tenant", ""), mine.get("salt", ""))
 
 
 class Ask:
