@@ -112,7 +112,13 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         config = offloading_spec.config
         self._config = config
         self._chunk_bytes: int = primary_kv_view.strides[0]  # type: ignore[index]
-        facts = compat.engine_facts(config, compat.config_of_callers())
+        vllm_config = compat.config_of_callers()
+        if vllm_config is None and not self._settings.model_revision:
+            raise ConfigError(
+                "this version of vLLM does not show a tier the model's revision",
+                hint="set model_revision: two revisions under one name must not share blocks",
+            )
+        facts = compat.engine_facts(config, vllm_config)
         check_hashes(facts)
         self.descriptor = describe(config, self._chunk_bytes, self._settings, facts, model=model)
         self._requests: Requests[Space] = Requests()

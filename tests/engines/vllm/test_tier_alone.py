@@ -92,6 +92,7 @@ class Engine:
     def __init__(self, daemon: TierDaemon, **more: Any) -> None:
         tier = {
             "type": "entresol", "config": str(daemon.client_toml()), "weights": "off",
+            "model_revision": "r1",
             "lookup_deadline_ms": 400, "load_deadline_ms": 1_000, "store_deadline_ms": 2_000,
             "tenants": {"other": str(daemon.client_toml("other"))}, **more,
         }  # fmt: skip
@@ -197,6 +198,11 @@ def test_what_one_engine_stores_another_one_finds(make: Make, place: str) -> Non
     b.settle()
     assert [b.has(wanted, number) for number in (1, 2, 3, 4)] == [True, True, True, False]
     assert b.tier.counts()["lookups"] == 1
+
+
+def test_a_model_whose_revision_nobody_tells_is_not_served(make: Make) -> None:
+    with pytest.raises(ConfigError, match="revision"):
+        make(model_revision="")
 
 
 def test_a_store_serves_the_tenant_whose_request_computed_it(make: Make) -> None:
