@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SIZE   ?= commit
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-rdma test-pod-arm64 bench lint generate clean
+.PHONY: help demo test test-engines test-rdma test-pod-arm64 proof bench lint generate clean
 
 help: ## Show the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ test-pod-arm64: $(READY) ## An emulated ARM64 DPU serves an emulated x86 host ov
 	@$(BIN)/python -m tests.rdma pod --dpu arm64 --host x86 $(ARGS) \
 	  --dpu-command "python3 -m tests.rdma.podtier dpu" -- python3 -m tests.rdma.podtier host
 
+proof: $(READY) ## The scorecard of faults and attacks; SIZE=commit|nightly|release
+	@$(BIN)/python -m tests.proof run --size $(SIZE) $(ARGS)
+
 bench: $(READY) ## Budgets as ratios within one run; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
 
@@ -54,5 +58,5 @@ generate: $(READY) ## Rewrite generated files: protobuf code, CONFIG.md
 	@$(BIN)/python -m entresol_daemon.config_reference
 
 clean: ## Remove what the verbs made
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results.json
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results.json tests/proof.json .proof
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

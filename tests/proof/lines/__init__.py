@@ -1,0 +1,1 @@
+"""One module per line of the scorecard, or per family of lines: each has `LINES`."""

@@ -1,0 +1,128 @@
+"""Runs slices, a few at a time, and adds their tallies up into the scorecard.
+
+Lines that compare times (`alone`) run last, one slice at a time. A run that is stopped kills only
+what it started; its journal keeps the slices that were done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.proof.journal import Journal
+from tests.proof.line import Line, Size, Tally
+from tests.proof.slices import Child
+from tests.proof.table import CANARIES, Row, Scorecard
+
+POLL_S = 0.05
+SAY_EVERY_S = 15.0
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of some lines.
+
+    Attributes:
+        lines: in the order of the table.
+        jobs: processes at a time.
+        canaries: also plant each line's bug and see that the line finds it.
+    """
+
+    lines: Sequence[Line]
+    size: Size
+    seed: int
+    jobs: int
+    journal: Journal
+    canaries: bool = True
+    rows: dict[str, Row] = field(default_factory=dict)
+    units_left: dict[str, int] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+    said_s: float = 0.0
+
+    def scorecard(self) -> Scorecard:
+        """Run everything. On KeyboardInterrupt the children are killed and it goes on up."""
+        for line in self.lines:
+            reason = line.not_run()
+            self.rows[line.id] = Row(line.id, line.name, self.seed, not_run=reason)
+            self.units_left[line.id] = 0 if reason else line.units[self.size]
+        if self.canaries:
+            self.rows[CANARIES] = Row(CANARIES, "planted bugs that a line found", self.seed)
+        able = [line for line in self.lines if not self.rows[line.id].not_run]
+        self._work(list(self._todo([line for line in able if not line.alone])), self.jobs)
+        self._work(list(self._todo([line for line in able if line.alone])), 1)
+        return Scorecard(self.size, list(self.rows.values()), time.monotonic() - self.began_s)
+
+    def _todo(self, lines: Sequence[Line]) -> Iterator[tuple[Line, int, int]]:
+        """(line, seed, units) of the slices not done before; canaries have no units."""
+        if self.canaries:
+            for line in lines:
+                if line.canary is not None:
+                    yield from self._unless_done(line, 0, 0)
+        for line in lines:
+            for seed, units in line.slices(self.size, self.seed):
+                yield from self._unless_done(line, seed, units)
+
+    def _unless_done(self, line: Line, seed: int, units: int) -> Iterator[tuple[Line, int, int]]:
+        before = self.journal.done(line, self.size, seed, units)
+        if before is None:
+            yield line, seed, units
+        else:
+            self._take(line, units, *before)
+
+    def _work(self, todo: list[tuple[Line, int, int]], jobs: int) -> None:
+        todo.reverse()
+        children: list[Child] = []
+        try:
+            while todo or children:
+                while todo and len(children) < jobs:
+                    line, seed, units = todo.pop()
+                    children.append(Child.start(line, seed, units, self.size))
+                time.sleep(POLL_S)
+                for child in tuple(children):
+                    seconds = child.seconds
+                    tally = child.poll()
+                    if tally is None:
+                        continue
+                    children.remove(child)
+                    if tally.clean:  # a failure is tried again by the next run
+                        self.journal.note(
+                            child.line, self.size, child.seed, child.units, seconds, tally
+                        )
+                    self._take(child.line, child.units, seconds, tally)
+                self._say(children, len(todo))
+        finally:
+            for child in children:
+                child.discard()
+
+    def _take(self, line: Line, units: int, seconds: float, tally: Tally) -> None:
+        row = self.rows[line.id if units else CANARIES]
+        row.tally.add(tally)
+        row.seconds += seconds
+        self.units_left[line.id] -= units
+        if not tally.clean:
+            what = f"{line.id}" if units else f"canary of {line.id}"
+            for finding in tally.findings:
+                _tell(f"{what} FOUND seed={finding.seed}: {finding.text}")
+        elif units and not self.units_left[line.id]:
+            _tell(f"{line.id} done: {row.tally.tried:,} tried, {row.seconds:.0f} s")
+
+    def _say(self, children: Sequence[Child], slices_left: int) -> None:
+        now = time.monotonic()
+        if now - self.said_s < SAY_EVERY_S:
+            return
+        self.said_s = now
+        now_running = ", ".join(
+            f"{child.line.id} ({self._percent(child.line)} %)" if child.units else
+            f"canary of {child.line.id}" for child in children
+        )  # fmt: skip
+        _tell(f"{now - self.began_s:6.0f} s: {now_running}; {slices_left} slices to go")
+
+    def _percent(self, line: Line) -> int:
+        return 100 - 100 * self.units_left[line.id] // max(1, line.units[self.size])
+
+
+def _tell(text: str) -> None:
+    """Progress for a person, on stderr: stdout is for the table."""
+    print(f"[proof] {text}", file=sys.stderr, flush=True)
