@@ -7,11 +7,10 @@ the pod's matter.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from daemon_lab import all_are, client_of, counts, get, keys_of, put
 from tier import BLOCK, CONNECT_S, DEADLINE_NS, ForkedDaemon, daemon, descriptor
 
 from entresol_client import AsyncClient
+from entresol_client.cli import main as cli
 from entresol_proto.fabric.verbs_endpoint import VerbsEndpoint
 from entresol_proto.status import Status
 from tests.harness import eventually
@@ -188,11 +188,10 @@ def test_doctor_shows_devices_and_the_path(tmp_path: Path) -> None:
 
 
 def _doctor(process: ForkedDaemon, arguments: tuple[str, ...]) -> list[dict[str, str]]:
-    environment = {**os.environ, "ENTRESOL_CONFIG": str(process.directory / "client.toml")}
-    done = subprocess.run(
-        [sys.executable, "-m", "entresol_client.cli.main", "doctor", "--json", *arguments],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.stdout, done.stderr
-    findings: list[dict[str, str]] = json.loads(done.stdout)["findings"]
+    """The command in this process: another one would import for ten emulated seconds."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setenv("ENTRESOL_CONFIG", str(process.directory / "client.toml"))
+        cli.main(["doctor", "--json", *arguments])
+    findings: list[dict[str, str]] = json.loads(said.getvalue())["findings"]
     return findings
