@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.proof import slices
 from tests.proof.journal import Journal
-from tests.proof.line import Line, Size, Slice, Tally, find_lines
+from tests.proof.line import Line, NotRunError, Size, Slice, Tally, find_lines
 from tests.proof.runner import Run
 from tests.proof.slices import ROOT, write_tally
 
@@ -126,7 +126,11 @@ def _replay(args: argparse.Namespace, lines: Sequence[Line]) -> int:
 def _slice(args: argparse.Namespace, lines: Sequence[Line]) -> int:
     work = args.folder / "work"
     work.mkdir()
-    write_tally(lines[0].run(Slice(args.seed, args.units, Size(args.size), work)), args.folder)
+    try:
+        tally = lines[0].run(Slice(args.seed, args.units, Size(args.size), work))
+    except NotRunError as error:
+        tally = Tally(not_run=str(error))
+    write_tally(tally, args.folder)
     return 0
 
 
@@ -145,6 +149,8 @@ def _canary(args: argparse.Namespace, lines: Sequence[Line]) -> int:
                     time.sleep(0.05)
                 assert found.clean, found.findings
             tally.survived = 1
+        except NotRunError as error:
+            tally = Tally(not_run=str(error))
         except AssertionError as error:
             if args.here:
                 traceback.print_exc()
@@ -153,7 +159,8 @@ def _canary(args: argparse.Namespace, lines: Sequence[Line]) -> int:
         if args.folder is not None:
             write_tally(tally, args.folder)
         else:
-            print(f"{line.id:4} {'found' if tally.survived else 'NOT FOUND'}", flush=True)
+            text = f"not run: {tally.not_run}" if tally.not_run else "NOT FOUND"
+            print(f"{line.id:4} {'found' if tally.survived else text}", flush=True)
     return 0 if args.here else min(missed, 1)
 
 

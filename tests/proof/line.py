@@ -26,6 +26,10 @@ class Size(enum.StrEnum):
     RELEASE = "release"
 
 
+class NotRunError(Exception):
+    """Raised by a line's run or canary that finds, half-way, that this machine cannot do it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A part of a line's work.
@@ -73,6 +77,7 @@ class Tally:
         findings: each fails the line, whatever the counts say.
         figures: other numbers. They add up over slices; names that begin with `max_` or `min_`
             keep the largest or the smallest.
+        not_run: why this machine could not do it after all, or empty.
     """
 
     tried: int = 0
@@ -83,6 +88,7 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
     findings_dropped: int = 0
     figures: dict[str, float] = field(default_factory=dict)
+    not_run: str = ""
 
     def found(self, seed: int, text: str) -> None:
         """Note a finding."""
@@ -111,6 +117,7 @@ class Tally:
         self.durable_lost += other.durable_lost
         self.crashes += other.crashes
         self.findings_dropped += other.findings_dropped
+        self.not_run = self.not_run or other.not_run
         for finding in other.findings:
             self.found(finding.seed, finding.text)
         for name, value in other.figures.items():
@@ -138,9 +145,10 @@ class Line:
         unit: what `units` counts.
         units: how many at each size.
         slice_units: at most so many in one process; a slice should take 10 to 60 s.
-        run: does the units of a slice. May raise: that is a crash with the slice's seed.
+        run: does the units of a slice. May raise: that is a crash with the slice's seed, but for
+            NotRunError.
         canary: plants a bug and returns if the line's own run found it. Raises: AssertionError
-            when it did not.
+            when it did not; NotRunError.
         alone: nothing runs beside it, for lines that compare times.
         slice_deadline_s: a slice that takes longer is killed, and counts as a crash.
         not_run: a reason why this machine cannot run the line, or "".

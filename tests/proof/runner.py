@@ -86,7 +86,8 @@ class Run:
                     if tally is None:
                         continue
                     children.remove(child)
-                    if tally.clean:  # a failure is tried again by the next run
+                    # A failure is tried again by the next run, and so is what could not be done.
+                    if tally.clean and not tally.not_run:
                         self.journal.note(
                             child.line, self.size, child.seed, child.units, seconds, tally
                         )
@@ -99,6 +100,10 @@ class Run:
     def _take(self, line: Line, units: int, seconds: float, tally: Tally) -> None:
         row = self.rows[line.id if units else CANARIES]
         row.tally.add(tally)
+        if units and tally.not_run:
+            row.tally.figure(f"slices not run ({tally.not_run})", 1)
+        if units:  # a line of which a part ran is judged by that part
+            row.not_run = row.tally.not_run if not row.tally.tried else ""
         row.seconds += seconds
         self.units_left[line.id] -= units
         if not tally.clean:
