@@ -1,0 +1,176 @@
+"""Whose turn it is: start-time fair queueing by cost, across tenants, for one resource. Pure.
+
+Every unit of contended work (a flash read, a block to seal, a pull from a host, a stretch of the
+event loop) is pushed with its cost under its tenant's name. The queue pops the unit with the least
+virtual start time: a tenant's next unit starts where its last one ended, cost over weight later,
+and never before the present. Source: Goyal, Vin and Cheng, "Start-time fair queueing" (1996); with
+several units in service at once, Jin, Chase and Kaur, "Interposed proportional sharing" (2004).
+
+Invariants: while two tenants both wait, the costs they are served, each over its weight, differ by
+at most one unit of each (plus what is in service); nothing waits while there is room (work
+conserving); within a tenant a lower rank goes first, and equals in the order they came.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from entresol_proto.status import QuotaError, Status
+
+T = TypeVar("T")
+
+GETS, PUTS = 0, 1  # ranks: within one tenant, gets go before puts
+RANKS = 2
+WAITING_MAX = 262_144  # units that wait in one queue, over all tenants
+FLOWS_REMEMBERED_MAX = 1_024  # then tenants whose last unit is past are forgotten
+_SCALE = 1 << 20  # virtual time is whole: cost * _SCALE // weight
+
+
+@dataclass(slots=True, eq=False)
+class Unit(Generic[T]):
+    """One piece of work that waits. Nobody is charged for one that was dropped."""
+
+    cost: int
+    item: T
+    dropped: bool = False
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        self.cost, self.dropped = 0, True
+
+
+@dataclass(slots=True)
+class _Flow(Generic[T]):
+    """One tenant's units. `finish` is the virtual time at which its last one ended."""
+
+    weight: int = 1
+    finish: int = 0
+    waiting: int = 0
+    lines: tuple[deque[Unit[T]], ...] = field(
+        default_factory=lambda: tuple(deque() for _ in range(RANKS))
+    )
+
+    def pop(self) -> Unit[T]:
+        self.waiting -= 1
+        return next(line for line in self.lines if line).popleft()
+
+
+class FairQueue(Generic[T]):
+    """Units of work of all tenants. Costs and weights are whole and at least 1."""
+
+    def __init__(self) -> None:
+        self._flows: dict[Hashable, _Flow[T]] = {}
+        self._heap: list[tuple[int, int, Hashable]] = []  # one entry per flow that waits
+        self._now = 0  # virtual: the start of the unit popped last
+        self._sequence = 0
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def push(self, flow: Hashable, weight: int, cost: int, item: T, rank: int = GETS) -> Unit[T]:
+        """Enter one unit. Raises: QuotaError (BUSY) when WAITING_MAX units wait."""
+        if self._waiting >= WAITING_MAX:
+            raise QuotaError(f"{WAITING_MAX} units of work wait", status=Status.BUSY)
+        mine = self._flow(flow, weight, cost)
+        unit = Unit(cost, item)
+        mine.lines[rank].append(unit)
+        mine.waiting += 1
+        self._waiting += 1
+        if mine.waiting == 1:
+            self._enter(flow, max(self._now, mine.finish))
+        return unit
+
+    def pop(self) -> Unit[T]:
+        """The unit whose turn it is. The queue must not be empty."""
+        start, _, flow = heapq.heappop(self._heap)
+        mine = self._flows[flow]
+        unit = mine.pop()
+        self._waiting -= 1
+        self._now = max(self._now, start)
+        mine.finish = start + unit.cost * _SCALE // mine.weight
+        if mine.waiting:
+            self._enter(flow, mine.finish)
+        return unit
+
+    def charge(self, flow: Hashable, weight: int, cost: int) -> None:
+        """Count a unit that is served without having waited. Nobody may wait."""
+        assert not self._waiting, "it would overtake those who wait"
+        mine = self._flow(flow, weight, cost)
+        self._now = max(self._now, mine.finish)
+        mine.finish = self._now + cost * _SCALE // weight
+
+    def _flow(self, flow: Hashable, weight: int, cost: int) -> _Flow[T]:
+        assert weight >= 1, "a weight starts at 1"
+        assert cost >= 1, "nothing is free"
+        mine = self._flows.get(flow)
+        if mine is None:
+            if len(self._flows) >= FLOWS_REMEMBERED_MAX:
+                self._forget_past()
+            mine = self._flows[flow] = _Flow()
+        mine.weight = weight
+        return mine
+
+    def _enter(self, flow: Hashable, start: int) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (start, self._sequence, flow))
+
+    def _forget_past(self) -> None:
+        """Tenants whose last unit is past start afresh; when nobody waits, all of them do."""
+        if not self._waiting:
+            self._now = max((m.finish for m in self._flows.values()), default=self._now)
+        past = [f for f, m in self._flows.items() if not m.waiting and m.finish <= self._now]
+        for flow in past:
+            del self._flows[flow]
+
+
+class Gate(Generic[T]):
+    """A fair queue before a resource, and how much of it is in service.
+
+    The next unit may start when its cost fits into `cost_max` beside what is in service, or when
+    fewer than `count_min` units are: so many at a time keep the resource busy whatever their size.
+    Every unit started must be ended with `done`, once.
+    """
+
+    def __init__(self, *, cost_max: int, count_min: int) -> None:
+        assert count_min >= 1, "nothing would ever start"
+        self.cost_max = cost_max
+        self.count_min = count_min
+        self.in_service = 0
+        self.cost_in_service = 0
+        self.queue: FairQueue[T] = FairQueue()
+
+    def enter(self, flow: Hashable, weight: int, cost: int) -> bool:
+        """Start a unit at once if there is room and nobody waits; True if it was."""
+        if len(self.queue) or not self._room(cost):
+            return False
+        self.queue.charge(flow, weight, cost)
+        self._begin(cost)
+        return True
+
+    def starting(self) -> list[T]:
+        """The units whose turn has come; they are in service from here on."""
+        found: list[T] = []
+        while len(self.queue) and self._room(1):
+            unit = self.queue.pop()
+            if not unit.dropped:
+                self._begin(unit.cost)
+                found.append(unit.item)
+        return found
+
+    def done(self, cost: int) -> None:
+        """A unit in service has ended."""
+        self.in_service -= 1
+        self.cost_in_service -= cost
+        assert min(self.in_service, self.cost_in_service) >= 0, "a turn was given back twice"
+
+    def _room(self, cost: int) -> bool:
+        return self.in_service < self.count_min or self.cost_in_service + cost <= self.cost_max
+
+    def _begin(self, cost: int) -> None:
+        self.in_service += 1
+        self.cost_in_service += cost
