@@ -246,6 +246,7 @@ class World:
                 put_queue_bytes_max=4 << 20,
             ),
         )
+        self.incarnation = 0
         self.shard: Shard
         self.hosts: list[Host] = []
 
@@ -253,6 +254,7 @@ class World:
         """Format or recover the device and start a shard over it."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
+        self.incarnation += 1
         kek = FileKek(bytes(range(32)))
         self.keyring = Keyring.open(self.folder, kek, random=self.rng.randbytes)
         for name in tenants:
@@ -277,7 +279,7 @@ class World:
                 make_buffer=SimBuffer, make_private=SimBuffer, host_id=bytes(16),
                 now_ns=loop.now_ns, unix_ns=loop.now_ns,
             ),
-            incarnation=1,
+            incarnation=self.incarnation,
         )  # fmt: skip
 
     async def crash(self) -> None:
