@@ -41,7 +41,7 @@ from entresol_client.results import (
 from entresol_client.shard_link import Session, ShardLink
 from entresol_client.stats import ClientStats
 from entresol_client.storing import PutTally, Storable, store_blocks
-from entresol_client.workers import Workers
+from entresol_client.surroundings import ORDINARY, Surroundings
 from entresol_proto import limits
 from entresol_proto.identity import client_ssl_context
 from entresol_proto.ids import EngineKey, NamespaceDescriptor, check_engine_key, wire_key
@@ -73,15 +73,21 @@ class AsyncClient:
         result = await ns.get_into(keys, buffers)
     """
 
-    def __init__(self, config: ClientConfig, *, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        rng: random.Random | None = None,
+        around: Surroundings = ORDINARY,
+    ) -> None:
         """Use `open`. Raises: IdentityError when the certificate files cannot be used."""
         self.config = config
         context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
         self._stats = ClientStats()
-        self._workers = Workers(config.open_threads)
+        self._workers = around.make_workers(config.open_threads)
         rng = rng or random.Random()
         self._links = [
-            ShardLink(address, config, context, self._workers, self._stats, rng)
+            ShardLink(address, config, context, self._workers, self._stats, rng, around)
             for address in config.shards
         ]
         self._placement = Placement([(shard.name, shard.weight) for shard in config.shards])
@@ -89,16 +95,21 @@ class AsyncClient:
 
     @classmethod
     async def open(
-        cls, config: ClientConfig | None = None, *, rng: random.Random | None = None
+        cls,
+        config: ClientConfig | None = None,
+        *,
+        rng: random.Random | None = None,
+        around: Surroundings = ORDINARY,
     ) -> AsyncClient:
         """A client whose shards have each been tried once; `ClientConfig.find()` by default.
 
         Waits at most `config.connect_deadline_ns`. Shards that are not there are tried again in the
-        background, for ever; `shards()` tells how each stands. `rng` only spreads retries.
+        background, for ever; `shards()` tells how each stands. `rng` only spreads retries; `around`
+        replaces threads and data paths.
 
         Raises: ConfigError, IdentityError. Never for an outage.
         """
-        client = cls(config or ClientConfig.find(), rng=rng)
+        client = cls(config or ClientConfig.find(), rng=rng, around=around)
         for link in client._links:
             link.start()
         waits = [asyncio.ensure_future(link.settled_once.wait()) for link in client._links]

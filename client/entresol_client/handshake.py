@@ -7,7 +7,6 @@ trust domain, and no fabric is used that this host was not offered inside that s
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import ssl
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from entresol_client.config import ClientConfig, ShardAddress
 from entresol_client.connection import Connection
 from entresol_client.results import RequestFailedError
+from entresol_client.surroundings import ORDINARY, Surroundings
 from entresol_proto.fabric import registry
 from entresol_proto.fabric.base import ConnectOptions, Endpoint, Offer
 from entresol_proto.identity import IdentityError, check_server_identity
@@ -31,12 +31,6 @@ from entresol_proto.wire.opening import (
 )
 
 log = logging.getLogger("entresol.client")
-
-
-@functools.cache
-def host_id() -> bytes:
-    """This process's place, told in HELLO and compared with the daemon's: one value per process."""
-    return registry.same_host_id()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,10 @@ class OpenSession:
 
 
 async def connect(
-    address: ShardAddress, config: ClientConfig, context: ssl.SSLContext
+    address: ShardAddress,
+    config: ClientConfig,
+    context: ssl.SSLContext,
+    around: Surroundings = ORDINARY,
 ) -> OpenSession:
     """Open a session within `config.connect_deadline_ns`.
 
@@ -68,7 +65,7 @@ async def connect(
             _, connection = await asyncio.get_running_loop().create_connection(
                 Connection, address.host, address.port, ssl=context
             )
-            return await _open(connection, address, config, context, deadline_ns)
+            return await _open(connection, address, config, context, around, deadline_ns)
     except TimeoutError:
         error = RequestFailedError(Status.DEADLINE, "no answer in time")
     except ssl.SSLError as cause:
@@ -95,6 +92,7 @@ async def _open(
     address: ShardAddress,
     config: ClientConfig,
     context: ssl.SSLContext,
+    around: Surroundings,
     deadline_ns: int,
 ) -> OpenSession:
     tls = connection.ssl_object
@@ -104,14 +102,16 @@ async def _open(
         shard=address.name,
     )
     hello = Hello(
-        PROTOCOL_MIN, PROTOCOL_MAX, host_id(), config.open_threads, f"entresol-py/{os.getpid()}"
+        PROTOCOL_MIN, PROTOCOL_MAX, around.host_id(), config.open_threads, around.process_name()
     )
     welcome: Welcome = await connection.request(hello, deadline_ns)
     if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
         raise RequestFailedError(
             Status.UNSUPPORTED, f"the daemon chose protocol {welcome.protocol}"
         )
-    endpoint, reason = await _attach(connection, address, config, context, welcome, deadline_ns)
+    endpoint, reason = await _attach(
+        connection, address, config, context, around, welcome, deadline_ns
+    )
     return OpenSession(connection, welcome, endpoint, reason)
 
 
@@ -120,11 +120,12 @@ async def _attach(
     address: ShardAddress,
     config: ClientConfig,
     context: ssl.SSLContext,
+    around: Surroundings,
     welcome: Welcome,
     deadline_ns: int,
 ) -> tuple[Endpoint | None, str]:
     """Take the best offer that works; without any, attach control only. Each step is logged."""
-    same_host = welcome.host_id == host_id()
+    same_host = welcome.host_id == around.host_id()
     prefer = None if config.fabric == "auto" else config.fabric
     offers = [Offer(offer.kind, offer.params) for offer in welcome.offers]
     choices = registry.rank(offers, same_host=same_host, prefer=prefer)
@@ -140,7 +141,9 @@ async def _attach(
             continue
         endpoint: Endpoint | None = None
         try:
-            endpoint, reply = await registry.connect(choice.offer, deadline_ns, options=options)
+            endpoint, reply = await around.connect_fabric(
+                choice.offer, deadline_ns, options=options
+            )
             await connection.request(Attach(int(choice.offer.kind), reply), deadline_ns)
         except (FabricError, RequestFailedError, OSError) as error:
             if endpoint is not None:

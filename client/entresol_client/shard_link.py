@@ -23,6 +23,7 @@ from entresol_client.registered import RegisteredMemory
 from entresol_client.results import RequestFailedError, ShardReport
 from entresol_client.staging import Arena, PrivateMemory, shared_memory
 from entresol_client.stats import ClientStats
+from entresol_client.surroundings import Surroundings
 from entresol_client.workers import Workers
 from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint
 from entresol_proto.status import FabricError, Status
@@ -145,6 +146,7 @@ class ShardLink:
         workers: Workers,
         stats: ClientStats,
         rng: random.Random,
+        around: Surroundings,
     ) -> None:
         self.address = address
         self.config = config
@@ -158,6 +160,7 @@ class ShardLink:
         self.settled_once = asyncio.Event()  # the first attempt has succeeded or failed
         self._context = context
         self._rng = rng
+        self._around = around
         self._session: Session | None = None
         self._namespaces: dict[bytes, None] = {}  # canonical descriptors, to reopen ahead of use
         self._memories: list[RegisteredMemory] = []  # told to every session
@@ -255,7 +258,7 @@ class ShardLink:
         """Connect, watch, connect again, for ever."""
         while True:
             try:
-                opened = await connect(self.address, self.config, self._context)
+                opened = await connect(self.address, self.config, self._context, self._around)
             except RequestFailedError as error:
                 self._failure(str(error), time.monotonic_ns())
                 self.settled_once.set()

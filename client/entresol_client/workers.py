@@ -1,4 +1,4 @@
-"""Threads that open, seal and copy blocks, so that the event loop only orchestrates.
+"""Where blocks are opened, sealed and copied, so that the event loop only orchestrates.
 
 Invariant: when `run` returns or raises, no thread touches the memory its function was given, also
 when the caller was cancelled meanwhile: late bytes never land in a caller's buffer.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from entresol_client.results import RequestFailedError
 from entresol_proto.status import Status
@@ -20,7 +20,29 @@ Ts = TypeVarTuple("Ts")
 THREAD_NAME = "entresol-open"
 
 
-class Workers:
+class Workers(Protocol):
+    """Runs plain functions off the event loop (or inline). `threads` is how many at a time."""
+
+    threads: int
+
+    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """Like `run`, for puts: at most one per thread is queued, so that gets soon have a turn."""
+        ...
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """`fn(*args)`. `fn` minds its own deadline; hand over milliseconds of work, not
+        microseconds: one hand-over costs tens of microseconds.
+
+        Raises: RequestFailedError (DISCONNECTED) once closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for what runs and end the threads. Idempotent."""
+        ...
+
+
+class ThreadWorkers:
     """A bounded pool, shared by all shards of a client. Work is bounded by the staging memory and
     the groups in flight of each shard, so the queue needs no limit of its own."""
 
@@ -30,16 +52,12 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=THREAD_NAME)
 
     async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
-        """Like `run`, for puts: at most one per thread is queued, so that gets soon have a turn."""
+        """See `Workers.run_later`."""
         async with self._later:
             return await self.run(fn, *args)
 
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
-        """`fn(*args)` on a thread. `fn` minds its own deadline; hand over milliseconds of work,
-        not microseconds: one hand-over costs tens of microseconds.
-
-        Raises: RequestFailedError (DISCONNECTED) once closed.
-        """
+        """See `Workers.run`."""
         try:
             job: Future[R] = self._pool.submit(fn, *args)
         except RuntimeError:
@@ -59,5 +77,29 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """Wait for what runs and end the threads. Idempotent."""
+        """See `Workers.close`."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class InlineWorkers:
+    """Runs everything on the calling task: no threads, for programs that must have none and for
+    simulation. Gives the loop one turn first, as a thread would."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._closed = False
+
+    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """See `Workers.run_later`."""
+        return await self.run(fn, *args)
+
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        """See `Workers.run`."""
+        await asyncio.sleep(0)
+        if self._closed:
+            raise RequestFailedError(Status.DISCONNECTED, "the client is closed")
+        return fn(*args)
+
+    def close(self) -> None:
+        """See `Workers.close`."""
+        self._closed = True

@@ -26,7 +26,7 @@ from harness import eventually, running_daemon
 
 from entresol_client.opening import Granted, OpenContext, Wanted, open_group
 from entresol_client.staging import Arena, PrivateMemory
-from entresol_client.workers import Workers
+from entresol_client.workers import ThreadWorkers
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.limits import KIB, MIB
@@ -42,7 +42,7 @@ SHORT_NS = 100_000_000  # the shortest lease a configuration may have
 async def late_read(raw: Raw, grants: list[Grant], keys: list[bytes]) -> list[Status]:
     """Read and open granted blocks as the client does, however late it is."""
     opened_ns = await raw.namespace()
-    workers, arena = Workers(2), Arena(PrivateMemory(16 * MIB), 16 * MIB)
+    workers, arena = ThreadWorkers(2), Arena(PrivateMemory(16 * MIB), 16 * MIB)
     wants = []
     for grant in grants:
         for item in grant.items:

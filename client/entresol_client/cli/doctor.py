@@ -248,8 +248,8 @@ def _session_fix(text: str) -> str:
 
 
 async def _of_session(config: ClientConfig, opened: OpenSession, area: str) -> list[Finding]:
-    from entresol_client.handshake import host_id
     from entresol_client.results import RequestFailedError
+    from entresol_client.surroundings import this_host
 
     tls = opened.connection.ssl_object
     welcome = opened.welcome
@@ -262,7 +262,7 @@ async def _of_session(config: ClientConfig, opened: OpenSession, area: str) -> l
             f"{welcome.tenant}",
         )
     ]  # fmt: skip
-    same = welcome.host_id == host_id()
+    same = welcome.host_id == this_host()
     found.append(Finding(area, OK, "on this host" if same else "on another host"))
     found += _fabrics(config, opened, area, same_host=same)
     try:
