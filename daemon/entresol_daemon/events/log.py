@@ -92,7 +92,7 @@ def _used_bytes(ring: _Ring) -> int:
 
 
 def _pieces(event: Event, keys_max: int) -> Iterator[Event]:
-    """`event` as events of at most `keys_max` keys each, their chain and tokens kept."""
+    """`event` as events of at most `keys_max` keys each, numbered on; chain and tokens stay."""
     count = len(event.wire_keys)
     if count <= keys_max:
         yield event
@@ -113,6 +113,7 @@ def _pieces(event: Event, keys_max: int) -> Iterator[Event]:
             tokens = event.token_ids_u32le[start * width : stop * width]
         yield replace(
             event,
+            seq=event.seq + start // keys_max,
             wire_keys=event.wire_keys[start:stop],
             engine_keys=event.engine_keys[start:stop],
             parent=parent,
@@ -210,8 +211,11 @@ class EventLog:
         else:
             assert wire_keys, "this kind names keys"
             assert len(namespace_id) == limits.NAMESPACE_ID_BYTES, "keys are in a namespace"
+        ring = self._rings.get(tenant)
+        if ring is None:
+            ring = self._rings[tenant] = _Ring()
         event = Event(
-            0,
+            ring.last_seq + 1,
             time_unix_ns,
             tenant,
             kind,
@@ -227,14 +231,11 @@ class EventLog:
             size_bytes,
             until_unix_ns,
         )
-        ring = self._rings.get(tenant)
-        if ring is None:
-            ring = self._rings[tenant] = _Ring()
         if kind is Kind.TENANT_ERASED:
             while len(ring):
                 self._used_bytes -= ring.trim_oldest()
         for piece in _pieces(event, self.limits.keys_per_event_max):
-            event = replace(piece, seq=ring.last_seq + 1)
+            event = piece
             ring.append(event)
             self._used_bytes += event.cost_bytes
             self._trim(ring)
