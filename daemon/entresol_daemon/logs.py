@@ -9,6 +9,8 @@ Invariants owned here:
   replacement for it.
 - The root logger has our handler, so a library's later `logging.basicConfig()` does nothing
   (pyverbs calls it when imported).
+- Whoever logs never waits for whoever reads: lines for standard error are written by a thread, at
+  most `LINES_WAITING_MAX` wait for it, and what is dropped beyond them is counted and said.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import datetime
 import enum
 import json
 import logging
+import queue
 import re
 import sys
+import threading
+import time
 from collections.abc import Collection, Mapping
 from typing import TextIO
 
@@ -29,6 +34,9 @@ TEXT_SHOWN_MAX = 512  # characters of one field
 MESSAGE_SHOWN_MAX = 4_096  # characters of one message
 TRACE_SHOWN_MAX = 16_384  # characters of one traceback
 TEXT_READ_MAX = 65_536  # characters of anything that are looked at; the rest is dropped
+LINES_WAITING_MAX = 8_192  # for a reader of standard error that is slow
+LINES_PER_WRITE_MAX = 256
+CLOSE_SECONDS_MAX = 1.0  # how long the last lines may take to leave
 
 REDACTED = "<redacted>"
 SECRET_FIELDS = frozenset(
@@ -206,10 +214,96 @@ class JsonFormatter(_Formatter):
 FORMATTERS: dict[str, type[_Formatter]] = {"kv": KeyValueFormatter, "json": JsonFormatter}
 
 
+def _dropped_record(lines: int) -> logging.LogRecord:
+    message = kv("log_lines_dropped", lines=lines, hint="standard error is read too slowly")
+    return logging.LogRecord(
+        "entresol.log",
+        logging.WARNING,
+        __file__,
+        0,
+        message,
+        None,
+        None,  # type: ignore[arg-type]
+    )
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes to a stream from a thread of its own.
+
+    A pipe that nobody empties, a terminal that is held, a file system that throttles its writers:
+    each of them would otherwise stop the event loop in the middle of a log call.
+
+    Attributes:
+        dropped: lines that found no room.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.dropped = 0
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(LINES_WAITING_MAX)
+        self._ending = False
+        self._thread = threading.Thread(target=self._write, name="entresol-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Format now, as arguments may change; write soon."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self.dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def _write(self) -> None:
+        said = 0
+        while True:
+            line = self._lines.get()
+            batch = [] if line is None else [line]
+            while len(batch) < LINES_PER_WRITE_MAX and not self._lines.empty():
+                more = self._lines.get()
+                batch += [] if more is None else [more]
+            if self.dropped > said:
+                said, before = self.dropped, said
+                batch.append(self.format(_dropped_record(said - before)))
+            try:
+                self._stream.write("".join(f"{each}\n" for each in batch))
+                self._stream.flush()
+            except (OSError, ValueError):  # nobody reads it any more, and nobody would hear of it
+                self.dropped += len(batch)
+                said = self.dropped
+            if self._ending and self._lines.empty():
+                return
+
+    def flush(self) -> None:
+        """Wait a bounded moment until what was logged is written."""
+        until = time.monotonic() + CLOSE_SECONDS_MAX
+        while not self._lines.empty() and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Write what is left, for a bounded moment; end the thread. Idempotent."""
+        self._ending = True
+        try:
+            self._lines.put(None, timeout=CLOSE_SECONDS_MAX)
+        except queue.Full:
+            pass  # it is stuck in a write: a daemon thread, it ends with the process
+        else:
+            self._thread.join(CLOSE_SECONDS_MAX)
+        super().close()
+
+
+def lines_dropped() -> int:
+    """Lines that the present handlers lost."""
+    handlers = logging.getLogger().handlers
+    return sum(each.dropped for each in handlers if isinstance(each, BackgroundHandler))
+
+
 def configure(
     level: str = "info", form: str = "kv", *, stream: TextIO | None = None
 ) -> logging.Handler:
-    """Send all logging to `stream` (default: standard error), replacing what was configured.
+    """Send all logging to `stream` at once, or without one to standard error from a thread;
+    replaces what was configured.
 
     `level` is of our own loggers (`entresol.*`); libraries are heard from warning on. `form` is a
     key of FORMATTERS. Safe to call again, and before or after a library's `basicConfig`. Returns
@@ -218,7 +312,8 @@ def configure(
     Raises: KeyError for an unknown level or form (the configuration checks both).
     """
     numeric = logging.getLevelNamesMapping()[level.upper()]
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler: logging.Handler
+    handler = BackgroundHandler(sys.stderr) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(FORMATTERS[form]())
     handler.addFilter(ContentFilter())
     root = logging.getLogger()

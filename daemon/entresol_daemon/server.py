@@ -32,9 +32,10 @@ from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
-from entresol_daemon.observe import follow_shard
+from entresol_daemon.observe import follow_process, follow_shard
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.shard import Shard, Surroundings
+from entresol_daemon.stalls import StallWatch
 from entresol_proto import __version__
 from entresol_proto.fabric.base import FabricKind, FabricServer
 from entresol_proto.fabric.memory import MemfdBuffer
@@ -295,6 +296,10 @@ class Daemon:
 def _make_private(length_bytes: int) -> SlabBuffer:
     """Memory that is never given to a fabric."""
     try:
+        watch = StallWatch()
+        watch.start(asyncio.get_running_loop())
+        self._on_close("stall watch", _as_closer(watch.stop))
+        follow_process(self.metrics, watch)
         return MemfdBuffer(length_bytes, name="entresol-scratch")
     except FabricError as error:
         raise OSError(str(error)) from None

@@ -202,3 +202,39 @@ def test_after_too_many_failures_writes_stop_and_reads_go_on() -> None:
         await engine.close(clean=True)
 
     simloop.run(life())
+
+
+def test_writes_go_on_when_the_device_is_well_again() -> None:
+    """What was forgotten while nothing could be written does not come back either."""
+
+    async def life() -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(SEGMENTS), plan=plan)
+        engine = await open_engine(device)
+        kept, doomed = (NAMESPACES[0], key_of(1)), (NAMESPACES[0], key_of(2))
+        for name in (kept, doomed):
+            assert await put(engine, name, b"payload")[1] is Status.OK
+        plan.rates = {Fault.FLUSH_FAIL: 1.0}
+        number = 10
+        while not engine.failed:
+            await put(engine, (NAMESPACES[0], key_of(number)), b"lost")[1]
+            number += 1
+        engine.remove(engine.index.find(*doomed), FORGOTTEN)
+        with pytest.raises(DeviceError, match="stopped writing"):
+            await engine.barrier()
+        await asyncio.sleep(60)
+        assert engine.failed, "the device is as bad as before"
+        plan.rates = {}
+        async with asyncio.timeout(6):
+            while engine.failed:
+                await asyncio.sleep(0.1)
+        await engine.barrier()
+        later = (NAMESPACES[0], key_of(3))
+        assert await put(engine, later, b"payload")[1] is Status.OK
+        await engine.close(clean=False)
+        engine = await open_engine(device)
+        found = [engine.index.find(*name) != ABSENT for name in (kept, doomed, later)]
+        assert found == [True, False, True]
+        await engine.close(clean=False)
+
+    simloop.run(life())

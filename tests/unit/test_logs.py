@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -284,3 +286,64 @@ def test_configuring_again_replaces():
     log.info("once")
     assert first.getvalue() == ""
     assert second.getvalue().count("once") == 1
+
+
+def test_a_reader_that_stalls_stops_nobody():
+    """A pipe that nobody empties: lines wait, then they are lost and counted, and it is said."""
+    code = (
+        "import logging, sys, time\n"
+        "from entresol_daemon import logs\n"
+        "handler = logs.configure('info', 'kv')\n"
+        "log = logging.getLogger('entresol.x')\n"
+        "begun = time.monotonic()\n"
+        "for number in range(logs.LINES_WAITING_MAX + 20_000): log.info('number=%d', number)\n"
+        "print(time.monotonic() - begun, handler.dropped, logs.lines_dropped(), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "for number in range(3): handler.flush(); log.info('last=%d', number)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        said = process.stdout.readline().split()  # while nobody reads standard error
+        assert float(said[0]) < 30
+        assert int(said[1]) > 0
+        assert said[1] == said[2]
+        _, err = process.communicate("go on\n", timeout=60)
+    lines = err.splitlines()
+    numbers = [int(line.rpartition("number=")[2]) for line in lines if "number=" in line]
+    assert numbers[:1_000] == list(range(1_000))
+    dropped = [line for line in lines if "event=log_lines_dropped" in line]
+    assert sum(int(line.split("lines=")[1].split()[0]) for line in dropped) == int(said[1])
+    assert sum("last=" in line for line in lines) == 3, lines[-5:]
+
+
+def test_what_was_logged_is_written_before_the_end():
+    code = (
+        "import logging\n"
+        "from entresol_daemon import logs\n"
+        "logs.configure('info', 'json')\n"
+        "for number in range(2_000): logging.getLogger('entresol.x').info('number=%d', number)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    found = [json.loads(line)["message"] for line in run.stderr.splitlines()]
+    assert found == [f"number={number}" for number in range(2_000)]
+
+
+def test_nobody_reads_any_more():
+    """Standard error is closed at the other end: nothing raises, the lines count as lost."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream:
+        handler = logs.BackgroundHandler(stream)
+        handler.setFormatter(logs.KeyValueFormatter())
+        for number in range(5):
+            handler.handle(logging.makeLogRecord({"msg": "lost", "args": (), "number": number}))
+        handler.flush()
+        handler.close()
+        handler.close()
+        assert handler.dropped == 5
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()

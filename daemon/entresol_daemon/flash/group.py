@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from entresol_daemon.flash.device import BLOCK
+from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     HeaderState,
@@ -93,3 +93,11 @@ def fill(
         offset, raw = encode_footer(superblock, segment, sequence, stream, used_bytes, table)
         put(superblock.segment_at(segment) + offset, raw)
     return pieces
+
+
+def free_again(superblock: Superblock, segment: Segment) -> list[IoOp]:
+    """The FREE headers of a segment that is free already: writing them changes nothing."""
+    header = SegmentHeader(HeaderState.FREE, segment.index, segment.sequence, segment.stream)
+    scratch = aligned_buffer(2 * BLOCK)
+    pieces = fill(superblock, [], [header], [], scratch)
+    return [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]

@@ -17,7 +17,7 @@ from entresol_daemon.flash.segment import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN
 from entresol_proto.status import ConfigError
 
 APPEND_TRIES_MAX = 3  # groups a record may fail in before its future says IO_ERROR
-GROUP_FAILURES_MAX = 5  # consecutive failed groups after which the engine stops writing
+GROUP_FAILURES_MAX = 5  # consecutive failed groups after which the engine pauses writing
 GROUP_BYTES_MAX = 64 << 20  # one group writes at most about this much
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although its tombstones could not be carried on

@@ -4,7 +4,8 @@ A group is one batch of writes and one flush. Invariants: a future says OK only 
 covers its record; a footer is written only when all records it lists are durable; a segment is
 reused only after its FREE header is durable; after a failed write or flush the segments whose
 records were in the group are condemned, and those records go elsewhere from memory, never by
-flushing again and believing it.
+flushing again and believing it. After GROUP_FAILURES_MAX failed groups in a row writing pauses until
+the device takes a write and a flush again; what was removed meanwhile is written down then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 
 from entresol_daemon.compute import Compute, ComputeError
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
-from entresol_daemon.flash.group import Group, Pending, fill
+from entresol_daemon.flash.group import Group, Pending, fill, free_again
 from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
     APPEND_TRIES_MAX,
@@ -44,6 +45,8 @@ from entresol_daemon.flash.space import COPY_RESERVE, NO_STREAM, Segment, Segmen
 from entresol_proto.status import DeviceError, Status
 
 FAILURE_BACKOFF_NS = 100_000_000  # after the first failed group; doubles with each further one
+PROBE_NS_MIN = 500_000_000  # between tries of a device that failed; doubles up to the next
+PROBE_NS_MAX = 5_000_000_000
 _NO_KEY = bytes(16)
 _WIPE = bytes(RECORD_HEADER_BYTES)
 
@@ -62,7 +65,7 @@ class Writer:
         stats: EngineStats,
         log: logging.Logger,
     ) -> None:
-        self.failed = False
+        self.failed = False  # paused: nothing is taken until the device writes again
         self.pending: dict[int, Pending] = {}  # by slot
         self._device = device
         self._superblock = superblock
@@ -106,11 +109,11 @@ class Writer:
         except asyncio.CancelledError:
             pass
         finally:
-            self._give_up()
+            self._pause()
 
     def submit(self, pending: Pending) -> None:
         """Queue a placed record for the next group."""
-        assert not self.failed, "the writer has stopped"
+        assert not self.failed, "the writer has paused"
         if not self._queue:
             self._since = self._now()
         self._queue.append(pending)
@@ -120,9 +123,12 @@ class Writer:
         self._wake.set()
 
     def bury(self, tombstones: list[Tombstone]) -> None:
-        """Queue tombstones for the next group; those that wait already are left out."""
+        """Queue tombstones for the next group; those that wait already are left out.
+
+        Also while writing has paused: there are never more than blocks that were in the index.
+        """
         tombstones = [t for t in tombstones if t.lsn not in self._waiting_lsns]
-        if self.failed or not tombstones:
+        if not tombstones:
             return
         self._waiting_lsns.update(t.lsn for t in tombstones)
         if not self._queue and not self._tombstones:
@@ -132,13 +138,16 @@ class Writer:
         self._wake.set()
 
     def free(self, segment: Segment) -> asyncio.Future[bool]:
-        """Write the FREE header of a dead segment; True when durable, False when writing failed."""
+        """Write the FREE header of a dead segment; True when durable, False when writing failed.
+
+        It is written all the same, once the device writes again.
+        """
         self._table.begin_free(segment)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._frees[segment.index] = (segment, future)
         if self.failed:
             future.set_result(False)
         else:
-            self._frees[segment.index] = (segment, future)
             self.kick()
         return future
 
@@ -159,7 +168,7 @@ class Writer:
         segment has room (NO_SPACE; they stay queued until an eviction makes room).
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._tombstones_out >= self._tombstones_in and not self.failed:
+        if self._tombstones_out >= self._tombstones_in:
             future.set_result(None)
         elif self.failed:
             future.set_exception(DeviceError("the flash engine has stopped writing"))
@@ -190,7 +199,9 @@ class Writer:
 
     async def _run(self) -> None:
         try:
-            while not self.failed:
+            while True:
+                if self.failed:
+                    await self._until_it_writes()
                 await self._wait_for_work()
                 group = self._take()
                 self._busy = True
@@ -202,8 +213,28 @@ class Writer:
             raise
         except BaseException:
             self._log.exception("event=writer_broke effect=writes_stop")
-            self._give_up()
+            self._pause()
             raise
+
+    async def _until_it_writes(self) -> None:
+        """Try the device from time to time; return when it takes a write and a flush again."""
+        wait_ns = PROBE_NS_MIN
+        while True:
+            await asyncio.sleep(wait_ns / 1e9)
+            wait_ns = min(2 * wait_ns, PROBE_NS_MAX)
+            free = self._table.free
+            try:
+                if free:
+                    segment = self._table.segments[free[0]]
+                    await self._device.write(free_again(self._superblock, segment))
+                await self._device.flush()
+            except DeviceError:
+                continue
+            self._log.warning("event=engine_writes_again tombstones=%d", len(self._tombstones))
+            self.failed = False
+            self._failures = GROUP_FAILURES_MAX - 1  # the next one that fails is enough
+            self._urgent = True
+            return
 
     async def _wait_for_work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -372,7 +403,7 @@ class Writer:
         for segment in group.footers:
             segment.footer_due = False  # its records are durable; recovery scans it
         if self._failures >= GROUP_FAILURES_MAX:
-            self._log.error("event=engine_failed effect=writes_stop reads=go_on")
+            self._log.error("event=engine_failed effect=writes_pause reads=go_on")
             self.failed = True
         moving = list(group.records)
         stay: deque[Pending] = deque()
@@ -383,7 +414,7 @@ class Writer:
         for p in moving:
             self._move(p, error.status)
         if self.failed:
-            self._give_up()
+            self._pause()
         else:
             self._urgent = True
 
@@ -431,8 +462,11 @@ class Writer:
         _resolve(p, status)
         self._table.on_removed([gone])
 
-    def _give_up(self) -> None:
-        """Writing is over: whatever waits is told so."""
+    def _pause(self) -> None:
+        """Nothing is written now: records that wait are told so, tombstones and frees stay.
+
+        The segments of those records are condemned: what they list was never written.
+        """
         self.failed = True
         queued = self._inflight + list(self._queue)
         self._inflight = []
@@ -440,14 +474,15 @@ class Writer:
         self._queued_bytes = 0
         for p in queued:
             p.segment.unflushed -= 1
+            self._tombstones.extendleft(reversed(p.tombstones))
+            self._table.condemn(p.segment)
             if p.dead:
                 _resolve(p, Status.IO_ERROR)
             elif p.slot >= 0:
                 self._table.add_dead(p.segment, p.extent.nbytes)
                 self._end(p, Status.IO_ERROR)
             p.segment.changed()
-        self._tombstones.clear()
-        self._waiting_lsns.clear()
+        self._table.closed = [s for s in self._table.closed if s.footer_due]
         for _, barrier in self._barriers:
             if not barrier.done():
                 barrier.set_exception(DeviceError("the flash engine has stopped writing"))
@@ -455,7 +490,6 @@ class Writer:
         for _, future in self._frees.values():
             if not future.done():
                 future.set_result(False)
-        self._frees.clear()
 
 
 def _resolve(p: Pending, status: Status) -> None:

@@ -352,13 +352,15 @@ class Shard:
         return len(found)
 
     async def forget(self, session: Session, request: Forget) -> int:
-        """Drop blocks; returns when they cannot come back after a crash."""
+        """Drop blocks; returns when they cannot come back after a crash.
+
+        Also when none was found: an earlier try may have failed with its tombstones on the way.
+        """
         namespace = session.namespace(request.handle)
         slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
         found = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0))
         count = self.removal.forget(found)
-        if count:
-            await self.parts.engine.barrier()
+        await self.parts.engine.barrier()
         return count
 
     async def explain(self, session: Session, request: Explain) -> Explained:
