@@ -48,10 +48,6 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.staging_in_flight, lambda: shard.gets.loading)
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
 
-    metrics.on_refresh(lambda: _per_key(metrics, shard))
-    rotations = shard.keycare.rotations
-    for cause in ROTATION_CAUSES:
-        follow(metrics.key_rotations[cause], functools.partial(rotations.__getitem__, cause))
 
 
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:
@@ -61,14 +57,6 @@ def follow_process(metrics: Metrics, watch: StallWatch) -> None:
     metrics.follow(metrics.process_starved, lambda: watch.starved)
     metrics.follow(metrics.log_lines_dropped, logs.lines_dropped)
 
-
-def _per_key(metrics: Metrics, shard: Shard) -> None:
-    infos = shard.parts.keyring.tenants()
-    metrics.set_tenants(metrics.key_version, {i.name: i.active_version for i in infos})
-    metrics.set_tenants(metrics.key_versions, {i.name: len(i.fingerprints) for i in infos})
-    care = shard.keycare
-    metrics.set_tenants(metrics.old_key_blocks, {i.name: care.old_blocks(i) for i in infos})
-    metrics.set_tenants(metrics.uncounted_key_blocks, {i.name: care.not_counted(i) for i in infos})
 
 def _per_tenant(metrics: Metrics, shard: Shard) -> None:
     pool = shard.parts.residency.pool
