@@ -247,6 +247,18 @@ class Metrics:
         self.loop_lag_seconds = self._histogram(
             "event_loop_lag_seconds", "How much later than asked the event loop ran a timer."
         )
+        self.loop_lag_max_seconds = self._gauge(
+            "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
+        )
+        self.loop_stalls = self._counter(
+            "event_loop_stalls_total", "Times the event loop hung; the log says where."
+        )
+        self.process_starved = self._counter(
+            "process_starved_total", "Times the whole process could not run: an overloaded machine."
+        )
+        self.log_lines_dropped = self._counter(
+            "log_lines_dropped_total", "Log lines lost because standard error is read too slowly."
+        )
 
     # ------------------------------------------------------------------------------ makers
 
@@ -268,18 +280,6 @@ class Metrics:
             (domain,) = labels.values()
             assert isinstance(domain, Domain)
             for value in domain.values:
-        self.loop_lag_max_seconds = self._gauge(
-            "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
-        )
-        self.loop_stalls = self._counter(
-            "event_loop_stalls_total", "Times the event loop hung; the log says where."
-        )
-        self.process_starved = self._counter(
-            "process_starved_total", "Times the whole process could not run: an overloaded machine."
-        )
-        self.log_lines_dropped = self._counter(
-            "log_lines_dropped_total", "Log lines lost because standard error is read too slowly."
-        )
                 family[value]
         return family
 
