@@ -254,7 +254,7 @@ class Metrics:
             "event_loop_stalls_total", "Times the event loop hung; the log says where."
         )
         self.process_starved = self._counter(
-            "process_starved_total", "Times the whole process could not run: an overloaded machine."
+            "starved_total", "Times the whole process could not run: an overloaded machine."
         )
         self.log_lines_dropped = self._counter(
             "log_lines_dropped_total", "Log lines lost because standard error is read too slowly."

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon import logs
+from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.metrics import Metrics
 from entresol_daemon.shard.shard import Shard
-
 from entresol_daemon.stalls import StallWatch
+
 
 def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) -> None:
     """Connect every state gauge and engine counter to its source."""
@@ -47,7 +47,6 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)
     follow(metrics.staging_in_flight, lambda: shard.gets.loading)
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
-
 
 
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:

@@ -228,6 +228,10 @@ class Daemon:
         probe = LoopLagProbe(self.metrics.loop_lag_seconds)
         probe.start(asyncio.get_running_loop())
         self._on_close("probe", _as_closer(probe.stop))
+        watch = StallWatch()
+        watch.start(asyncio.get_running_loop())
+        self._on_close("stall watch", _as_closer(watch.stop))
+        follow_process(self.metrics, watch)
         self.metrics.set_state(self.admin.state())
         await self.grpc.set_serving(not self.admin.reasons_not_ready())
 
@@ -296,10 +300,6 @@ class Daemon:
 def _make_private(length_bytes: int) -> SlabBuffer:
     """Memory that is never given to a fabric."""
     try:
-        watch = StallWatch()
-        watch.start(asyncio.get_running_loop())
-        self._on_close("stall watch", _as_closer(watch.stop))
-        follow_process(self.metrics, watch)
         return MemfdBuffer(length_bytes, name="entresol-scratch")
     except FabricError as error:
         raise OSError(str(error)) from None
