@@ -1,0 +1,243 @@
+"""Writes `v1/`: a session on the wire, a keyring, a cleanly closed data file, events, a config.
+
+Each is made by the code that writes it in service, from fixed inputs: run it as a script, with the
+packages on PYTHONPATH. What is released is never made again: a new version has a folder of its own.
+Its companions are `make_sealed_block.py` (sealed_*.bin), `tests/unit/test_ids.py` (ids.json) and
+`tests/unit/test_flash_golden.py` (datafile_v1). `HASHES` lists them all; `tests/golden.py` reads
+them, and `tests/unit/test_golden.py` sees that none has changed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+
+import simloop
+from flashlab import FORGOTTEN, NAMESPACES, OPTIONS, device_bytes, get_all, key_of, open_engine, put
+from keyring_lab import KEK, SALTY
+from wire_messages import EXAMPLES
+
+from entresol_daemon.config import Config
+from entresol_daemon.config_reference import to_toml
+from entresol_daemon.control import grpc_convert as convert
+from entresol_daemon.events.log import EventLimits, EventLog
+from entresol_daemon.events.types import (
+    Event,
+    Gap,
+    GapReason,
+    Kind,
+    Medium,
+    Position,
+    Reason,
+    pack_token_ids,
+)
+from entresol_daemon.flash.engine import EngineOptions
+from entresol_daemon.flash.sim import SimDevice
+from entresol_daemon.keys.keyring import Keyring, TenantQuota
+from entresol_proto.ids import NamespaceDescriptor, TenantName
+from entresol_proto.status import Status
+from entresol_proto.v1 import entresol_pb2 as pb
+from entresol_proto.wire import opening
+from entresol_proto.wire.frames import FrameType as F
+from entresol_proto.wire.session import ANSWERS, ClientSession, ServerSession
+
+HERE = Path(__file__).resolve().parent
+V1 = HERE / "v1"
+HASHES = HERE / "HASHES"
+SEGMENT = 32 * 1024
+SEGMENTS = 8
+SMALL: EngineOptions = replace(OPTIONS, segment_bytes=SEGMENT, blocks_max=128)
+REQUESTS = (
+    F.OPEN_NAMESPACE, F.EXISTS, F.RESERVE, F.COMMIT, F.FETCH, F.STAGE, F.TOUCH, F.FORGET, F.EXPLAIN,
+    F.PING,
+)  # fmt: skip
+
+
+def session() -> list[dict[str, str]]:
+    """From hello to goodbye, every type of message at least once: who sends it, and its bytes."""
+    host, daemon = ClientSession(now_ns=0), ServerSession(now_ns=0)
+    lines: list[dict[str, str]] = []
+
+    def note(sender: str, kind: F, raw: bytes) -> None:
+        lines.append({"from": sender, "type": kind.name, "bytes": raw.hex()})
+        (daemon if sender == "host" else host).receive(raw, 1)
+
+    def say(message: Any) -> int:
+        request_id, raw = host.send(message)
+        note("host", message.TYPE, raw)
+        return request_id
+
+    def answer(message: Any, request_id: int = 0) -> None:
+        note("daemon", message.TYPE, daemon.send(message, request_id))
+
+    answer(EXAMPLES[F.WELCOME], say(EXAMPLES[F.HELLO]))
+    answer(EXAMPLES[F.ERROR], say(EXAMPLES[F.ATTACH]))  # this data path fails, the next does not
+    answer(EXAMPLES[F.ATTACHED], say(EXAMPLES[F.ATTACH]))
+    descriptor = NamespaceDescriptor(model="golden/model", cache_salt="grain", layers=2)
+    for kind in REQUESTS:
+        message = EXAMPLES[kind]
+        if kind is F.OPEN_NAMESPACE:
+            message = opening.OpenNamespace(descriptor.canonical())
+        request_id = say(message)
+        if kind is F.FETCH:
+            answer(replace(EXAMPLES[F.GRANT], final=False), request_id)
+        answer(EXAMPLES[ANSWERS[kind]], request_id)
+    say(EXAMPLES[F.RELEASE])
+    late = say(EXAMPLES[F.FETCH])
+    answer(EXAMPLES[F.GOODBYE])
+    answer(opening.ErrorReply(Status.DRAINING, "the daemon stops", ""), late)
+    say(opening.Goodbye(Status.OK, ""))
+    return lines
+
+
+def keyring(folder: Path) -> dict[str, Any]:
+    """Two tenants, one with two key versions and a namespace, one erased; and what is in it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        home = Path(scratch) / "keyring"
+        ring = Keyring.open(home, KEK, random=random.Random(1).randbytes)
+        for number, name in enumerate(("acme", "zeta", "gone")):
+            ring.add_tenant(name, TenantQuota(1 << 40, 1 << 30, 1 + number), now_unix_s=100)
+        ring.rotate("acme", now_unix_s=102)
+        namespace = ring.remember_namespace("acme", SALTY)
+        ring.erase("gone", now_unix_s=103)
+        about = {
+            "kek": KEK_BYTES.hex(),
+            "namespace": namespace[0].hex(),
+            "descriptor": SALTY.hex(),
+            "receipts": ring.receipts(),
+            "tenants": {
+                str(info.name): {
+                    "naming_secret": ring.get(info.name).naming_secret.hex(),
+                    "deks": {str(v): k.hex() for v, k in ring.get(info.name).deks.items()},
+                    "active": ring.get(info.name).active_version,
+                    "quota": asdict(ring.get(info.name).info.quota),
+                }
+                for info in ring.tenants()
+            },
+        }
+        ring.close()
+        for path in sorted(home.rglob("*")):
+            if path.is_file() and path.stat().st_size:
+                target = folder / path.relative_to(home)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+    return about
+
+
+KEK_BYTES = random.Random(1).randbytes(32)  # of keyring_lab.KEK
+
+
+async def clean_file(checkpoint: Path) -> tuple[bytes, dict[str, Any]]:
+    """A data file after a clean stop, and its checkpoint."""
+    device = SimDevice(device_bytes(SEGMENTS, SEGMENT), seed=2)
+    engine = await open_engine(device, replace(SMALL, checkpoint_path=checkpoint), seed=2)
+    rng = random.Random(2)
+    for number in range(12):
+        name = (NAMESPACES[number % 3], key_of(number))
+        _, future = put(engine, name, rng.randbytes(rng.randrange(10, 6000)))
+        assert await future is Status.OK
+    engine.remove(int(engine.index.live_slots()[5]), FORGOTTEN)
+    await engine.barrier()
+    blocks = [
+        {"namespace": space.hex(), "key": key.hex(), "sha256": hashlib.sha256(data).hexdigest()}
+        for (space, key), (_, data) in sorted((await get_all(engine)).items())
+    ]
+    await engine.close()
+    return device.image(), {"segment_bytes": SEGMENT, "blocks": blocks}
+
+
+def events() -> list[dict[str, str]]:
+    """Replies of `Events.Snapshot` and `Events.Watch`: every kind, every reason, every gap."""
+    tenant, space = TenantName("acme"), bytes(range(16))
+    log = EventLog(7, event_limits=EventLimits(keys_per_event_max=2))
+    subscription = log.subscribe(tenant)
+    keys = tuple(bytes([number]) * 16 for number in range(3))
+    log.publish(
+        Kind.STORED, tenant, time_unix_ns=1, namespace_id=space, wire_keys=keys,
+        engine_keys=tuple(key * 2 for key in keys), parent=b"p" * 32, position=4, block_tokens=2,
+        token_ids_u32le=pack_token_ids([1, 2, 3, 4, 5, 2**32 - 1]), medium=Medium.MEMORY,
+        size_bytes=3 << 20,
+    )  # fmt: skip
+    for kind in (Kind.STAGED, Kind.DEMOTED, Kind.PINNED):
+        log.publish(
+            kind, tenant, time_unix_ns=2, namespace_id=space, wire_keys=keys[:1],
+            medium=Medium.FLASH, until_unix_ns=5,
+        )  # fmt: skip
+    for reason in Reason:
+        kind = Kind.CORRUPT if reason >= Reason.HEADER else Kind.REMOVED
+        log.publish(
+            kind, tenant, time_unix_ns=3, namespace_id=space, wire_keys=keys[:1], reason=reason
+        )
+    log.publish(Kind.EXPIRED, tenant, time_unix_ns=4, namespace_id=space, wire_keys=keys[2:])
+    log.publish(Kind.CLEARED, tenant, time_unix_ns=5, namespace_id=space)
+    found = subscription.poll()
+    assert isinstance(found, list)
+    log.publish(Kind.TENANT_ERASED, tenant, time_unix_ns=6)
+    found += subscription.poll()  # type: ignore[arg-type]
+    listed = Event(0, 9, tenant, Kind.STORED, space, keys[:1], medium=Medium.FLASH)
+    replies: list[Any] = [
+        pb.SnapshotReply(position=convert.position_message(Position(7, 3))),
+        *(pb.SnapshotReply(events=group) for group in convert.event_groups([listed])),
+        pb.SnapshotReply(complete=True),
+        pb.WatchReply(incarnation=7, position=convert.position_message(Position(7, 3))),
+        *(pb.WatchReply(incarnation=7, events=group) for group in convert.event_groups(found)),
+        *(
+            pb.WatchReply(incarnation=7, gap=convert.gap_message(Gap(tenant, reason, 1, 2, 3)))
+            for reason in GapReason
+        ),
+    ]
+    return [
+        {
+            "message": type(reply).__name__,
+            "bytes": reply.SerializeToString(deterministic=True).hex(),
+        }
+        for reply in replies
+    ]
+
+
+def hashes() -> str:
+    """A line per golden file: its SHA-256 and name."""
+    found = [
+        path
+        for path in sorted(HERE.rglob("*"))
+        if path.is_file() and path.suffix not in (".py", ".pyc") and path != HASHES
+    ]
+    return "".join(
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(HERE).as_posix()}\n"
+        for path in found
+    )
+
+
+def as_json(value: Any) -> str:
+    """One value, for people as well."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def make(folder: Path) -> None:
+    """Fill a folder."""
+    folder.mkdir(parents=True)
+    (folder / "session.json").write_text(as_json(session()))
+    (folder / "keyring.json").write_text(as_json(keyring(folder / "keyring")))
+    image, about = simloop.run(clean_file(folder / "checkpoint.arrow"))
+    (folder / "clean.gz").write_bytes(gzip.compress(image, 9, mtime=0))
+    (folder / "clean.json").write_text(as_json(about))
+    (folder / "events.json").write_text(as_json(events()))
+    (folder / "entresold.toml").write_text(to_toml(Config(), comments=False))
+
+
+if __name__ == "__main__":
+    shutil.rmtree(V1, ignore_errors=True)
+    make(V1)
+    HASHES.write_text(hashes())
+    print(HASHES.read_text(), end="")
