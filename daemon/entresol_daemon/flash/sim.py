@@ -21,10 +21,11 @@ from entresol_daemon.flash.device import BLOCK, IoOp
 from entresol_proto.status import DeviceError, Status
 
 TEAR = 512  # the unit a drive writes atomically
+LATENCY_SPIKE_NS = 1_000_000_000
 
 
 class Fault(enum.StrEnum):
-    """What can go wrong. The first three groups are reported, the last one is silent."""
+    """What can go wrong. The first groups are reported or merely late, the last one is silent."""
 
     READ_EIO = "read_eio"  # one read fails; the next may succeed
     LATENT_SECTOR = "latent_sector"  # a sector reads as an error until it is rewritten
@@ -32,6 +33,7 @@ class Fault(enum.StrEnum):
     TORN_WRITE = "torn_write"  # a write fails after part of it, cut at 512 bytes
     ENOSPC = "enospc"  # a write fails for lack of space
     FLUSH_FAIL = "flush_fail"  # a flush fails; sectors it should have saved may never be saved
+    LATENCY = "latency"  # one call takes up to LATENCY_SPIKE_NS
     MISDIRECTED_READ = "misdirected_read"  # bytes of another place, reported as success
     STALE_READ = "stale_read"  # what one sector held before its last write
     MISDIRECTED_WRITE = "misdirected_write"  # written elsewhere, reported as success
@@ -213,8 +215,10 @@ class SimDevice:
     async def _wait(self) -> None:
         if self.closed:
             raise DeviceError(f"{self.name} is gone")
+        slow = self.plan.draw((Fault.LATENCY,), self.rng) is not None
         if self._sleep is not None:
-            await self._sleep(self.rng.randint(*self._latency_ns) / 1e9)
+            longest_ns = LATENCY_SPIKE_NS if slow else self._latency_ns[1]
+            await self._sleep(self.rng.randint(self._latency_ns[0], longest_ns) / 1e9)
             if self.closed:
                 raise DeviceError(f"{self.name} is gone")
 
