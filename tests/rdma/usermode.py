@@ -51,7 +51,8 @@ _MAGIC = {
 }
 ENVIRONMENT = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LC_ALL": "C.UTF-8",
-    "PYTHONUNBUFFERED": "1", "PYTHONPATH": "/repo/daemon:/repo/client:/repo/proto:/repo:/site",
+    "PYTHONUNBUFFERED": "1", "ENTRESOL_EMULATED_USER_MODE": "1",
+    "PYTHONPATH": "/repo/daemon:/repo/client:/repo/proto:/repo:/site",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTEST_ADDOPTS": "-p pytest_asyncio.plugin -p pytest_timeout",
 }  # fmt: skip

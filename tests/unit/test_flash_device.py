@@ -70,9 +70,21 @@ async def test_unaligned_and_outside_operations_are_bugs_not_faults(tmp_path: Pa
         for offset, size in ((1, BLOCK), (0, BLOCK - 1), (SIZE, BLOCK), (-BLOCK, BLOCK)):
             with pytest.raises(ValueError, match="unaligned or outside"):
                 await device.read([IoOp(offset, aligned_buffer(2 * BLOCK)[:size])])
-        if device.direct:
+        odd = aligned_buffer(2 * BLOCK)[8 : 8 + BLOCK]
+        if device.direct and not kernel_takes(tmp_path / "raw", odd):
             with pytest.raises(ValueError, match="not aligned"):
-                await device.write([IoOp(0, aligned_buffer(2 * BLOCK)[8 : 8 + BLOCK])])
+                await device.write([IoOp(0, odd)])
+
+
+def kernel_takes(path: Path, buffer: memoryview) -> bool:
+    """Whether O_DIRECT on this file system takes a buffer that is not aligned, as tmpfs does."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    try:
+        return os.pwrite(file, buffer, 0) == buffer.nbytes
+    except OSError:
+        return False
+    finally:
+        os.close(file)
 
 
 async def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
