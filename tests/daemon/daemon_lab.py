@@ -292,7 +292,7 @@ async def disconnected(running: Running, sessions: int = 0) -> None:
 
 
 _ZYGOTE = """
-import json, os, resource, signal, sys, time
+import importlib, json, os, resource, signal, sys, time
 import entresol_daemon.__main__ as command
 import entresol_daemon.dev, entresol_daemon.server, uvloop
 print("ready", flush=True)
@@ -305,6 +305,10 @@ for line in sys.stdin:
         if job["file_bytes_max"]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes_max"],) * 2)
+        os.environ.update(job["env"])
+        if job["plant"]:
+            module, _, name = job["plant"].partition(":")
+            getattr(importlib.import_module(module), name)()
         code = 70
         try:
             code = command.main(job["argv"])
@@ -337,13 +341,14 @@ class Starter:
     `main` as the real entry point does.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, env: dict[str, str] | None = None) -> None:
         self._out = folder / "entresold.out"
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ZYGOTE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(env or {})},
         )
         assert self._line() == "ready"
 
@@ -352,9 +357,18 @@ class Starter:
         code = self._job(argv=argv, file_bytes_max=file_bytes_max)
         return code, self._out.read_text()
 
-    def start(self, out: Path, *argv: str) -> int:
-        """Start it and leave it running, its output appended to `out`; returns the process id."""
-        return int(self._job(argv=argv, out=str(out), flags=os.O_APPEND, keep=True))
+    def start(
+        self, out: Path, *argv: str, env: dict[str, str] | None = None, plant: str = ""
+    ) -> int:
+        """Start it and leave it running, its output appended to `out`; returns the process id.
+
+        `plant`, a "module:function", is called first: where canaries put their bug in.
+        """
+        return int(
+            self._job(
+                argv=argv, out=str(out), flags=os.O_APPEND, keep=True, env=env or {}, plant=plant
+            )
+        )
 
     def wait(self, pid: int) -> int | str:
         """Exit status of what `start` started."""
@@ -363,7 +377,7 @@ class Starter:
     def _job(self, **values: Any) -> Any:
         assert self._process.stdin is not None
         empty = {"argv": [], "out": str(self._out), "flags": os.O_TRUNC, "file_bytes_max": 0,
-                 "pid": 0, "keep": False}  # fmt: skip
+                 "pid": 0, "keep": False, "env": {}, "plant": ""}  # fmt: skip
         self._process.stdin.write(json.dumps({**empty, **values}) + "\n")
         self._process.stdin.flush()
         return json.loads(self._line())
