@@ -11,58 +11,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from entresol_client.arguments import ack_level, open_place, token_ids
-from entresol_client.buffers import UsageError, as_view
+from entresol_client.buffers import UsageError
 from entresol_client.config import ClientConfig
-from entresol_client.fetching import GetTally, fetch_blocks
-from entresol_client.opening import Wanted
+from entresol_client.namespace import KEYS_PER_CALL_MAX, Namespace
 from entresol_client.placement import Placement
 from entresol_client.registered import RegisteredMemory
-from entresol_client.results import (
-    AckLevel,
-    CountResult,
-    ExistsResult,
-    Explanation,
-    GetResult,
-    OpenPlace,
-    PutBlock,
-    PutResult,
-    RequestFailedError,
-    ShardReport,
-    StageResult,
-    prefix_of,
-)
-from entresol_client.shard_link import Session, ShardLink
+from entresol_client.results import RequestFailedError, ShardReport
+from entresol_client.shard_link import ShardLink
 from entresol_client.stats import ClientStats
-from entresol_client.storing import PutTally, Storable, store_blocks
 from entresol_client.surroundings import ORDINARY, Surroundings
-from entresol_proto import limits
+from entresol_client.tenant_key import KeyFile
 from entresol_proto.identity import client_ssl_context
-from entresol_proto.ids import EngineKey, NamespaceDescriptor, check_engine_key, wire_key
-from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import CodecError, Status
-from entresol_proto.wire.data import (
-    Done,
-    Exists,
-    ExistsReply,
-    Explain,
-    Explained,
-    Forget,
-    PutItem,
-    Stage,
-    Staged,
-    Tier,
-    Touch,
-)
-from entresol_proto.wire.opening import NamespaceOpened
+from entresol_proto.ids import NamespaceDescriptor
 
-KEYS_PER_CALL_MAX = limits.KEYS_PER_FRAME_MAX
+__all__ = ["KEYS_PER_CALL_MAX", "AsyncClient", "Namespace"]
 
 
 class AsyncClient:
@@ -80,10 +45,11 @@ class AsyncClient:
         rng: random.Random | None = None,
         around: Surroundings = ORDINARY,
     ) -> None:
-        """Use `open`. Raises: IdentityError when the certificate files cannot be used."""
+        """Use `open`. Raises: IdentityError, KeyringError when a file it names cannot be used."""
         self.config = config
         context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
         self._stats = ClientStats()
+        self._keys = None if config.tenant_key is None else KeyFile(config.tenant_key)
         self._workers = around.make_workers(config.open_threads)
         rng = rng or random.Random()
         self._links = [
@@ -107,7 +73,7 @@ class AsyncClient:
         background, for ever; `shards()` tells how each stands. `rng` only spreads retries; `around`
         replaces threads and data paths.
 
-        Raises: ConfigError, IdentityError. Never for an outage.
+        Raises: ConfigError, IdentityError, KeyringError. Never for an outage.
         """
         client = cls(config or ClientConfig.find(), rng=rng, around=around)
         for link in client._links:
@@ -127,20 +93,20 @@ class AsyncClient:
         """The blocks of one descriptor. Opens it on every shard that is reachable; on the others,
         and after every reconnect, it is opened by itself. Cheap to call again."""
         self._check_open()
-        canonical = descriptor.canonical()
+        opened = Namespace(self, descriptor)
         deadline_ns = time.monotonic_ns() + self.config.deadline_ns
 
         async def one(link: ShardLink) -> None:
-            link.remember(canonical)
+            link.remember(opened.canonical)
             try:
-                await link.admit().connection.namespace(canonical, deadline_ns)
+                await link.admit().connection.namespace(opened.canonical, deadline_ns)
             except RequestFailedError:
                 return  # the first use tells
 
         async with asyncio.TaskGroup() as tasks:
             for link in self._links:
                 tasks.create_task(one(link))
-        return Namespace(self, descriptor)
+        return opened
 
     def register(self, buffer: Any) -> RegisteredMemory:
         """Name long-lived memory that gets will read into: cheaper then, over RDMA.
@@ -187,314 +153,3 @@ class AsyncClient:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the client is closed")
-
-
-class Namespace:
-    """Blocks of one descriptor. All `deadline_ns` arguments are durations from now, in ns; left
-    out, the config's. Keys are engine keys of 8 to 64 bytes, in prefix order."""
-
-    def __init__(self, client: AsyncClient, descriptor: NamespaceDescriptor) -> None:
-        self.descriptor = descriptor
-        self._client = client
-        self._canonical = descriptor.canonical()
-        self._digest = descriptor.digest()
-        try:
-            self._dtype = DType.from_name(descriptor.dtype)
-        except CodecError:
-            self._dtype = DType.OPAQUE  # costs compression only
-
-    async def get_into(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[Any],
-        *,
-        deadline_ns: int | None = None,
-        prefix: bool = True,
-        open_at: OpenPlace = "host",
-    ) -> GetResult:
-        """Read blocks into the caller's buffers.
-
-        `buffers[i]` (see `buffers.as_view`) must be writable and exactly as long as block i; a
-        block of another length is a miss (BAD_REQUEST). The buffers stay the caller's, must stay
-        alive, unmoved and untouched until the call returns, and must not overlap. After it, each
-        holds the exact block where the status is OK, and otherwise what it held before, or zeros.
-
-        `prefix` stops at the first gap (per shard): later blocks are GAP. `open_at="daemon"` has
-        the daemon open the blocks and needs a data path that nobody else can see.
-
-        Raises: UsageError, BadKeyError.
-        """
-        keys = _keys(keys)
-        if len(buffers) != len(keys):
-            raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
-        views = [as_view(buffer, writable=True) for buffer in buffers]
-        until_ns = self._until(deadline_ns)
-        place = open_place(open_at)
-        tally = GetTally([None] * len(keys), [Tier.NONE] * len(keys))
-
-        def wanted_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Wanted]:
-            secret = namespace.secret
-            return [Wanted(p, wire_key(secret, keys[p]), keys[p], views[p]) for p in positions]
-
-        async def one(link: ShardLink, positions: list[int]) -> None:
-            await fetch_blocks(
-                link,
-                self._canonical,
-                wanted_of,
-                positions,
-                open_at=place,
-                prefix=prefix,
-                deadline_ns=until_ns,
-                tally=tally,
-            )
-
-        await self._fan_out(keys, one)
-        statuses = [Status.INTERNAL if s is None else s for s in tally.statuses]
-        stats = self._client._stats
-        stats.count_get(statuses, tally.tiers)
-        stats.get_plain_bytes += tally.plain_bytes
-        stats.get_wire_bytes += tally.wire_bytes
-        return GetResult(
-            statuses, tally.tiers, prefix_of(statuses), tally.plain_bytes, tally.wire_bytes
-        )
-
-    async def put(
-        self,
-        items: Sequence[PutBlock],
-        *,
-        ack: AckLevel = "accepted",
-        deadline_ns: int | None = None,
-    ) -> PutResult:
-        """Store blocks; give them in prefix order. Only blocks that are wanted move any bytes.
-
-        `ack="accepted"` waits until they are sealed and servable, `"durable"` until they are on
-        flash and flushed. DEADLINE or DISCONNECTED for a block means that it is not known whether
-        it was stored; putting it again is harmless.
-
-        Raises: UsageError, BadKeyError.
-        """
-        keys = _keys([item.key for item in items])
-        views = [as_view(item.buffer, writable=False) for item in items]
-        parents = [
-            None if item.parent_key is None else check_engine_key(item.parent_key) for item in items
-        ]
-        tokens = [token_ids(item) for item in items]
-        until_ns = self._until(deadline_ns)
-        level = ack_level(ack)
-        tally = PutTally([None] * len(keys))
-
-        def storable_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Storable]:
-            secret = namespace.secret
-            blocks = []
-            for p in positions:
-                item = PutItem(
-                    key=wire_key(secret, keys[p]),
-                    engine_key=keys[p],
-                    plain_bytes=len(views[p]),
-                    position=items[p].position,
-                    parent=parents[p] or b"",
-                    token_ids=tokens[p],
-                )
-                blocks.append(Storable(p, item, views[p]))
-            return blocks
-
-        async def one(link: ShardLink, positions: list[int]) -> None:
-            await store_blocks(
-                link,
-                self._canonical,
-                storable_of,
-                positions,
-                dtype=self._dtype,
-                block_tokens=self.descriptor.block_tokens,
-                ack=level,
-                deadline_ns=until_ns,
-                tally=tally,
-            )
-
-        await self._fan_out(keys, one)
-        statuses = [Status.INTERNAL if s is None else s for s in tally.statuses]
-        plain = sum(len(v) for v, s in zip(views, statuses, strict=True) if s is Status.OK)
-        stats = self._client._stats
-        stats.puts += 1
-        stats.put_statuses.update(statuses)
-        stats.put_plain_bytes += plain
-        stats.put_wire_bytes += tally.wire_bytes
-        stored = statuses.count(Status.OK)
-        existed = statuses.count(Status.EXISTS)
-        return PutResult(statuses, stored, existed, plain, tally.wire_bytes)
-
-    async def exists(
-        self, keys: Sequence[bytes], *, deadline_ns: int | None = None
-    ) -> ExistsResult:
-        """Which blocks could be read now, and how long the usable prefix is over all shards."""
-        keys = _keys(keys)
-        until_ns = self._until(deadline_ns)
-        present = [False] * len(keys)
-
-        async def ask(session: Session, ns: NamespaceOpened, positions: list[int]) -> None:
-            run = _wire_keys(ns.secret, keys, positions)
-            reply: ExistsReply = await session.connection.request(Exists(ns.handle, run), until_ns)
-            bits = np.unpackbits(np.frombuffer(reply.bitmap, np.uint8), bitorder="little")
-            for position, bit in zip(positions, bits.tolist(), strict=False):
-                present[position] = bool(bit)
-
-        failed = await self._ask(keys, limits.KEYS_PER_FRAME_MAX, until_ns, ask)
-        leading = present.index(False) if False in present else len(present)
-        return ExistsResult(leading, present, complete=not failed)
-
-    async def stage(
-        self,
-        keys: Sequence[bytes],
-        *,
-        hold_ns: int = 10_000_000_000,
-        open_at: OpenPlace = "host",
-        deadline_ns: int | None = None,
-    ) -> StageResult:
-        """Have blocks brought up into the daemon's memory ahead of a get, held for `hold_ns`."""
-        keys = _keys(keys)
-        until_ns = self._until(deadline_ns)
-        place = open_place(open_at)
-        if not 0 < hold_ns <= limits.DEADLINE_NS_MAX:
-            raise UsageError(f"hold_ns is {hold_ns}, not 1..{limits.DEADLINE_NS_MAX}")
-        statuses = [Status.MISS] * len(keys)
-
-        async def ask(session: Session, ns: NamespaceOpened, positions: list[int]) -> None:
-            run = _wire_keys(ns.secret, keys, positions)
-            left_ns = max(1, until_ns - time.monotonic_ns())
-            reply: Staged = await session.connection.request(
-                Stage(ns.handle, place, hold_ns, left_ns, run), until_ns
-            )
-            for position, status in zip(positions, reply.statuses, strict=False):
-                statuses[position] = status
-
-        failed = await self._ask(keys, limits.BLOCKS_PER_FETCH_MAX, until_ns, ask)
-        for position, status in failed.items():
-            statuses[position] = status
-        return StageResult(statuses, prefix_of(statuses))
-
-    async def touch(self, keys: Sequence[bytes], *, deadline_ns: int | None = None) -> CountResult:
-        """Keep blocks recent that are used from elsewhere. Counts those that were found."""
-        return await self._count(Touch, keys, deadline_ns)
-
-    async def forget(self, keys: Sequence[bytes], *, deadline_ns: int | None = None) -> CountResult:
-        """Drop blocks for good. Counts those that were found."""
-        return await self._count(Forget, keys, deadline_ns)
-
-    async def explain(
-        self, keys: Sequence[bytes], *, deadline_ns: int | None = None
-    ) -> list[Explanation]:
-        """Why each key is, or is not, here."""
-        keys = _keys(keys)
-        until_ns = self._until(deadline_ns)
-        names = [""] * len(keys)
-        found: list[Explanation | None] = [None] * len(keys)
-        links = self._client._links
-        for number, positions in self._client._placement.split(self._digest, keys).items():
-            for position in positions:
-                names[position] = links[number].address.name
-
-        async def ask(session: Session, ns: NamespaceOpened, positions: list[int]) -> None:
-            request = Explain(ns.handle, tuple(keys[p] for p in positions))
-            reply: Explained = await session.connection.request(request, until_ns)
-            for position, (reason, when) in zip(positions, reply.rows, strict=False):
-                found[position] = Explanation(reason, when, names[position])
-
-        failed = await self._ask(keys, limits.BLOCKS_PER_FETCH_MAX, until_ns, ask)
-        return [
-            row or Explanation(None, 0, names[p], failed.get(p, Status.MISS))
-            for p, row in enumerate(found)
-        ]
-
-    # Inside ----------------------------------------------------------------------------------
-
-    def _until(self, deadline_ns: int | None) -> int:
-        """The deadline on the monotonic clock. Raises: UsageError."""
-        self._client._check_open()
-        span_ns = self._client.config.deadline_ns if deadline_ns is None else deadline_ns
-        if not 0 < span_ns <= limits.DEADLINE_NS_MAX:
-            raise UsageError(
-                f"deadline_ns is {span_ns}, not 1..{limits.DEADLINE_NS_MAX}",
-                hint="it is a duration from now",
-            )
-        return time.monotonic_ns() + span_ns
-
-    async def _fan_out(
-        self, keys: Sequence[EngineKey], one: Callable[[ShardLink, list[int]], Awaitable[None]]
-    ) -> None:
-        """Run `one` for every shard that owns some of the keys; it raises for no outage."""
-        links = self._client._links
-        parts = self._client._placement.split(self._digest, keys)
-        if len(parts) == 1:
-            ((number, positions),) = parts.items()
-            await one(links[number], positions)
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for number, positions in parts.items():
-                tasks.create_task(_as_coroutine(one(links[number], positions)))
-
-    async def _ask(
-        self,
-        keys: Sequence[EngineKey],
-        step: int,
-        until_ns: int,
-        ask: Callable[[Session, NamespaceOpened, list[int]], Awaitable[None]],
-    ) -> dict[int, Status]:
-        """One small request per shard and `step` keys; what failed, by position, with the cause."""
-        failed: dict[int, Status] = {}
-
-        async def one(link: ShardLink, positions: list[int]) -> None:
-            begun_ns = time.monotonic_ns()
-            at = 0
-            try:
-                session = link.admit()
-            except RequestFailedError as error:
-                failed.update(dict.fromkeys(positions, error.status))
-                await asyncio.sleep(0)  # see fetch_blocks
-                return
-            with session:
-                try:
-                    ns = await session.connection.namespace(self._canonical, until_ns)
-                    for at in range(0, len(positions), step):
-                        await ask(session, ns, positions[at : at + step])
-                except RequestFailedError as error:
-                    failed.update(dict.fromkeys(positions[at:], error.status))
-                    if error.status is Status.DEADLINE:
-                        link.note_deadline(session, begun_ns)
-
-        await self._fan_out(keys, one)
-        return failed
-
-    async def _count(
-        self, message: type[Touch] | type[Forget], keys: Sequence[bytes], deadline_ns: int | None
-    ) -> CountResult:
-        checked = _keys(keys)
-        until_ns = self._until(deadline_ns)
-        total = 0
-
-        async def ask(session: Session, ns: NamespaceOpened, positions: list[int]) -> None:
-            nonlocal total
-            run = _wire_keys(ns.secret, checked, positions)
-            reply: Done = await session.connection.request(message(ns.handle, run), until_ns)
-            total += reply.count
-
-        failed = await self._ask(checked, limits.KEYS_PER_FRAME_MAX, until_ns, ask)
-        return CountResult(total, complete=not failed)
-
-
-async def _as_coroutine(awaitable: Awaitable[None]) -> None:
-    await awaitable
-
-
-def _keys(keys: Sequence[bytes]) -> list[EngineKey]:
-    if isinstance(keys, (bytes, bytearray, str)):
-        raise UsageError("keys is one key, not a sequence of keys")
-    if len(keys) > KEYS_PER_CALL_MAX:
-        raise UsageError(f"{len(keys)} keys in one call, at most {KEYS_PER_CALL_MAX}")
-    for key in keys:
-        if not isinstance(key, bytes):
-            raise UsageError(f"a key is {type(key).__name__}, not bytes")
-    return [check_engine_key(key) for key in keys]
-
-
-def _wire_keys(secret: bytes, keys: Sequence[EngineKey], positions: Sequence[int]) -> bytes:
-    return b"".join(wire_key(secret, keys[position]) for position in positions)

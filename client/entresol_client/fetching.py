@@ -25,7 +25,7 @@ from entresol_client.results import RequestFailedError
 from entresol_client.shard_link import Session, ShardLink
 from entresol_proto import limits
 from entresol_proto.ids import engine_key_digest
-from entresol_proto.seal.block import HEADER_BYTES_MAX, META_BYTES_MAX, TAG_BYTES
+from entresol_proto.seal.block import HEADER_BYTES_MAX, META_BYTES_MAX, TAG_BYTES, KeyOf
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Fetch, Grant, OpenAt, Tier
 from entresol_proto.wire.opening import NamespaceOpened
@@ -85,6 +85,7 @@ class _Get:
         open_at: OpenAt,
         deadline_ns: int,
         tally: GetTally,
+        key_of: KeyOf | None,
     ) -> None:
         assert session.endpoint is not None, "a get without a data path"
         self._link = link
@@ -104,6 +105,7 @@ class _Get:
             namespace_id=namespace.namespace_id,
             at_daemon=open_at is OpenAt.DAEMON,
             deadline_ns=deadline_ns,
+            key_of=key_of,
         )
 
     async def run(self, prefix: bool) -> None:
@@ -236,9 +238,11 @@ async def fetch_blocks(
     prefix: bool,
     deadline_ns: int,
     tally: GetTally,
+    key_of: KeyOf | None = None,
 ) -> None:
     """Get the blocks at `positions` from their shard into the caller's buffers.
 
+    `key_of` is given by a tenant that keeps its keys: then keys in grants are not looked at.
     Outcomes go into `tally`; nothing is raised for an outage.
     """
     begun_ns = time.monotonic_ns()
@@ -257,7 +261,7 @@ async def fetch_blocks(
             step = min(limits.BLOCKS_PER_FETCH_MAX, max(1, session.welcome.blocks_per_fetch_max))
             for at in range(0, len(wanted), step):
                 part = wanted[at : at + step]
-                get = _Get(link, session, namespace, part, open_at, deadline_ns, tally)
+                get = _Get(link, session, namespace, part, open_at, deadline_ns, tally, key_of)
                 await get.run(prefix)
                 if prefix and any(tally.statuses[one.position] is not Status.OK for one in part):
                     tally.settle(positions, Status.GAP)

@@ -23,6 +23,7 @@ from entresol_proto.identity import IdentityError, check_server_identity
 from entresol_proto.status import FabricError, Status
 from entresol_proto.wire.opening import (
     NO_FABRIC,
+    PROTOCOL_HOST_SEALED,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     Attach,
@@ -101,11 +102,11 @@ async def _open(
         config.tls.trust_domain,
         shard=address.name,
     )
-    hello = Hello(
-        PROTOCOL_MIN, PROTOCOL_MAX, around.host_id(), config.open_threads, around.process_name()
-    )
+    # A tenant that keeps its keys does not talk to a daemon that knows no such namespaces.
+    least = PROTOCOL_MIN if config.tenant_key is None else PROTOCOL_HOST_SEALED
+    hello = Hello(least, PROTOCOL_MAX, around.host_id(), config.open_threads, around.process_name())
     welcome: Welcome = await connection.request(hello, deadline_ns)
-    if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
+    if not least <= welcome.protocol <= PROTOCOL_MAX:
         raise RequestFailedError(
             Status.UNSUPPORTED, f"the daemon chose protocol {welcome.protocol}"
         )

@@ -19,7 +19,7 @@ from entresol_client.workers import Workers
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
 from entresol_proto.fabric.landing import LandingEndpoint
-from entresol_proto.seal.block import BlockKey, open_into
+from entresol_proto.seal.block import BlockKey, KeyOf, open_into
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import GrantItem
 
@@ -61,6 +61,7 @@ class OpenContext:
     namespace_id: bytes
     at_daemon: bool
     deadline_ns: int
+    key_of: KeyOf | None = None  # of a tenant that keeps its keys; else grants carry them
 
 
 def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[Granted]]:
@@ -134,7 +135,7 @@ async def _open_landing(context: OpenContext, group: list[Granted]) -> list[Stat
 
     def on_landed(number: int, sealed: memoryview) -> Status:
         one = group[number : number + 1]
-        return open_blocks(one, [sealed], context.namespace_id, context.deadline_ns, False)[0]
+        return open_blocks(context, one, [sealed], in_place=False)[0]
 
     assert isinstance(context.endpoint, LandingEndpoint)
     spans = [one.item.span for one in group]
@@ -192,17 +193,15 @@ async def _open(
     *,
     in_place: bool,
 ) -> list[Status]:
-    args = (group, sources, context.namespace_id, context.deadline_ns, in_place)
     if sum(one.item.plain_bytes for one in group) <= INLINE_BYTES_MAX:
-        return open_blocks(*args)
-    return await context.workers.run(open_blocks, *args)
+        return open_blocks(context, group, sources, in_place)
+    return await context.workers.run(open_blocks, context, group, sources, in_place)
 
 
 def open_blocks(
+    context: OpenContext,
     group: Sequence[Granted],
     sources: Sequence[memoryview | Status],
-    namespace_id: bytes,
-    deadline_ns: int,
     in_place: bool,
 ) -> list[Status]:
     """Open sealed blocks into their destinations; runs on a worker thread.
@@ -217,7 +216,7 @@ def open_blocks(
             statuses.append(source)
             continue
         assert type(source) is memoryview
-        if now_ns() >= deadline_ns:
+        if now_ns() >= context.deadline_ns:
             statuses.append(Status.DEADLINE)
             continue
         wanted, item = one.wanted, one.item
@@ -225,10 +224,10 @@ def open_blocks(
             status = open_into(
                 source,
                 wanted.into,
-                namespace_id=namespace_id,
+                namespace_id=context.namespace_id,
                 wire_key=wanted.wire_key,
                 engine_key=wanted.engine_key,
-                block_key=BlockKey(item.key, item.commitment),
+                block_key=context.key_of or BlockKey(item.key, item.commitment),
             )
         except EntresolError as error:  # open_into has zeroed
             status = error.status

@@ -1,7 +1,8 @@
 """A put on one shard: RESERVE, seal what is wanted, COMMIT, wait for the outcome.
 
 Invariants:
-- plaintext is exposed only over a data path that nobody else can see (`capabilities.private`);
+- plaintext is exposed only over a data path that nobody else can see (`capabilities.private`), and
+  never where the tenant keeps its keys, whatever the daemon says;
 - every reservation is committed or given up, also when sealing fails, the deadline passes or the
   caller is cancelled;
 - staging memory the daemon may still read is not reused before its answer came.
@@ -19,6 +20,7 @@ from entresol_client.buffers import copy
 from entresol_client.results import RequestFailedError
 from entresol_client.shard_link import Session, ShardLink
 from entresol_client.staging import Arena, Region
+from entresol_client.tenant_key import HostSeal
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, RemoteSpan
 from entresol_proto.seal.block import (
@@ -46,7 +48,8 @@ class Storable:
     """One block of a put on its shard."""
 
     position: int  # in the caller's order
-    item: PutItem = field(repr=False)
+    item: PutItem = field(repr=False)  # what the daemon is told
+    meta: BlockMeta = field(repr=False)  # what is sealed beside the block, here or there
     plain: memoryview = field(repr=False)
 
 
@@ -81,18 +84,23 @@ class _SealContext:
 
     namespace: NamespaceOpened
     dtype: DType
-    block_tokens: int
+    seal: HostSeal | None  # of a tenant that keeps its keys
     deadline_ns: int
+
+    @property
+    def at_host(self) -> bool:
+        """Blocks leave sealed."""
+        return self.seal is not None or self.namespace.seal_at_host
 
     def room(self, job: _Job) -> int:
         """Staging bytes a block may need."""
         plain_bytes = len(job.block.plain)
-        if not self.namespace.seal_at_host:
+        if not self.at_host:
             return plain_bytes
         return sealed_bytes_max(
             plain_bytes,
             chunk_bytes=self.namespace.chunk_bytes,
-            meta_tokens=len(job.block.item.token_ids),
+            meta_tokens=len(job.block.meta.token_ids),
             engine_key_bytes=len(job.block.item.engine_key),
         )
 
@@ -132,7 +140,7 @@ def seal_blocks(
             continue
         room = region[start : start + context.room(job)]
         try:
-            if context.namespace.seal_at_host:
+            if context.at_host:
                 done.append(_seal_one(context, job, room))
             else:
                 copy(job.block.plain, room)
@@ -144,6 +152,11 @@ def seal_blocks(
 
 def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
     item, grant = job.block.item, job.grant
+    if context.seal is not None:  # whatever key the daemon grants is not used
+        version, salt, key = context.seal.new_key()
+    else:
+        version, salt = grant.dek_version, grant.salt
+        key = BlockKey(grant.key, grant.commitment)
     header = seal_into(
         room,
         job.block.plain,
@@ -152,12 +165,13 @@ def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
             item.key,
             item.engine_key,
             context.dtype,
-            grant.dek_version,
+            version,
+            host_sealed=context.seal is not None,
         ),
-        block_key=BlockKey(grant.key, grant.commitment),
-        salt=grant.salt,
+        block_key=key,
+        salt=salt,
         codec_id=context.namespace.codec_id,
-        meta=BlockMeta(item.parent, item.position, context.block_tokens, item.token_ids),
+        meta=job.block.meta,
         chunk_bytes=context.namespace.chunk_bytes,
     )
     return header.sealed_bytes
@@ -320,13 +334,13 @@ async def store_blocks(
     positions: Sequence[int],
     *,
     dtype: DType,
-    block_tokens: int,
+    seal: HostSeal | None,
     ack: Ack,
     deadline_ns: int,
     tally: PutTally,
 ) -> None:
     """Store the blocks at `positions` on their shard. Outcomes go into `tally`; an outage does not
-    raise."""
+    raise. With `seal` the blocks leave sealed under the tenant's own key."""
     begun_ns = time.monotonic_ns()
     try:
         session = link.admit()
@@ -339,11 +353,11 @@ async def store_blocks(
             if session.endpoint is None:
                 raise RequestFailedError(Status.FABRIC_ERROR, "no data path")
             namespace = await session.connection.namespace(canonical, deadline_ns)
-            if not namespace.seal_at_host and not session.endpoint.capabilities.private:
+            context = _SealContext(namespace, dtype, seal, deadline_ns)
+            if not context.at_host and not session.endpoint.capabilities.private:
                 raise RequestFailedError(
                     Status.UNSUPPORTED, "plaintext does not leave over a data path others can see"
                 )
-            context = _SealContext(namespace, dtype, block_tokens, deadline_ns)
             put = _Put(link, session, context, ack, tally)
             bytes_max = min(ROUND_BYTES_MAX, link.staging_bytes)
             rounds = plan_rounds(storable_of(positions, namespace), bytes_max)

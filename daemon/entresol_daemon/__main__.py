@@ -19,8 +19,10 @@ examples:
   entresold keygen /etc/entresol/kek         a new key-encryption key
   entresold --config /etc/entresol/entresold.toml
   entresold --check --config FILE            read and judge a configuration, start nothing
+  entresold --config FILE rewrap NEW-KEK     change the key-encryption key of a stopped daemon
 
-signals: TERM or INT drains and stops (a second one at once), HUP re-reads the certificates.
+signals: TERM or INT drains and stops (a second one at once), HUP re-reads the certificates, and
+looks for the key-encryption key when it was missing.
 exit status: 0 stopped as asked, 1 could not start or failed, 2 wrong use of this command.
 """
 
@@ -54,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="")
     keygen = commands.add_parser("keygen", help="write a new key-encryption key to a file")
     keygen.add_argument("path", type=Path, help="a file that does not exist yet")
+    rewrap = commands.add_parser(
+        "rewrap", help="wrap every key under another key-encryption key; blocks stay as they are"
+    )
+    rewrap.add_argument("path", type=Path, help="the file of the new key")
     return parser
 
 
@@ -70,6 +76,10 @@ def main(argv: list[str] | None = None) -> int:
 
             print(to_toml(Config()), end="")
             return 0
+        if arguments.command == "rewrap":
+            if arguments.config is None:
+                parser.error("rewrap needs the daemon's --config FILE before it")
+            return _rewrap(arguments.config, arguments.path)
         if arguments.dev == (arguments.config is not None):
             parser.error("give --config FILE, or --dev to try it")
         of_dev = (arguments.dir, arguments.tenant, arguments.flash, arguments.codec)
@@ -89,6 +99,26 @@ def _keygen(path: Path) -> int:
     kek = FileKek.generate(path)
     print(f"wrote key-encryption key {kek.kek_id().hex()} to {path} (mode 0600)")
     print("keep a copy where the flash is not: without it every block is lost")
+    return 0
+
+
+def _rewrap(config_path: Path, new: Path) -> int:
+    from entresol_daemon.config import Config
+    from entresol_daemon.keys.keyring import Keyring
+    from entresol_daemon.keys.providers import FileKek
+
+    config = Config.load(config_path)
+    if config.keys.kek_file is None:
+        raise ConfigError("no [keys] kek_file: which key is the old one?", hint="name it there")
+    kek, old = FileKek.open(new), FileKek.open(config.keys.kek_file)
+    # Refuses while a daemon runs on the folder: `entresol change-kek` asks that one.
+    keyring = Keyring.open(config.shard.state_dir, old)
+    try:
+        keyring.rewrap(kek)
+    finally:
+        keyring.close()
+    print(f"every key is wrapped under KEK {kek.kek_id().hex()} now (it was {old.kek_id().hex()})")
+    print(f"make [keys] kek_file name {new}, start the daemon, then destroy the old one")
     return 0
 
 

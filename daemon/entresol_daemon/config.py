@@ -98,6 +98,18 @@ class KeysConfig:
         None,
         "File with the 32-byte key-encryption key; $CREDENTIALS_DIRECTORY/kek is allowed.",
     )
+    rotate_blocks: int = setting(
+        2**40,
+        "Blocks sealed under one version of a tenant's data key before the next begins by itself.",
+        low=1,
+        high=2**53,
+    )
+    rotate_age_ns: int = setting(
+        0,
+        "Age at which the next version begins by itself; 0 means never.",
+        low=0,
+        high=3650 * 86_400 * SECOND_NS,
+    )
 
 
 @dataclass(frozen=True, slots=True)

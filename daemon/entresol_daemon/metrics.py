@@ -49,6 +49,7 @@ QUEUES = ("flash_read", "flash_write", "compute", "put", "stage", "send")
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
 SEGMENT_STATES = ("free", "open", "sealed", "condemned")
 CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label)
+ROTATION_CAUSES = ("asked", "limit", "age", "forced")
 QUOTA_RESOURCES = ("flash", "dram", "in_flight", "index", "sessions", "leases")
 DTYPES = (*(dtype.label for dtype in DType), OTHER)
 
@@ -162,6 +163,26 @@ class Metrics:
             resource=Domain(QUOTA_RESOURCES),
         )
         self.tenants = self._gauge("tenants", "Tenants in the keyring.")
+        self.key_version = self._gauges(
+            "tenant_key_version", "Version of the data key that seals.", tenant=tenant
+        )
+        self.key_versions = self._gauges(
+            "tenant_key_versions", "Versions of the data key that are kept.", tenant=tenant
+        )
+        self.old_key_blocks = self._gauges(
+            "tenant_old_key_blocks", "Stored blocks that need an older version.", tenant=tenant
+        )
+        self.uncounted_key_blocks = self._gauges(
+            "tenant_uncounted_key_blocks",
+            "Stored blocks whose version is not known yet: found at start, not read since.",
+            tenant=tenant,
+        )
+        self.key_rotations = self._counters(
+            "key_rotations_total",
+            "New versions of data keys, by cause.",
+            eager=True,
+            cause=Domain(ROTATION_CAUSES),
+        )
         dtypes = Domain(DTYPES, fallback=OTHER)
         self.sealed_plain_bytes = self._counters(
             "sealed_plain_bytes_total", "Bytes of blocks before compression.", dtype=dtypes
@@ -350,15 +371,19 @@ class Metrics:
 
     def set_tenant_bytes(self, flash: Mapping[str, int], dram: Mapping[str, int]) -> None:
         """Show what every tenant holds now; tenants without a label of their own are added up."""
-        for family, found in ((self.tenant_flash_bytes, flash), (self.tenant_dram_bytes, dram)):
-            sums: dict[str, int] = {}
-            for tenant, size_bytes in found.items():
-                label = self._tenants.label(tenant)
-                sums[label] = sums.get(label, 0) + size_bytes
-            for gone in family.keys() - sums.keys():
-                family[gone].set(0)
-            for label, size_bytes in sums.items():
-                family[label].set(size_bytes)
+        self.set_tenants(self.tenant_flash_bytes, flash)
+        self.set_tenants(self.tenant_dram_bytes, dram)
+
+    def set_tenants(self, family: Family[Gauge], found: Mapping[str, int]) -> None:
+        """Show a number of every tenant; those without a label of their own are added up."""
+        sums: dict[str, int] = {}
+        for tenant, count in found.items():
+            label = self._tenants.label(tenant)
+            sums[label] = sums.get(label, 0) + count
+        for gone in family.keys() - sums.keys():
+            family[gone].set(0)
+        for label, count in sums.items():
+            family[label].set(count)
 
     def set_state(self, state: ShardState) -> None:
         """Show `state` and no other."""

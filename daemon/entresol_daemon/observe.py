@@ -5,13 +5,14 @@ Invariant: reading metrics changes nothing and never fails the page.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 from entresol_daemon import logs
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.flash.model import SegmentState
-from entresol_daemon.metrics import Metrics
+from entresol_daemon.metrics import ROTATION_CAUSES, Metrics
 from entresol_daemon.shard.shard import Shard
 from entresol_daemon.stalls import StallWatch
 
@@ -47,6 +48,10 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)
     follow(metrics.staging_in_flight, lambda: shard.gets.loading)
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
+    metrics.on_refresh(lambda: _per_key(metrics, shard))
+    rotations = shard.keycare.rotations
+    for cause in ROTATION_CAUSES:
+        follow(metrics.key_rotations[cause], functools.partial(rotations.__getitem__, cause))
 
 
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:
@@ -55,6 +60,15 @@ def follow_process(metrics: Metrics, watch: StallWatch) -> None:
     metrics.follow(metrics.loop_stalls, lambda: watch.stalls)
     metrics.follow(metrics.process_starved, lambda: watch.starved)
     metrics.follow(metrics.log_lines_dropped, logs.lines_dropped)
+
+
+def _per_key(metrics: Metrics, shard: Shard) -> None:
+    infos = shard.parts.keyring.tenants()
+    metrics.set_tenants(metrics.key_version, {i.name: i.active_version for i in infos})
+    metrics.set_tenants(metrics.key_versions, {i.name: len(i.fingerprints) for i in infos})
+    care = shard.keycare
+    metrics.set_tenants(metrics.old_key_blocks, {i.name: care.old_blocks(i) for i in infos})
+    metrics.set_tenants(metrics.uncounted_key_blocks, {i.name: care.not_counted(i) for i in infos})
 
 
 def _per_tenant(metrics: Metrics, shard: Shard) -> None:

@@ -42,7 +42,13 @@ from entresol_proto.fabric.memory import MemfdBuffer
 from entresol_proto.fabric.registry import same_host_id
 from entresol_proto.fabric.tcp import TcpFabricServer
 from entresol_proto.ids import TenantName
-from entresol_proto.status import DeviceError, EntresolError, FabricError, Status
+from entresol_proto.status import (
+    DeviceError,
+    EntresolError,
+    FabricError,
+    KeyringError,
+    Status,
+)
 
 DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
@@ -62,6 +68,7 @@ class Daemon:
         self._closers: list[tuple[str, Closer]] = []
         self._stopping = False
         self._flash_direct = False
+        self._unlocking: asyncio.Future[None] | None = None
         self.shard: Shard
         self.control: ControlListener
         self.grpc: GrpcServer
@@ -89,7 +96,7 @@ class Daemon:
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)
         self._on_close("compute", self.compute.close)
-        engine = await self._open_engine()
+        engine = await self._open_engine(locked=keyring.locked)
         self.tls = tls = self._open_tls()
         await self._open_fabrics()
         self.shard = await Shard.open(
@@ -120,11 +127,7 @@ class Daemon:
 
     async def _open_keyring(self) -> Keyring:
         config = self.config
-        kek = None
-        if config.keys.kek_file is not None:
-            kek = await asyncio.to_thread(FileKek.open, config.keys.kek_file)
-        else:
-            log.warning("event=locked hint='no [keys] kek_file: nothing can be sealed or opened'")
+        kek = await self._find_kek()
 
         def open_keyring() -> Keyring:
             return Keyring.open(
@@ -138,13 +141,74 @@ class Daemon:
         self._on_close("keyring", lambda: asyncio.to_thread(keyring.close))
         return keyring
 
-    async def _open_engine(self) -> Engine:
+    async def _find_kek(self) -> FileKek | None:
+        """None when it is not there (yet): the daemon starts locked. Raises: KeyringError."""
+        path = self.config.keys.kek_file
+        if path is None:
+            log.warning("event=locked reason='no [keys] kek_file' hint='see `entresol unlock`'")
+            return None
+        try:
+            return await asyncio.to_thread(FileKek.open, path)
+        except KeyringError as error:
+            if error.status is not Status.LOCKED:
+                raise
+            log.warning("event=locked reason=%r hint='see `entresol unlock`'", str(error))
+            return None
+
+    async def unlock(self, kek_file: str = "") -> str:
+        """Take the KEK from a file (by default the configured one); returns its id.
+
+        Harmless when it is not locked. Raises: KeyringError; it is still locked then, and nothing
+        was changed.
+        """
+        path = Path(kek_file) if kek_file else self.config.keys.kek_file
+        if path is None:
+            raise KeyringError(
+                "no KEK file is known",
+                hint="`entresol unlock FILE`, or [keys] kek_file in the daemon's configuration",
+                status=Status.BAD_REQUEST,
+            )
+        keyring = self.shard.parts.keyring
+        kek = await asyncio.to_thread(FileKek.open, path)
+        if await self.compute.run(keyring.unlock, kek):
+            for info in keyring.tenants():
+                self.shard.adopt_tenant(info)
+            self.metrics.set_state(self.admin.state())
+            await self.grpc.set_serving(not self.admin.reasons_not_ready())
+        return kek.kek_id().hex()
+
+    async def change_kek(self, kek_file: str) -> tuple[str, str]:
+        """Wrap every key under the KEK in a file; returns the ids of the old one and the new.
+
+        Blocks stay as they are. Raises: KeyringError.
+        """
+        keyring = self.shard.parts.keyring
+        old = keyring.kek_id.hex()
+        kek = await asyncio.to_thread(FileKek.open, kek_file)
+        await self.compute.run(keyring.rewrap, kek)
+        log.warning("event=kek_changed hint='[keys] kek_file must name the new one at next start'")
+        return old, kek.kek_id().hex()
+
+    def on_hangup(self) -> None:
+        """SIGHUP: look at the certificates again, and at the KEK's place if it is missing."""
+        self.tls.check(force=True)
+        if self.shard.parts.keyring.locked:
+            self._unlocking = asyncio.ensure_future(self._try_unlock())
+
+    async def _try_unlock(self) -> None:
+        try:
+            await self.unlock()
+        except EntresolError as error:
+            log.warning("event=still_locked reason=%r", str(error))
+
+    async def _open_engine(self, *, locked: bool) -> Engine:
+        """A locked daemon makes and formats nothing: what it finds may be somebody else's."""
         flash = self.config.flash
         device = await FileDevice.open(
             self.config.flash_path,
             flash.size_bytes or None,
             io_threads=flash.io_threads,
-            create=True,
+            create=not locked,
             direct=flash.direct != "off",
         )
         self._on_close("device", device.close)
@@ -162,6 +226,7 @@ class Daemon:
                 group_commit_bytes=flash.group_commit_bytes,
                 group_commit_ns=flash.group_commit_ns,
                 checkpoint_path=self.config.checkpoint_path,
+                may_format=not locked,
             ),
             compute=self.compute,
             now_ns=time.monotonic_ns,
@@ -201,6 +266,8 @@ class Daemon:
             Addresses(f"{listen.control_host}:{self.control.port}", data),
             end_sessions=self._end_sessions,
             begin_drain=self._begin_drain,
+            unlock=self.unlock,
+            change_kek=self.change_kek,
             flash_direct=self._flash_direct,
         )
         self.grpc = GrpcServer(
@@ -352,7 +419,7 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
         loop.add_signal_handler(number, on_signal)
     daemon = Daemon(config)
     await daemon.start()
-    loop.add_signal_handler(signal.SIGHUP, lambda: daemon.tls.check(force=True))
+    loop.add_signal_handler(signal.SIGHUP, daemon.on_hangup)
     # What was imported and built so far lives as long as the process: keep the collector from
     # walking it again and again, and let it look at the rest less often than per 700 objects.
     gc.collect()

@@ -24,6 +24,8 @@ TenantName = NewType("TenantName", str)
 NAMESPACE_SECRET_BYTES = 32
 _OPTIONAL = frozenset({"lora", "cache_salt"})
 _DESCRIPTOR_LABEL = b"entresol/ns/v1"
+_HOST_SEALED_LABEL = b"entresol/hs/v1"
+_HOST_SEALED = struct.Struct("<B3xI32s")
 _TENANT_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 
 
@@ -157,7 +159,82 @@ class NamespaceDescriptor:
 
     def digest(self) -> bytes:
         """32-byte unkeyed digest of the canonical form; used only for client-side placement."""
-        return hashlib.blake2b(self.canonical(), digest_size=32, person=b"entresol-nsdig").digest()
+        return descriptor_digest(self.canonical())
+
+
+def descriptor_digest(canonical: bytes) -> bytes:
+    """32-byte unkeyed digest of a canonical form; used only for client-side placement."""
+    return hashlib.blake2b(canonical, digest_size=32, person=b"entresol-nsdig").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class HostSealedNamespace:
+    """What a daemon is told instead of a descriptor when the tenant keeps its keys.
+
+    `tag` stands for the whole descriptor, keyed by the tenant's own naming secret: nobody without
+    that can test a guess against it. Its canonical form begins with another label than any
+    descriptor's, so a host-sealed namespace and a daemon-sealed one never share an id.
+    """
+
+    tag: bytes  # 32 bytes
+    dtype: int  # as in the sealed header
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        if len(self.tag) != 32 or not 0 <= self.dtype < 256:
+            raise BadKeyError("host-sealed namespace is out of range")
+        if not 0 < self.block_tokens <= limits.TOKENS_PER_BLOCK_MAX:
+            raise BadKeyError(f"block_tokens is {self.block_tokens}")
+
+    def canonical(self) -> bytes:
+        """The one byte form: label, u8 dtype, 3 zeros, u32 tokens per block, tag."""
+        return _HOST_SEALED_LABEL + _HOST_SEALED.pack(self.dtype, self.block_tokens, self.tag)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> HostSealedNamespace:
+        """Decode `canonical()`. Raises: BadKeyError."""
+        size = len(_HOST_SEALED_LABEL)
+        if len(raw) != size + _HOST_SEALED.size or not raw.startswith(_HOST_SEALED_LABEL):
+            raise BadKeyError("not a host-sealed namespace of version 1")
+        dtype, block_tokens, tag = _HOST_SEALED.unpack_from(raw, size)
+        parsed = cls(tag, dtype, block_tokens)
+        if parsed.canonical() != raw:
+            raise BadKeyError("host-sealed namespace is not in canonical form")
+        return parsed
+
+
+def parse_namespace(raw: bytes) -> NamespaceDescriptor | HostSealedNamespace:
+    """What OPEN_NAMESPACE carries, of either kind. Raises: BadKeyError."""
+    if raw.startswith(_HOST_SEALED_LABEL):
+        return HostSealedNamespace.parse(raw)
+    return NamespaceDescriptor.parse(raw)
+
+
+def host_sealed_namespace(
+    naming_secret: bytes, descriptor: NamespaceDescriptor, dtype: int
+) -> tuple[HostSealedNamespace, bytes]:
+    """A descriptor as the daemon may know it, and the 32-byte secret that masks its engine keys.
+
+    `naming_secret` is the 32 bytes of the tenant's key file; both results are keyed BLAKE2b-256.
+    """
+    canonical = descriptor.canonical()
+
+    def keyed(person: bytes) -> bytes:
+        found = hashlib.blake2b(canonical, digest_size=32, key=naming_secret, person=person)
+        return found.digest()
+
+    namespace = HostSealedNamespace(keyed(b"entresol-hsns"), dtype, descriptor.block_tokens)
+    return namespace, keyed(b"entresol-hssec")
+
+
+def masked_engine_key(secret: bytes, engine_key: EngineKey) -> EngineKey:
+    """32 bytes that stand for an engine key towards the daemon: keyed BLAKE2b-256 (RFC 7693).
+
+    `secret` is the second result of `host_sealed_namespace`. An engine key is a hash of the prompt;
+    this one cannot be computed from the prompt.
+    """
+    raw = hashlib.blake2b(engine_key, digest_size=32, key=secret, person=b"entresol-hskey").digest()
+    return EngineKey(raw)
 
 
 def namespace_id(tenant_secret: bytes, canonical: bytes) -> NamespaceId:

@@ -227,12 +227,13 @@ def test_the_life_of_a_tenant(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
     signed = json.loads(kept.read_bytes())
     assert signed == receipt["signed_receipt"]
     verify_receipt(signed, bytes.fromhex(signed["public_key"]))
-    assert [row["version"] for row in signed["erased"]] == [1, 2]
+    # Version 1 sealed nothing: it may have ended by itself since the rotation.
+    assert [row["version"] for row in signed["erased"]] in ([2], [1, 2])
     signed["tenant"] = "other"
     with pytest.raises(EntresolError, match="does not verify"):
         verify_receipt(signed, bytes.fromhex(signed["public_key"]))
     assert receipt["tenant"] == "acme"
-    assert receipt["dek_versions_destroyed"] == [1, 2]
+    assert receipt["dek_versions_destroyed"] in ([2], [1, 2])
     assert receipt["blocks_dropped"] == 3
     assert len(receipt["digest"]) == 64
     assert "can never be read again" in said.err

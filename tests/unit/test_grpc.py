@@ -120,7 +120,13 @@ class Backend:
         self.table[name] = replace(self._known(name), quota=quota)
         return self.table[name]
 
-    async def tenant_rotate(self, name: TenantName) -> TenantRecord:
+    async def unlock(self, kek_file: str) -> str:
+        return f"unlocked by {kek_file}"
+
+    async def change_kek(self, kek_file: str) -> tuple[str, str]:
+        return "old", f"of {kek_file}"
+
+    async def tenant_rotate(self, name: TenantName, *, force: bool) -> TenantRecord:
         known = self._known(name)
         self.table[name] = replace(known, dek_version=known.dek_version + 1)
         return self.table[name]

@@ -160,7 +160,9 @@ def check_accepted(h: header.SealedHeader, raw: bytes) -> None:
     for index, stored in enumerate(h.chunk_stored_bytes):
         assert 0 < stored - header.TAG_BYTES <= h.chunk_plain_bytes(index) <= h.chunk_bytes
     again = header.encode_header(
-        header.BlockIdentity(h.namespace_id, h.wire_key, h.engine_key, h.dtype, h.dek_version),
+        header.BlockIdentity(
+            h.namespace_id, h.wire_key, h.engine_key, h.dtype, h.dek_version, h.host_sealed
+        ),
         codec_id=h.codec_id,
         plain_bytes=h.plain_bytes,
         chunk_bytes=h.chunk_bytes,

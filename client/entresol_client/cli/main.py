@@ -21,6 +21,7 @@ from entresol_client.cli import (
     events,
     fetching,
     inspecting,
+    keys,
     lookup,
     options,
     overview,
@@ -73,6 +74,7 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         doctor,
         inspecting,
         tenants,
+        keys,
     ):
         module.add_parser(subparsers)
     return parser

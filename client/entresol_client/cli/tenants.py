@@ -29,6 +29,8 @@ EXAMPLES = """\
   entresol tenant quota acme --flash 4TiB        the rest of its quota stays as it is
   entresol tenant quota acme --dram none         no limit of its own
   entresol tenant rotate acme                    new data-encryption key from now on
+  entresol tenant rotate acme --force            and drop what older ones sealed; asks first
+  entresol tenant keys acme                      its key versions, and how many blocks need each
   entresol tenant erase acme                     destroys its keys; asks first
 """
 ABOUT = """\
@@ -43,6 +45,12 @@ end, leases are revoked, the blocks leave the index. It cannot be undone. Keep t
 """
 
 
+_ROTATE = """\
+Blocks of older versions stay readable until they are evicted; the last of them takes its version
+with it. With --force the older versions are destroyed at once, and their blocks dropped.
+"""
+
+
 def add_parser(subparsers: Any) -> None:
     """Register the command and its five verbs."""
     parser = options.command(
@@ -54,7 +62,8 @@ def add_parser(subparsers: Any) -> None:
         ("list", "show all tenants, what they use and may use", "", run_list),
         ("add", "make a tenant known and give it keys", "", run_add),
         ("quota", "change what a tenant may use; what is not named stays", "", run_quota),
-        ("rotate", "start a new version of a tenant's data-encryption key", "", run_rotate),
+        ("keys", "show the versions of a tenant's data-encryption key", "", run_keys),
+        ("rotate", "start a new version of a tenant's data-encryption key", _ROTATE, run_rotate),
         ("erase", "destroy a tenant's keys, for good", _ERASE, run_erase),
     )
     for name, short, about, run in table:
@@ -67,8 +76,13 @@ def add_parser(subparsers: Any) -> None:
             verb.add_argument("name", metavar="NAME", help="the tenant: a-z 0-9 . _ -")
         if name in ("add", "quota"):
             _add_quota(verb)
-        if name == "erase":
+        if name == "rotate":
+            verb.add_argument(
+                "--force", action="store_true", help="drop what older versions sealed, for good"
+            )
+        if name in ("rotate", "erase"):
             verb.add_argument("--yes", action="store_true", help="do not ask")
+        if name == "erase":
             verb.add_argument(
                 "--receipt", type=Path, metavar="FILE", help="keep the signed receipt here"
             )
@@ -222,12 +236,58 @@ def run_rotate(args: argparse.Namespace) -> int:
     """The verb."""
     name = check_tenant_name(args.name)
     with _admin(args) as (stub, pb):
-        row = _row(rpc.call(stub.TenantRotate, pb.TenantRotateRequest(name=name)))
-    lines = [
-        f"tenant {name} seals with key version {row['dek_version']} from now on",
-        "  blocks of older versions stay readable until they are evicted",
-    ]
+        if args.force and not args.yes:
+            _confirm(name, f"This drops every block that tenant {name!r} has stored so far.")
+        request = pb.TenantRotateRequest(name=name, force=args.force)
+        row = _row(rpc.call(stub.TenantRotate, request, timeout_s=ERASE_DEADLINE_S))
+    fate = "older versions are destroyed, and what they sealed is dropped"
+    if not args.force:
+        fate = "blocks of older versions stay readable until they are evicted"
+    lines = [f"tenant {name} seals with key version {row['dek_version']} from now on", f"  {fate}"]
     output.answer(args.json, row, lines)
+    return 0
+
+
+def run_keys(args: argparse.Namespace) -> int:
+    """The verb."""
+    name = check_tenant_name(args.name)
+    with _admin(args) as (stub, pb):
+        tenants = rpc.call(stub.TenantList, pb.TenantListRequest()).tenants
+    info = next((info for info in tenants if info.name == name), None)
+    if info is None:
+        known = ", ".join(info.name for info in tenants)
+        raise CliError(f"there is no tenant {name!r}", hint=f"known are {known or 'none'}")
+    versions = [
+        {
+            "version": one.version,
+            "fingerprint": one.fingerprint,
+            "created_unix_s": one.created_unix_s,
+            "blocks": one.blocks,
+            "sealed_blocks": one.sealed_blocks,
+        }
+        for one in info.key_versions
+    ]
+    data = {
+        "name": name,
+        "versions": versions,
+        "blocks_not_counted": info.blocks_not_counted,
+        "blocks_host_sealed": info.blocks_host_sealed,
+    }
+    grid = [
+        (
+            str(one.version), one.fingerprint, output.local_time(one.created_unix_s * 10**9),
+            f"{one.blocks:,}", f"{one.sealed_blocks:,}",
+            "seals" if one.version == info.dek_version else "opens",
+        )
+        for one in info.key_versions
+    ]  # fmt: skip
+    head = ("VERSION", "FINGERPRINT", "CREATED", "BLOCKS", "SEALED EVER", "")
+    lines = list(output.table(head, grid, right="r  rr "))
+    if info.blocks_not_counted:
+        lines.append(f"{info.blocks_not_counted:,} blocks found at start are not counted yet")
+    if info.blocks_host_sealed:
+        lines.append(f"{info.blocks_host_sealed:,} blocks are sealed under the tenant's own key")
+    output.answer(args.json, data, lines)
     return 0
 
 
@@ -236,7 +296,10 @@ def run_erase(args: argparse.Namespace) -> int:
     name = check_tenant_name(args.name)
     with _admin(args) as (stub, pb):
         if not args.yes:
-            _confirm(name)
+            _confirm(
+                name,
+                f"This destroys the keys of tenant {name!r}. Its blocks can never be read again.",
+            )
         request = pb.TenantEraseRequest(name=name, confirm=name)
         receipt = rpc.call(stub.TenantErase, request, timeout_s=ERASE_DEADLINE_S)
     data = {
@@ -281,13 +344,13 @@ def _keep(path: Path, receipt: bytes) -> None:
         output.note(receipt.decode())
 
 
-def _confirm(name: str) -> None:
+def _confirm(name: str, what: str) -> None:
     """Raises: CliError unless the name is typed."""
-    output.note(f"This destroys the keys of tenant {name!r}. Its blocks can never be read again.")
+    output.note(what)
     print("Type the tenant's name to go on: ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip() != name:
         raise CliError(
-            f"tenant {name!r} was not erased: that was not its name",
+            f"nothing was done to tenant {name!r}: that was not its name",
             hint="type it exactly, or give --yes",
             status=Status.BAD_REQUEST,
         )

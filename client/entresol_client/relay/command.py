@@ -235,7 +235,8 @@ def _list(args: argparse.Namespace, config: ClientConfig, found: dict[str, str])
         _, pb, stubs = rpc.modules()
         with rpc.tenant_channel(config, shard) as channel:
             reply = rpc.call(stubs.EventsStub(channel).Namespaces, pb.NamespacesRequest())
-        rows += [feed.namespace_info(shard.name, one) for one in reply.namespaces]
+        told = (one for one in reply.namespaces if not one.host_sealed)
+        rows += [feed.namespace_info(shard.name, one) for one in told]
     chooser = Chooser(found)
     rows = [one for one in rows if chooser.matches(one)]
     if args.json:

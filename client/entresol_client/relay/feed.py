@@ -223,7 +223,9 @@ class ShardFeed(threading.Thread):
     def _tell_spaces(self, stub: Any) -> None:
         request = self._pb.NamespacesRequest()
         reply = stub.Namespaces(request, timeout=rpc.CALL_DEADLINE_S)
-        found = tuple(namespace_info(self.shard, one) for one in reply.namespaces)
+        # Of what hosts sealed themselves no daemon can tell routers anything.
+        told = (one for one in reply.namespaces if not one.host_sealed)
+        found = tuple(namespace_info(self.shard, one) for one in told)
         self._known.update(one.namespace_id for one in found)
         self._put(Spaces(self.shard, found))
 

@@ -15,7 +15,12 @@ from typing import Protocol
 
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.events.types import Event
-from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName
+from entresol_proto.ids import (
+    HostSealedNamespace,
+    NamespaceDescriptor,
+    NamespaceId,
+    TenantName,
+)
 
 SEGMENTS_PER_PAGE_MAX = 1_024
 
@@ -80,6 +85,17 @@ class TenantQuota:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyVersionRecord:
+    """One version of a tenant's data key."""
+
+    version: int
+    fingerprint: str
+    created_unix_s: int
+    blocks: int  # stored now
+    sealed_blocks: int  # ever; rounded up after a restart
+
+
+@dataclass(frozen=True, slots=True)
 class TenantRecord:
     """One tenant as the operator sees it."""
 
@@ -91,6 +107,9 @@ class TenantRecord:
     dram_bytes: int = 0
     sessions: int = 0
     leases: int = 0
+    key_versions: tuple[KeyVersionRecord, ...] = ()
+    blocks_not_counted: int = 0
+    blocks_host_sealed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +117,7 @@ class NamespaceRecord:
     """One namespace as its tenant sees it. The descriptor is the tenant's data: never log it."""
 
     namespace_id: NamespaceId
-    descriptor: NamespaceDescriptor = field(repr=False)
+    descriptor: NamespaceDescriptor | HostSealedNamespace = field(repr=False)
     blocks: int = 0
 
 
@@ -193,8 +212,16 @@ class ShardBackend(Protocol):
 
     async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord: ...
 
-    async def tenant_rotate(self, name: TenantName) -> TenantRecord:
-        """Start a new DEK version."""
+    async def tenant_rotate(self, name: TenantName, *, force: bool) -> TenantRecord:
+        """Start a new DEK version; `force` destroys the older ones and drops what they sealed."""
+        ...
+
+    async def unlock(self, kek_file: str) -> str:
+        """Give a locked shard its KEK, of that file or the configured one; returns its id."""
+        ...
+
+    async def change_kek(self, kek_file: str) -> tuple[str, str]:
+        """Wrap every key under the KEK in that file; returns the ids of the old and the new."""
         ...
 
     async def tenant_erase(self, name: TenantName) -> EraseReceipt:

@@ -27,7 +27,7 @@ from entresol_daemon.events.types import (
     Reason,
     pack_token_ids,
 )
-from entresol_proto.ids import TenantName
+from entresol_proto.ids import HostSealedNamespace, TenantName
 from entresol_proto.v1 import entresol_pb2 as pb
 
 REPLY_BYTES_MAX = 1024 * 1024  # of events in one reply, unless one event alone is larger
@@ -119,6 +119,13 @@ def position_message(position: Position) -> pb.Position:
 def namespace_message(found: NamespaceRecord) -> pb.NamespaceInfo:
     """A namespace for the wire, without its salt."""
     given = found.descriptor
+    if isinstance(given, HostSealedNamespace):
+        return pb.NamespaceInfo(
+            namespace_id=found.namespace_id,
+            blocks=found.blocks,
+            block_tokens=given.block_tokens,
+            host_sealed=True,
+        )
     return pb.NamespaceInfo(
         namespace_id=found.namespace_id,
         blocks=found.blocks,
@@ -216,6 +223,18 @@ def tenant_message(tenant: TenantRecord) -> pb.TenantInfo:
         dram_bytes=tenant.dram_bytes,
         sessions=tenant.sessions,
         leases=tenant.leases,
+        key_versions=[
+            pb.KeyVersion(
+                version=row.version,
+                fingerprint=row.fingerprint,
+                created_unix_s=row.created_unix_s,
+                blocks=row.blocks,
+                sealed_blocks=row.sealed_blocks,
+            )
+            for row in tenant.key_versions
+        ],
+        blocks_not_counted=tenant.blocks_not_counted,
+        blocks_host_sealed=tenant.blocks_host_sealed,
     )
 
 

@@ -11,8 +11,8 @@ import asyncio
 import collections
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -311,11 +311,31 @@ class AdminService:
         """New data-encryption key version."""
 
         async def rotate() -> pb.TenantInfo:
-            changed = await self._backend.tenant_rotate(check_tenant_name(request.name))
+            name = check_tenant_name(request.name)
+            changed = await self._backend.tenant_rotate(name, force=request.force)
             log.info("event=tenant_rotated tenant=%s dek=%d", changed.name, changed.dek_version)
             return convert.tenant_message(changed)
 
         return await _answer(context, "TenantRotate", rotate())
+
+    async def Unlock(self, request: pb.UnlockRequest, context: Any) -> pb.UnlockReply:
+        """The key-encryption key has arrived."""
+
+        async def unlock() -> pb.UnlockReply:
+            kek_id = await self._backend.unlock(request.kek_file)
+            state = (await self._backend.stat()).state
+            return pb.UnlockReply(state=cast("pb.State", state.value), kek_id=kek_id)
+
+        return await _answer(context, "Unlock", unlock())
+
+    async def ChangeKek(self, request: pb.ChangeKekRequest, context: Any) -> pb.ChangeKekReply:
+        """Another key-encryption key from now on. Runs to its end even when the caller goes."""
+
+        async def change() -> pb.ChangeKekReply:
+            old, new = await self._backend.change_kek(request.kek_file)
+            return pb.ChangeKekReply(old_kek_id=old, new_kek_id=new)
+
+        return await _answer(context, "ChangeKek", asyncio.shield(_unattended(change())))
 
     async def TenantErase(self, request: pb.TenantEraseRequest, context: Any) -> pb.EraseReceipt:
         """Destroy a tenant's keys. Runs to its end even when the caller goes away."""
@@ -338,10 +358,7 @@ class AdminService:
             return convert.receipt_message(receipt)
 
         # A half-done erasure must not depend on a client staying connected.
-        task = asyncio.get_running_loop().create_task(erase())
-        _unattended.add(task)
-        task.add_done_callback(_finish_unattended)
-        return await _answer(context, "TenantErase", asyncio.shield(task))
+        return await _answer(context, "TenantErase", asyncio.shield(_unattended(erase())))
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         """Refuse new work, finish what runs."""
@@ -375,10 +392,18 @@ class AdminService:
         )
 
 
-_unattended: set[asyncio.Task[pb.EraseReceipt]] = set()  # the loop holds tasks weakly
+_running: set[asyncio.Task[Any]] = set()  # the loop holds tasks weakly
 
 
-def _finish_unattended(task: asyncio.Task[pb.EraseReceipt]) -> None:
-    _unattended.discard(task)
+def _unattended(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Work that ends whether or not anybody waits for it."""
+    task = asyncio.get_running_loop().create_task(work)
+    _running.add(task)
+    task.add_done_callback(_finish_unattended)
+    return task
+
+
+def _finish_unattended(task: asyncio.Task[Any]) -> None:
+    _running.discard(task)
     if not task.cancelled():
         task.exception()  # whoever still waits gets it; nobody else needs to hear of it twice

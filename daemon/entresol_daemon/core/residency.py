@@ -37,7 +37,8 @@ class Resident:
     sealed_bytes: int = 0
     plain_bytes: int = 0
     salt: bytes = field(default=b"", repr=False)
-    dek_version: int = 0
+    dek_version: int = 0  # of the tenant's keys here, or of its own where it is host-sealed
+    host_sealed: bool = False
     from_flash: bool = False  # for the tier of the first answer
 
 

@@ -127,6 +127,11 @@ class Engine:
         logger = log if log is not None else logging.getLogger("entresol.flash")
         found, copies, agree = await read_superblock(device)
         blank = found is None
+        if blank and not options.may_format:
+            raise FormatError(
+                f"{device.name} is blank, and nothing is formatted without a key-encryption key",
+                hint="give the KEK for the first start; `entresold keygen FILE` makes one",
+            )
         superblock = found if found is not None else new_superblock(device, options, random_bytes)
         check_fit(device, superblock)
         opened = replace(

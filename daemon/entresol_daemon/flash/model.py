@@ -114,6 +114,7 @@ class EngineOptions:
     free_segments_min: int = 2  # kept for the engine's own copies and tombstones
     verify_reads: bool = True  # hash payloads; headers are always checked
     checkpoint_path: Path | None = None  # index checkpoint of a clean close
+    may_format: bool = True  # False: a blank device is refused
 
     def __post_init__(self) -> None:
         if not SEGMENT_BYTES_MIN <= self.segment_bytes <= SEGMENT_BYTES_MAX:

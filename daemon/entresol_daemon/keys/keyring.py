@@ -5,9 +5,9 @@ to a crash. Both come from one rule: every change writes a complete new generati
 and then to keyring.json.bak, each in one step, and opening takes the newer whole one and brings the
 other into line. On disk there are only keys wrapped under the KEK.
 
-Methods that write (`open`, `add_tenant`, `set_quota`, `rotate`, `retire`, `erase`, `rewrap`,
-`remember_namespace`, `forget_namespaces`) block on fsync: call them on a worker thread. The others
-touch memory only and may be called from the event loop at the same time.
+Methods that write (`open`, `unlock`, `add_tenant`, `set_quota`, `rotate`, `retire`, `keep_usage`,
+`erase`, `rewrap`, `remember_namespace`, `forget_namespaces`) block on fsync: call them on a worker
+thread. The others touch memory only and may be called from the event loop at the same time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from entresol_daemon.keys import files
-from entresol_daemon.keys.namespaces import NamespaceRegistry, open_descriptor
-from entresol_daemon.keys.providers import KekProvider, locked_error
+from entresol_daemon.keys.errors import erased_error, io_error, locked_error, wrong_kek_error
+from entresol_daemon.keys.names import NamespaceNames
+from entresol_daemon.keys.namespaces import NamespaceRegistry
+from entresol_daemon.keys.providers import KekProvider
 from entresol_daemon.keys.receipts import (
     RECEIPT_FORMAT,
     Receipt,
@@ -43,7 +45,6 @@ from entresol_daemon.keys.tenant import (
     wrap_receipt_seed,
 )
 from entresol_proto import ids
-from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName
 from entresol_proto.status import KeyringError, QuotaError, Status
 
 __all__ = ["Keyring", "Receipt", "Tenant", "TenantInfo", "TenantQuota", "verify_receipt"]
@@ -53,10 +54,11 @@ log = logging.getLogger("entresol.keys")
 TENANTS_MAX_DEFAULT = 1024
 NAMESPACES_PER_TENANT_MAX_DEFAULT = 1024
 DEK_VERSIONS_PER_TENANT_MAX = 64
+USAGE_STEP_BLOCKS = 1 << 20  # sealed blocks are written down so many at a time, ahead of use
 RECEIPTS_KEPT_MAX = 4096  # the oldest go first; their numbers are never given again
 
 
-class Keyring:
+class Keyring(NamespaceNames):
     """See the module. One process at a time may have a keyring open."""
 
     def __init__(
@@ -77,6 +79,7 @@ class Keyring:
         self._state = State()
         self._unwrapped: dict[str, Tenant] = {}
         self._receipt_seed = b""
+        self._used: dict[tuple[str, int], int] = {}  # (tenant, version): blocks sealed, or more
         self._lock = threading.Lock()
         self._namespaces = NamespaceRegistry(
             calls, state_dir / "namespaces", namespaces_per_tenant_max, random
@@ -112,7 +115,7 @@ class Keyring:
             ring._load()
         except OSError as error:
             ring.close()
-            raise _io_error(ring._store.path, error) from None
+            raise io_error(ring._store.path, error) from None
         except BaseException:
             ring.close()
             raise
@@ -154,11 +157,6 @@ class Keyring:
     def copies_recovered(self) -> int:
         """Copies of keyring.json that `open` found missing, stale or damaged and rewrote."""
         return self._store.copies_recovered
-
-    @property
-    def namespace_files_damaged(self) -> int:
-        """Namespace files that were unreadable at `open` and taken as empty."""
-        return self._namespaces.damaged_files
 
     def tenants(self) -> list[TenantInfo]:
         """All tenants by name; works while locked."""
@@ -220,7 +218,7 @@ class Keyring:
             if name in state.tenants:
                 raise KeyringError(f"tenant {name} exists already", status=Status.CONFLICT)
             if not after_erase and self.was_erased(name):
-                raise _erased(name)
+                raise erased_error(name)
             if len(state.tenants) >= self._tenants_max:
                 raise QuotaError(
                     f"there are {self._tenants_max} tenants already",
@@ -243,15 +241,16 @@ class Keyring:
                 self._unwrapped[name] = replace(self._unwrapped[name], info=info_of(stored))
             return info_of(stored)
 
-    def rotate(self, name: str, *, now_unix_s: int) -> int:
+    def rotate(self, name: str, *, now_unix_s: int, force: bool = False) -> int:
         """Begin a new DEK version for new blocks and return it; older ones still open theirs.
 
+        `force` destroys the older ones in the same step: what they sealed is gone.
         Raises: KeyringError; QuotaError when too many versions are in use.
         """
         with self._lock:
             stored = self._stored(name)
             kek = self._need_kek(f"rotating the key of tenant {name}")
-            if len(stored.deks) >= DEK_VERSIONS_PER_TENANT_MAX:
+            if len(stored.deks) >= DEK_VERSIONS_PER_TENANT_MAX and not force:
                 raise QuotaError(
                     f"tenant {name} has {DEK_VERSIONS_PER_TENANT_MAX} key versions",
                     hint="retire the oldest, whose blocks then count as missing",
@@ -259,14 +258,37 @@ class Keyring:
             version = stored.deks[-1].version + 1
             dek = self._random(SECRET_BYTES)
             added = wrap_dek(kek, name, stored.stream, version, dek, now_unix_s)
-            stored = replace(stored, deks=(*stored.deks, added), active=version)
-            self._save(self._with(stored))
+            kept = () if force else stored.deks
+            stored = replace(stored, deks=(*kept, added), active=version)
+            self._save(self._with(stored), destroy_old=force)
             old = self._unwrapped[name]
-            self._unwrapped[name] = replace(
-                old, info=info_of(stored), deks={**old.deks, version: dek}
-            )
-            log.info("event=key_rotated tenant=%s version=%d", name, version)
+            older = {} if force else old.deks
+            self._unwrapped[name] = replace(old, info=info_of(stored), deks={**older, version: dek})
+            log.info("event=key_rotated tenant=%s version=%d force=%s", name, version, force)
             return version
+
+    def note_sealed(self, name: str, version: int, blocks: int = 1) -> bool:
+        """Count block keys given out; memory only. True when `keep_usage` is due."""
+        place = (name, version)
+        used = self._used[place] = self._used.get(place, 0) + blocks
+        stored = self._state.tenants.get(name)
+        if stored is None or stored.active != version:
+            return False  # erased or rotated meanwhile: this version's count ends here
+        return used > stored.deks[-1].sealed_blocks
+
+    def sealed_blocks(self, name: str, version: int) -> int:
+        """Block keys given out under a version; after a restart rounded up, never down by more
+        than were given out between two writes."""
+        return self._used.get((name, version), 0)
+
+    def keep_usage(self, name: str) -> None:
+        """Write down, ahead of use, how much the active version sealed. Raises: KeyringError."""
+        with self._lock:
+            stored = self._stored(name)
+            last = stored.deks[-1]
+            ahead = self.sealed_blocks(name, last.version) + USAGE_STEP_BLOCKS
+            deks = (*stored.deks[:-1], replace(last, sealed_blocks=ahead))
+            self._save(self._with(replace(stored, deks=deks)))
 
     def retire(self, name: str, version: int) -> None:
         """Destroy one older DEK version in every copy: blocks sealed under it are gone.
@@ -333,6 +355,7 @@ class Keyring:
                 destroy_old=True,
             )
             self._unwrapped.pop(name, None)
+            self._used = {place: used for place, used in self._used.items() if place[0] != name}
             try:
                 self._namespaces.drop(stored.stream)
             except OSError as error:
@@ -340,6 +363,21 @@ class Keyring:
                 log.warning("event=namespaces_file_left tenant=%s reason=%s", name, error.strerror)
             log.info("event=tenant_erased tenant=%s receipt=%d", name, receipt["number"])
             return receipt.copy()
+
+    def unlock(self, kek: KekProvider) -> bool:
+        """Give a locked keyring its KEK; False when it had that very one already.
+
+        Raises: KeyringError: another KEK wrapped it, or its keys do not open; nothing has changed
+            then, and it is still locked.
+        """
+        with self._lock:
+            if self._kek is not None:
+                if self._kek.kek_id() != kek.kek_id():
+                    raise self._wrong(kek)
+                return False
+            self._adopt(kek, self._state)
+            log.info("event=unlocked kek=%s tenants=%d", kek.kek_id().hex(), len(self._unwrapped))
+            return True
 
     def rewrap(self, new_kek: KekProvider) -> None:
         """Change the KEK: every key is wrapped anew, the keys themselves stay.
@@ -366,64 +404,6 @@ class Keyring:
             self._kek = new_kek
             log.info("event=kek_changed kek=%s", new_kek.kek_id().hex())
 
-    # Namespaces.
-
-    def derive_namespace(self, name: str, canonical: bytes) -> tuple[NamespaceId, bytes]:
-        """The id and the 32-byte secret of a namespace; memory only, remembers nothing.
-
-        Raises: KeyringError as `get`.
-        """
-        secret = self.get(name).naming_secret
-        return ids.namespace_id(secret, canonical), ids.namespace_secret(secret, canonical)
-
-    def remember_namespace(self, name: str, canonical: bytes) -> tuple[NamespaceId, bytes]:
-        """`derive_namespace`, and write down whose it is, so that it is known after a restart.
-
-        Writes only the first time. Raises: KeyringError as `get`; BadKeyError for a descriptor that
-            is not canonical; QuotaError at the tenant's limit.
-        """
-        NamespaceDescriptor.parse(canonical)
-        with self._lock:
-            tenant = self.get(name)
-            namespace, secret = self.derive_namespace(name, canonical)
-            try:
-                self._namespaces.remember(
-                    tenant.stream, tenant.name, tenant.naming_secret, namespace, canonical
-                )
-            except OSError as error:
-                raise _io_error(self._namespaces.folder, error) from None
-            return namespace, secret
-
-    def forget_namespaces(self, name: str, namespaces: Iterable[bytes]) -> int:
-        """Drop namespaces without blocks from the registry; how many. Raises: KeyringError."""
-        with self._lock:
-            try:
-                return self._namespaces.forget(self._stored(name).stream, namespaces)
-            except OSError as error:
-                raise _io_error(self._namespaces.folder, error) from None
-
-    def tenant_of(self, namespace: bytes) -> TenantName | None:
-        """The tenant a namespace belongs to, None when it is not known; works while locked."""
-        return self._namespaces.owner(namespace)
-
-    def namespaces_of(self, name: str) -> list[NamespaceId]:
-        """The remembered namespaces of a tenant; works while locked. Raises: KeyringError."""
-        return self._namespaces.of(self._stored(name).stream)
-
-    def descriptor_of(self, namespace: bytes) -> NamespaceDescriptor | None:
-        """What a namespace is (model, layout, salt: the tenant's data, never to be logged).
-
-        None when it is not known, or its record does not open. Raises: KeyringError while locked.
-        """
-        record = self._namespaces.record(namespace)
-        if record is None:
-            return None
-        secret = self.get(record.tenant).naming_secret
-        try:
-            return NamespaceDescriptor.parse(open_descriptor(secret, namespace, record.sealed))
-        except (KeyringError, ids.BadKeyError):
-            return None
-
     # Inside.
 
     def _stored(self, name: str) -> StoredTenant:
@@ -431,7 +411,7 @@ class Keyring:
         if stored is not None:
             return stored
         if self.was_erased(name):
-            raise _erased(name)
+            raise erased_error(name)
         raise KeyringError(
             f"there is no tenant {name!r}",
             hint="add it with `entresol tenant add`",
@@ -448,53 +428,52 @@ class Keyring:
 
     def _load(self) -> None:
         state = self._store.read()
-        self._check_kek(state)
-        if self._kek is not None and state.kek_id:
-            self._receipt_seed = unwrap_receipt_seed(self._kek, state)
-            for name, stored in state.tenants.items():
-                self._unwrapped[name] = unwrap_tenant(self._kek, stored)
+        kek = self._kek
+        if kek is not None and state.kek_id:
+            self._unwrap(kek, state)
         self._store.heal(state)
         self._state = state
-        if self._kek is not None and not state.kek_id:
-            self._receipt_seed = self._random(SECRET_BYTES)
+        self._used = {
+            (name, dek.version): dek.sealed_blocks
+            for name, tenant in state.tenants.items()
+            for dek in tenant.deks
+        }
+        if kek is not None and not state.kek_id:
+            self._adopt(kek, state)
+        self._namespaces.load({tenant.stream: tenant.name for tenant in state.tenants.values()})
+
+    def _adopt(self, kek: KekProvider, state: State) -> None:
+        """Make `kek` this keyring's; the first one ever is written down. Raises: KeyringError."""
+        if state.kek_id:
+            self._unwrap(kek, state)
+        else:
+            seed = self._random(SECRET_BYTES)
             self._save(
                 replace(
                     state,
-                    kek_id=self._kek.kek_id(),
-                    receipt_wrapped=wrap_receipt_seed(self._kek, self._receipt_seed),
-                    receipt_public=public_key_of(self._receipt_seed),
+                    kek_id=kek.kek_id(),
+                    receipt_wrapped=wrap_receipt_seed(kek, seed),
+                    receipt_public=public_key_of(seed),
                 )
             )
-        self._namespaces.load({tenant.stream: tenant.name for tenant in state.tenants.values()})
+            self._receipt_seed = seed
+        self._kek = kek
 
-    def _check_kek(self, state: State) -> None:
-        if self._kek is None or not state.kek_id or self._kek.kek_id() == state.kek_id:
-            return
-        source = getattr(self._kek, "source", "the one given")
-        raise KeyringError(
-            f"{self._store.path} is wrapped under KEK {state.kek_id.hex()}, "
-            f"but {source} is KEK {self._kek.kek_id().hex()}",
-            hint="give the right file in [keys] kek_file; nothing was changed",
-        )
+    def _unwrap(self, kek: KekProvider, state: State) -> None:
+        """Every key, or nothing. Raises: KeyringError."""
+        if kek.kek_id() != state.kek_id:
+            raise self._wrong(kek, state)
+        seed = unwrap_receipt_seed(kek, state)
+        held = {name: unwrap_tenant(kek, stored) for name, stored in state.tenants.items()}
+        self._receipt_seed, self._unwrapped = seed, held
+
+    def _wrong(self, kek: KekProvider, state: State | None = None) -> KeyringError:
+        source = getattr(kek, "source", "the one given")
+        kek_id = (state or self._state).kek_id
+        return wrong_kek_error(self._store.path, kek_id, source, kek.kek_id())
 
     def _save(self, state: State, *, destroy_old: bool = False) -> None:
         try:
             self._state = self._store.save(state, destroy_old=destroy_old)
         except OSError as error:
-            raise _io_error(self._store.path, error) from None
-
-
-def _erased(name: str) -> KeyringError:
-    return KeyringError(
-        f"tenant {name} was erased",
-        hint="`entresol tenant add --after-erase` begins anew with fresh keys",
-        status=Status.ERASED,
-    )
-
-
-def _io_error(path: Path, error: OSError) -> KeyringError:
-    return KeyringError(
-        f"cannot read or write {path}: {error.strerror or error}",
-        hint="check the disk's free space and the folder's owner",
-        status=Status.IO_ERROR,
-    )
+            raise io_error(self._store.path, error) from None

@@ -90,7 +90,9 @@ class FileKek:
         except IsADirectoryError:
             raise KeyringError(f"KEK file {file} is a folder", hint=_HOW_TO_MAKE) from None
         except FileNotFoundError:
-            raise KeyringError(f"there is no KEK file {file}", hint=_HOW_TO_MAKE) from None
+            raise KeyringError(
+                f"there is no KEK file {file}", hint=_HOW_TO_MAKE, status=Status.LOCKED
+            ) from None
         except OSError as error:
             raise KeyringError(
                 f"cannot read KEK file {file}: {error.strerror}",
@@ -203,12 +205,3 @@ def _parse_key(raw: bytes, file: Path) -> bytes:
     if len(set(key)) < 8:
         raise KeyringError(f"KEK file {file} does not hold a random key", hint=_HOW_TO_MAKE)
     return key
-
-
-def locked_error(what: str) -> KeyringError:
-    """The error for everything that needs the KEK while there is none."""
-    return KeyringError(
-        f"{what}: the keyring is locked, there is no key-encryption key",
-        hint="set [keys] kek_file and restart",
-        status=Status.LOCKED,
-    )

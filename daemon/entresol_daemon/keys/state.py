@@ -73,6 +73,7 @@ class StoredDek:
     created_unix_s: int
     fingerprint: bytes  # 8 bytes, one-way; for listings, metrics and receipts
     wrapped: bytes = field(repr=False)
+    sealed_blocks: int = 0  # at most so many were sealed under it; counted on in steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,8 @@ def encode(state: State) -> bytes:
                     "created_unix_s": dek.created_unix_s,
                     "fingerprint": dek.fingerprint.hex(),
                     "wrapped": dek.wrapped.hex(),
+                    # Left out at 0, as by a daemon that did not count.
+                    **({"sealed_blocks": dek.sealed_blocks} if dek.sealed_blocks else {}),
                 }
                 for dek in tenant.deks
             ],
@@ -225,6 +228,7 @@ def _tenant(item: dict[str, Any]) -> StoredTenant:
             created_unix_s=_whole(dek, "created_unix_s"),
             fingerprint=_raw(dek, "fingerprint", FINGERPRINT_BYTES, FINGERPRINT_BYTES),
             wrapped=_raw(dek, "wrapped", 1, WRAPPED_STORED_BYTES_MAX),
+            sealed_blocks=_whole(dek, "sealed_blocks") if "sealed_blocks" in dek else 0,
         )
         for dek in _items(item, "deks")
     )

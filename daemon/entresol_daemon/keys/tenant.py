@@ -39,6 +39,7 @@ class TenantInfo:
     created_unix_s: int
     active_version: int
     fingerprints: dict[int, str]  # DEK version -> fingerprint, hex
+    created: dict[int, int]  # DEK version -> Unix seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ def info_of(stored: StoredTenant) -> TenantInfo:
         created_unix_s=stored.created_unix_s,
         active_version=stored.active,
         fingerprints={dek.version: dek.fingerprint.hex() for dek in stored.deks},
+        created={dek.version: dek.created_unix_s for dek in stored.deks},
     )
 
 

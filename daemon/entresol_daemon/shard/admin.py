@@ -15,6 +15,7 @@ import numpy as np
 from entresol_daemon.control.admin import (
     DrainResult,
     EraseReceipt,
+    KeyVersionRecord,
     NamespaceRecord,
     SegmentRecord,
     ShardDescription,
@@ -41,6 +42,7 @@ from entresol_proto.seal.block import (
     HEADER_BYTES_MAX,
     META_BYTES_MAX,
     TAG_BYTES,
+    BlockMeta,
     SealedHeader,
     derive_block_key,
     open_meta,
@@ -48,6 +50,9 @@ from entresol_proto.seal.block import (
 from entresol_proto.status import EntresolError, SealError, Status
 
 DRAIN_NS_DEFAULT = 30_000_000_000
+LOCKED = (
+    "locked: no key-encryption key; put the file of [keys] kek_file in place, `entresol unlock`"
+)
 _HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
 
 log = logging.getLogger("entresol.admin")
@@ -71,14 +76,19 @@ class ShardAdmin:
         *,
         end_sessions: Callable[[TenantName], Awaitable[int]],
         begin_drain: Callable[[], None],
+        unlock: Callable[[str], Awaitable[str]],
+        change_kek: Callable[[str], Awaitable[tuple[str, str]]],
         flash_direct: bool = False,
     ) -> None:
         """`end_sessions` closes a tenant's connections and waits; `begin_drain` tells hosts;
-        `flash_direct` tells whether the device bypasses the page cache."""
+        `unlock` and `change_kek` read KEK files, see `ShardBackend`; `flash_direct` tells whether
+        the device bypasses the page cache."""
         self._shard = shard
         self._addresses = addresses
         self._end_sessions = end_sessions
         self._begin_drain = begin_drain
+        self._unlock = unlock
+        self._change_kek = change_kek
         self._flash_direct = flash_direct
         self._started_ns = shard.parts.now_ns()
 
@@ -98,7 +108,7 @@ class ShardAdmin:
         if self._shard.draining:
             reasons.append("draining")
         if self._shard.parts.keyring.locked:
-            reasons.append("locked: no key-encryption key")
+            reasons.append(LOCKED)
         if self._shard.parts.engine.failed:
             reasons.append("flash failed: puts are refused")
         return reasons
@@ -178,17 +188,8 @@ class ShardAdmin:
         await self._shard.removal.shrink_to_quota(account)
         return self._record(name)
 
-    async def tenant_rotate(self, name: TenantName) -> TenantRecord:
-        parts = self._shard.parts
-
-        def rotate() -> None:
-            parts.keyring.rotate(name, now_unix_s=parts.unix_ns() // 10**9)
-
-        await parts.compute.run(rotate)
-        tenant = parts.keyring.get(name)
-        for session in self._shard.sessions.values():
-            if session.account.name == name:
-                session.tenant = tenant
+    async def tenant_rotate(self, name: TenantName, *, force: bool = False) -> TenantRecord:
+        await self._shard.keycare.rotate(name, force=force)
         return self._record(name)
 
     async def tenant_erase(self, name: TenantName) -> EraseReceipt:
@@ -232,6 +233,12 @@ class ShardAdmin:
             if info.stream == account.stream and info.live_blocks:
                 mine.update(np.unique(numbers[engine.segment_slots(info.segment)]).tolist())
         return [found[number] for number in sorted(mine)]
+
+    async def unlock(self, kek_file: str) -> str:
+        return await self._unlock(kek_file)
+
+    async def change_kek(self, kek_file: str) -> tuple[str, str]:
+        return await self._change_kek(kek_file)
 
     async def drain(self, deadline_ns: int) -> DrainResult:
         self._begin_drain()
@@ -316,10 +323,9 @@ class ShardAdmin:
             header = SealedHeader.parse(sealed)
             if header.wire_key != key or header.namespace_id != namespace_id:
                 return None
-            dek = parts.keyring.get(tenant).dek(header.dek_version)
-            if dek is None:
+            meta = self._meta_of(tenant, sealed, header, index.m_position[slot])
+            if meta is None:
                 return None
-            meta = open_meta(sealed, header, derive_block_key(dek, header.salt))
         except SealError:
             return None
         return Event(
@@ -336,6 +342,18 @@ class ShardAdmin:
             token_ids_u32le=events.pack_token_ids(meta.token_ids),
             medium=events.Medium.MEMORY if resident is not None else events.Medium.FLASH,
             size_bytes=header.sealed_bytes,
+        )
+
+    def _meta_of(
+        self, tenant: TenantName, sealed: memoryview, header: SealedHeader, position: int
+    ) -> BlockMeta | None:
+        """What routers may know; of a host-sealed block only its place. Raises: SealError."""
+        if header.host_sealed:
+            described = self._shard.parts.keyring.descriptor_of(header.namespace_id)
+            return BlockMeta(b"", position, described.block_tokens if described else 0, ())
+        dek = self._shard.parts.keyring.get(tenant).dek(header.dek_version)
+        return (
+            None if dek is None else open_meta(sealed, header, derive_block_key(dek, header.salt))
         )
 
     async def _head_from_flash(self, slot: int) -> memoryview:
@@ -364,6 +382,7 @@ class ShardAdmin:
         if info is None:
             raise EntresolError(f"there is no tenant {name!r}", status=Status.BAD_REQUEST)
         account = self._adopt(name)
+        uses, not_counted, host_sealed = self._shard.keycare.uses(info)
         blocks = parts.engine.index.namespaces()
         leases = sum(
             parts.leases.held_by(number)
@@ -383,6 +402,14 @@ class ShardAdmin:
             dram_bytes=parts.residency.pool.owned_bytes(account.stream),
             sessions=account.sessions,
             leases=leases,
+            key_versions=tuple(
+                KeyVersionRecord(
+                    use.version, use.fingerprint, use.created_unix_s, use.blocks, use.sealed_blocks
+                )
+                for use in uses
+            ),
+            blocks_not_counted=not_counted,
+            blocks_host_sealed=host_sealed,
         )
 
 

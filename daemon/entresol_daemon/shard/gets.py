@@ -18,18 +18,18 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from entresol_daemon.compute import ComputeError
+from entresol_daemon.core.census import HOST_SEALED, code_of
 from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.reports import HostReports
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.ids import short
-from entresol_proto.seal.block import SealedHeader, check_header, derive_block_key
+from entresol_proto.seal.block import BlockKey, SealedHeader, check_header, derive_block_key
 from entresol_proto.status import EntresolError, SealError, Status
 from entresol_proto.wire.data import (
     Fetch,
@@ -45,7 +45,7 @@ from entresol_proto.wire.data import (
 LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
 WINDOWS_LANDING_MAX = 4  # batches of one request under way
 WINDOW_BLOCKS_MAX = 256
-EXAMINED_AT_ONCE_MAX = 64  # blocks hosts reported; a report beyond is lost, its block reads again
+NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
 _KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
@@ -75,7 +75,7 @@ class GetPath:
         self._removal = removal
         self._opened = OpenedBlocks(parts)
         self._loading: dict[Resident, asyncio.Future[Status]] = {}
-        self._examining: set[Resident] = set()  # pinned, so none of them comes twice
+        self._reports = HostReports(parts, removal, self._opened, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
 
@@ -125,19 +125,7 @@ class GetPath:
 
     def release(self, session: Session, request: Release) -> None:
         """End leases; look into what the host could not verify. Unknown leases are ignored."""
-        suspects: dict[Resident, None] = {}  # each once, however often it is reported
-        for lease_id, index, status in request.reports:
-            lease = self._parts.leases.get(session.number, lease_id)
-            if lease is None or status not in (Status.CORRUPT, Status.CONFLICT):
-                continue
-            resident = lease.payload.sealed.get(index)
-            if resident is not None:
-                suspects[resident] = None
-        for resident in suspects:
-            if resident not in self._examining and len(self._examining) < EXAMINED_AT_ONCE_MAX:
-                self._parts.residency.pin(resident)
-                self._examining.add(resident)
-                self._spawn(self._examine(resident))
+        self._reports.take(session, request)
         for lease_id in request.lease_ids:
             lease = self._parts.leases.release(session.number, lease_id)
             if lease is not None:
@@ -164,6 +152,12 @@ class GetPath:
         session.data_path()
         until_ns = self._parts.now_ns() + deadline_ns
         namespace = session.namespace(handle)
+        if open_at is OpenAt.DAEMON and namespace.host_sealed:
+            raise EntresolError(
+                "this namespace is sealed by its hosts: the daemon has no key to open a block",
+                hint="let the host open blocks (open_at = host)",
+                status=Status.UNSUPPORTED,
+            )
         return _Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
 
     async def _serve(self, job: _Job) -> None:
@@ -316,6 +310,9 @@ class GetPath:
         if status is Status.OK:
             resident.salt = header.salt
             resident.dek_version = header.dek_version
+            resident.host_sealed = header.host_sealed
+            code = HOST_SEALED if header.host_sealed else code_of(header.dek_version)
+            self._parts.census.note(resident.slot, resident.owner, code)
             resident.state = ResidentState.READY
         return status
 
@@ -435,13 +432,22 @@ class GetPath:
         self, job: _Job, entries: list[tuple[int, Resident]]
     ) -> list[tuple[int, Resident]]:
         """Without the blocks whose key version was retired: those are gone for good."""
-        deks = job.session.tenant.deks
-        gone = [entry for entry in entries if entry[1].dek_version not in deks]
+        deks, at_host = job.session.tenant.deks, job.namespace.host_sealed
+
+        def usable(resident: Resident) -> bool:
+            if resident.host_sealed is not at_host:
+                return False  # ids of the two kinds never meet, unless somebody made them
+            return at_host or resident.dek_version in deks
+
+        gone = [entry for entry in entries if not usable(entry[1])]
         if not gone:
             return entries
+        kept = [entry for entry in entries if usable(entry[1])]
+        for _, resident in gone:
+            self._removal.without_key(resident)
         self._undo(job, gone)
         job.misses += [(index, Status.ERASED) for index, _ in gone]
-        return [entry for entry in entries if entry[1].dek_version in deks]
+        return kept
 
     async def _sealed_items(
         self, session: Session, entries: list[tuple[int, Resident]]
@@ -453,7 +459,9 @@ class GetPath:
             exposure = session.exposures.get(extent.slab.number)
             if exposure is None:
                 exposure = await session.expose_slab(extent.slab)
-            block_key = derive_block_key(deks[resident.dek_version], resident.salt)
+            block_key = NO_KEY
+            if not resident.host_sealed:
+                block_key = derive_block_key(deks[resident.dek_version], resident.salt)
             address = exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES
             tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
             resident.from_flash = False
@@ -464,25 +472,6 @@ class GetPath:
                 )
             )  # fmt: skip
         return items
-
-    async def _examine(self, resident: Resident) -> None:
-        """A host could not open a block: believe our own eyes, then drop it or keep it."""
-        parts = self._parts
-        try:
-            if resident.state is not ResidentState.READY:
-                return
-            status = await self._opened.verify(resident)
-            log.warning(
-                "event=host_report namespace=%s block=%s verdict=%s",
-                short(resident.namespace_id), short(resident.wire_key), status.label,
-            )  # fmt: skip
-            if status is Status.CORRUPT:  # and not that its key version is gone
-                self._removal.corrupt(resident, where="host_report")
-        except ComputeError:
-            return  # no thread to look closer: in doubt, the host's miss was enough
-        finally:
-            self._examining.discard(resident)
-            parts.residency.unpin(resident)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -14,6 +14,7 @@ from entresol_daemon.compute import Compute
 from entresol_daemon.config import Config
 from entresol_daemon.core.accounts import Accounts, PutBudget
 from entresol_daemon.core.admission import Admission
+from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
@@ -70,6 +71,7 @@ class Parts:
     put_budget: PutBudget
     admission: Admission
     history: History
+    census: VersionCensus
     residency: Residency
     scratch: SlabPool  # private plaintext on its way to being sealed; wiped after use
     leases: LeaseTable[Leased]

@@ -13,7 +13,14 @@ from entresol_daemon.memory.slabs import Extent
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.seal.block import BlockIdentity, BlockKey, BlockMeta, SealedHeader, seal_into
+from entresol_proto.seal.block import (
+    BlockIdentity,
+    BlockKey,
+    BlockMeta,
+    SealedHeader,
+    check_header,
+    seal_into,
+)
 from entresol_proto.status import SealError, Status
 from entresol_proto.wire.data import Ack, PutItem
 
@@ -33,7 +40,7 @@ class Reservation:
     record_bytes_max: int
     dek_version: int
     salt: bytes = field(repr=False)
-    block_key: BlockKey = field(repr=False)
+    block_key: BlockKey | None = field(repr=False)  # None: only the tenant has it
     at_host: bool
     commit_by_ns: int
     appended: bool = False  # from here on the flush closes it
@@ -73,11 +80,12 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
     reservation, item = pull.reservation, pull.reservation.item
     assert pull.extent is not None
     assert pull.plain is not None
+    assert reservation.block_key is not None, "the daemon seals no block of a host-sealed namespace"
     namespace = reservation.namespace
     meta = BlockMeta(
         parent=item.parent,
         position=item.position,
-        block_tokens=namespace.descriptor.block_tokens,
+        block_tokens=namespace.block_tokens,
         token_ids=item.token_ids,
     )
     identity = BlockIdentity(
@@ -100,6 +108,36 @@ def seal(job: Sealing) -> SealedHeader | None:
         )  # fmt: skip
     except SealError:
         return None
+
+
+def check_sealed(pull: Pull) -> Status:
+    """Every field of a header sealed at the host must be what the reservation says.
+
+    In a host-sealed namespace salt, version and commitment are the tenant's own affair.
+    """
+    reservation, extent = pull.reservation, pull.extent
+    assert extent is not None
+    item, key = reservation.item, reservation.block_key
+    sealed = extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + pull.sealed_bytes]
+    try:
+        header = SealedHeader.parse(sealed)
+    except SealError:
+        return Status.CORRUPT
+    status = check_header(
+        header,
+        namespace_id=reservation.namespace.namespace_id,
+        wire_key=item.key,
+        plain_bytes=item.plain_bytes,
+        commitment=None if key is None else key.commitment,
+        engine_key=item.engine_key,
+        host_sealed=key is None,
+    )
+    same = header.sealed_bytes == pull.sealed_bytes
+    if key is not None:
+        same &= header.salt == reservation.salt
+        same &= header.dek_version == reservation.dek_version
+    pull.header = header
+    return status if same else Status.CORRUPT
 
 
 def windows(pulls: Sequence[Pull]) -> list[list[Pull]]:

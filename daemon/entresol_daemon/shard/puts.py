@@ -15,25 +15,29 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from entresol_daemon.core.census import HOST_SEALED, code_of
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.flash.engine import Record
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.parts import Parts
-from entresol_daemon.shard.pulls import Pull, Reservation, seal, sealing, windows, zero_tail
+from entresol_daemon.shard.pulls import (
+    Pull,
+    Reservation,
+    check_sealed,
+    seal,
+    sealing,
+    windows,
+    zero_tail,
+)
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import EngineKey, short, wire_key
-from entresol_proto.seal.block import (
-    SealedHeader,
-    check_header,
-    derive_block_key,
-    new_salt,
-    sealed_bytes_max,
-)
-from entresol_proto.status import EntresolError, SealError, Status
+from entresol_proto.seal.block import derive_block_key, new_salt, sealed_bytes_max
+from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reason, Reserve, Reserved
 
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
@@ -46,9 +50,10 @@ log = logging.getLogger("entresol.put")
 class PutPath:
     """RESERVE and COMMIT of all sessions of a shard."""
 
-    def __init__(self, parts: Parts, removal: Removal) -> None:
+    def __init__(self, parts: Parts, removal: Removal, keycare: KeyCare) -> None:
         self._parts = parts
         self._removal = removal
+        self._keycare = keycare
         self._reservations: dict[int, Reservation] = {}
         self._wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
@@ -134,11 +139,13 @@ class PutPath:
             return Reserved.Item(Status.TOO_LARGE)
         if place in self._wanted:
             return Reserved.Item(Status.BUSY)  # someone else is storing it right now
+        # What a host sealed under its own key may carry token ids that nobody was told of.
+        tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
         record_bytes = extent_bytes(
             sealed_bytes_max(
                 item.plain_bytes,
                 chunk_bytes=parts.config.sealing.chunk_bytes,
-                meta_tokens=len(item.token_ids),
+                meta_tokens=tokens,
                 engine_key_bytes=len(item.engine_key),
             )
         )
@@ -151,10 +158,12 @@ class PutPath:
             parts.put_budget.refund(session.account, record_bytes)
             parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
             return Reserved.Item(Status.NOT_ADMITTED)
-        version = session.tenant.active_version
-        at_host = not session.data_path().capabilities.private
-        salt = new_salt()
-        block_key = derive_block_key(session.tenant.active_dek, salt)
+        at_host = namespace.host_sealed or not session.data_path().capabilities.private
+        version, salt, block_key = 0, b"", None
+        if not namespace.host_sealed:
+            version, salt = session.tenant.active_version, new_salt()
+            block_key = derive_block_key(session.tenant.active_dek, salt)
+            self._keycare.reserved(session, version)
         reservation = Reservation(
             self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
             block_key, at_host, min(deadline_ns, parts.now_ns() + COMMIT_WAIT_NS_MAX),
@@ -162,7 +171,7 @@ class PutPath:
         self._next_id += 1
         self._reservations[reservation.put_id] = reservation
         self._wanted[place] = reservation
-        if not at_host:
+        if not at_host or block_key is None:
             return Reserved.Item(Status.OK, version, reservation.put_id)
         return Reserved.Item(
             Status.OK, version, reservation.put_id, salt, block_key.key, block_key.commitment
@@ -283,7 +292,7 @@ class PutPath:
             here = [pull for pull in here if pull.status is Status.OK]
             for pull in here:
                 if pull.reservation.at_host:
-                    pull.status = self._check_sealed(pull)
+                    pull.status = check_sealed(pull)
             await self._seal([p for p in here if not p.reservation.at_host])
             waits = []
             for pull in sorted(here, key=lambda p: p.reservation.item.position):
@@ -349,32 +358,6 @@ class PutPath:
             pull.sealed_bytes = pull.span.length_bytes
         self._parts.meters.pulled(session.account.name, sum(p.span.length_bytes for p in window))
 
-    def _check_sealed(self, pull: Pull) -> Status:
-        """Every field of a host-sealed header must be what the reservation says."""
-        reservation, extent = pull.reservation, pull.extent
-        assert extent is not None
-        item = reservation.item
-        sealed = extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + pull.sealed_bytes]
-        try:
-            header = SealedHeader.parse(sealed)
-        except SealError:
-            return Status.CORRUPT
-        status = check_header(
-            header,
-            namespace_id=reservation.namespace.namespace_id,
-            wire_key=item.key,
-            plain_bytes=item.plain_bytes,
-            commitment=reservation.block_key.commitment,
-            engine_key=item.engine_key,
-        )
-        same = (
-            header.sealed_bytes == pull.sealed_bytes
-            and header.salt == reservation.salt
-            and header.dek_version == reservation.dek_version
-        )
-        pull.header = header
-        return status if same else Status.CORRUPT
-
     async def _seal(self, window: list[Pull]) -> None:
         """Seal pulled plaintext in worker threads; the plaintext is wiped right after."""
         if not window:
@@ -407,6 +390,11 @@ class PutPath:
         if parts.engine.index.find(namespace_id, item.key) >= 0:
             pull.status = Status.EXISTS
             return None
+        header = pull.header
+        assert header is not None
+        if not header.host_sealed and header.dek_version not in reservation.session.tenant.deks:
+            pull.status = Status.ERASED  # its key was destroyed since: nobody could ever open it
+            return None
         record = Record(
             namespace_id, item.key, extent.view, pull.sealed_bytes, item.plain_bytes, item.position
         )
@@ -415,11 +403,12 @@ class PutPath:
             pull.status = flushed.result()
             return None
         pull.extent = None  # the resident's now
-        header = pull.header
-        assert header is not None
+        code = HOST_SEALED if header.host_sealed else code_of(header.dek_version)
+        parts.census.note(slot, account.stream, code)
         resident = Resident(
             slot, namespace_id, item.key, account.stream, extent, ResidentState.READY, 1,
-            pull.sealed_bytes, item.plain_bytes, reservation.salt, reservation.dek_version,
+            pull.sealed_bytes, item.plain_bytes, header.salt, header.dek_version,
+            header.host_sealed,
         )  # fmt: skip
         parts.residency.add(resident)
         account.flash_bytes += extent.length_bytes
@@ -455,7 +444,7 @@ class PutPath:
             engine_keys=(item.engine_key,),
             parent=item.parent,
             position=item.position,
-            block_tokens=reservation.namespace.descriptor.block_tokens,
+            block_tokens=reservation.namespace.block_tokens,
             token_ids_u32le=events.pack_token_ids(item.token_ids),
             medium=events.Medium.MEMORY,
             size_bytes=sealed_bytes,
@@ -477,6 +466,8 @@ class PutPath:
         if reservation.closed:
             return
         reservation.closed = True
+        if reservation.block_key is not None:
+            self._keycare.put_ended(reservation.session, reservation.dek_version)
         self._reservations.pop(reservation.put_id, None)
         place = (reservation.namespace.namespace_id, reservation.item.key)
         if self._wanted.get(place) is reservation:

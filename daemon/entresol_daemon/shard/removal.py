@@ -187,6 +187,11 @@ class Removal:
         finally:
             self._reported_by_host = False
 
+    def without_key(self, resident: Resident) -> None:
+        """Drop a block whose key version was destroyed: it could only stand in another's way."""
+        if self._parts.residency.holds(resident):
+            self._parts.engine.remove(resident.slot, RemoveReason.NAMESPACE_DROPPED)
+
     def drop_namespaces(self, namespace_ids: Iterable[bytes]) -> int:
         """Drop every block of a tenant's namespaces (erase); returns how many."""
         return sum(len(self._parts.engine.drop_namespace(each)) for each in namespace_ids)
@@ -198,6 +203,7 @@ class Removal:
         groups: dict[tuple[bytes, bytes, RemoveReason], list[bytes]] = {}
         for row in removed:
             parts.residency.drop_slot(row.slot)
+            parts.census.gone(row.slot, row.stream)
             reason = _REASONS[row.reason][0]
             parts.history.record(row.namespace_id, row.wire_key, reason, now)
             place = (row.stream, row.namespace_id, row.reason)

@@ -15,7 +15,6 @@ from entresol_daemon.keys.keyring import Tenant
 from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint, Registration
-from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import EntresolError, FabricError, QuotaError, Status
 
@@ -29,9 +28,10 @@ class OpenedNamespace:
     handle: int
     namespace_id: bytes
     secret: bytes = field(repr=False)
-    descriptor: NamespaceDescriptor = field(repr=False)
+    block_tokens: int
     dtype: DType
     codec_id: int
+    host_sealed: bool = False  # the tenant keeps its keys: sealed and opened by hosts only
 
 
 @dataclass(slots=True, eq=False)

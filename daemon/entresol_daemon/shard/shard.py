@@ -22,6 +22,7 @@ from entresol_daemon.compute import Compute
 from entresol_daemon.config import Config
 from entresol_daemon.core.accounts import Account, Accounts, PutBudget
 from entresol_daemon.core.admission import Admission
+from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
@@ -31,15 +32,23 @@ from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.keys.keyring import Keyring, TenantInfo, TenantQuota
 from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
+from entresol_daemon.shard.explaining import Explainer
 from entresol_daemon.shard.gets import GetPath
+from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.parts import Parts, Signal
 from entresol_daemon.shard.puts import PutPath
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
-from entresol_proto import ids, limits
+from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, FabricServer, Offer
-from entresol_proto.ids import NamespaceDescriptor, TenantName
+from entresol_proto.ids import (
+    BadKeyError,
+    HostSealedNamespace,
+    NamespaceDescriptor,
+    TenantName,
+    parse_namespace,
+)
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.seal.meter import choose_codec
 from entresol_proto.status import EntresolError, QuotaError, Status
@@ -50,12 +59,10 @@ from entresol_proto.wire.data import (
     Explain,
     Explained,
     Forget,
-    Reason,
     Touch,
 )
 
 TICK_NS = 50_000_000
-EXPLAIN_LOOKUPS_PER_TURN = 512  # in other namespaces, before the loop runs other work
 HISTORY_ENTRIES_MAX = 65_536
 SCRATCH_BYTES_MAX = 256 * limits.MIB
 ALIGN_BYTES = limits.ALIGN_BYTES
@@ -92,7 +99,9 @@ class Shard:
         self.draining = False
         self.removal = Removal(parts)
         self.gets = GetPath(parts, self.removal)
-        self.puts = PutPath(parts, self.removal)
+        self.keycare = KeyCare(parts, self.sessions)
+        self.puts = PutPath(parts, self.removal, self.keycare)
+        self._explainer = Explainer(parts, self.puts.is_wanted)
         self.host_id = surroundings.host_id
         self._hurry = asyncio.Event()
         self._next_session = 1
@@ -143,6 +152,7 @@ class Shard:
                 config.admission, engine.capacity_bytes, cache_blocks=engine.index.capacity
             ),
             history=History(HISTORY_ENTRIES_MAX),
+            census=VersionCensus(engine.index.capacity),
             residency=Residency(pool),
             scratch=SlabPool(
                 SCRATCH_BYTES_MAX, config.memory.slab_bytes, surroundings.make_private
@@ -308,14 +318,15 @@ class Shard:
 
         Raises: BadKeyError, QuotaError, KeyringError.
         """
-        descriptor = NamespaceDescriptor.parse(raw)
+        found = parse_namespace(raw)
+        host_sealed = isinstance(found, HostSealedNamespace)
+        dtype = _dtype_of(found)
         handle = session.next_handle()
         keyring = self.parts.keyring
         namespace_id, secret = await self.parts.compute.run(
             keyring.remember_namespace, session.account.name, raw
         )
         config = self.parts.config
-        dtype = DType.from_name(descriptor.dtype)
         endpoint = session.endpoint
         same_host = endpoint is not None and endpoint.capabilities.same_host
         codec_id = choose_codec(
@@ -327,9 +338,10 @@ class Shard:
         )
         handle = session.next_handle()
         session.namespaces[handle] = OpenedNamespace(
-            handle, namespace_id, secret, descriptor, dtype, codec_id
+            handle, namespace_id, secret, found.block_tokens, dtype, codec_id, host_sealed
         )
-        at_host = endpoint is not None and not endpoint.capabilities.private
+        shown = endpoint is not None and not endpoint.capabilities.private
+        at_host = host_sealed or shown
         return opening.NamespaceOpened(
             handle, namespace_id, secret, codec_id, at_host, config.sealing.chunk_bytes
         )
@@ -364,54 +376,8 @@ class Shard:
         return count
 
     async def explain(self, session: Session, request: Explain) -> Explained:
-        """Why each key is, or is not, here. Lets others run in between: keys times namespaces."""
-        parts = self.parts
-        namespace = session.namespace(request.handle)
-        others: list[tuple[bytes, bytes]] | None = None
-        lookups = 0
-        rows = []
-        for raw in request.engine_keys:
-            engine_key = ids.check_engine_key(raw)
-            key = ids.wire_key(namespace.secret, engine_key)
-            row = self._why(namespace, key)
-            if row[0] is Reason.NEVER_STORED:
-                if others is None:
-                    others = self._other_namespaces(session, namespace)
-                lookups += len(others)
-                if lookups >= EXPLAIN_LOOKUPS_PER_TURN:
-                    lookups = 0
-                    await asyncio.sleep(0)
-                find = parts.engine.index.find
-                if any(find(ns, ids.wire_key(secret, engine_key)) >= 0 for ns, secret in others):
-                    row = (Reason.OTHER_NAMESPACE, 0)
-            rows.append(row)
-        return Explained(tuple(rows))
-
-    def _other_namespaces(
-        self, session: Session, namespace: OpenedNamespace
-    ) -> list[tuple[bytes, bytes]]:
-        """(id, secret) of the tenant's other namespaces that hold blocks."""
-        keyring, name = self.parts.keyring, session.account.name
-        stored = self.parts.engine.index.namespaces()
-        found = []
-        for other in keyring.namespaces_of(name):
-            if other == namespace.namespace_id or not stored.get(other):
-                continue
-            descriptor = keyring.descriptor_of(other)
-            if descriptor is not None:
-                found.append(keyring.derive_namespace(name, descriptor.canonical()))
-        return found  # type: ignore[return-value]
-
-    def _why(self, namespace: OpenedNamespace, key: bytes) -> tuple[Reason, int]:
-        parts = self.parts
-        index = parts.engine.index
-        slot = index.find(namespace.namespace_id, key)
-        if slot >= 0:
-            resident = parts.residency.get(slot)
-            return (Reason.IN_MEMORY if resident is not None else Reason.ON_FLASH, 0)
-        if self.puts.is_wanted(namespace.namespace_id, key):
-            return (Reason.BEING_STORED, 0)
-        return parts.history.why(namespace.namespace_id, key)
+        """Why each key is, or is not, here. Lets others run in between."""
+        return await self._explainer.explain(session, request)
 
     # Life.
 
@@ -449,6 +415,7 @@ class Shard:
         for session in list(self.sessions.values()):
             await self.close_session(session)
         await self.gets.close()
+        await self.keycare.close()
         if clean:
             await self.puts.drain()
         await self.parts.engine.close(clean=clean)
@@ -476,6 +443,7 @@ class Shard:
         if expired:
             self.parts.metrics.leases_expired.inc(len(expired))
         self.puts.expire(now)
+        self.keycare.tick(now)
 
     def _slab_closes(self, slab: Slab) -> None:
         """A slab's memory goes away: nobody may be shown it any more."""
@@ -490,6 +458,16 @@ class Shard:
     def _scratch_closes(self, slab: Slab) -> None:
         for session in self.sessions.values():
             session.forget_slab(slab)
+
+
+def _dtype_of(found: NamespaceDescriptor | HostSealedNamespace) -> DType:
+    """Raises: BadKeyError, CodecError for a dtype this build does not know."""
+    if isinstance(found, NamespaceDescriptor):
+        return DType.from_name(found.dtype)
+    try:
+        return DType(found.dtype)
+    except ValueError:
+        raise BadKeyError(f"unknown dtype {found.dtype}") from None
 
 
 def _dek_lookup(keyring: Keyring) -> Callable[[bytes, int], bytes | None]:

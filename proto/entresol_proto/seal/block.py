@@ -16,6 +16,7 @@ The memory of a sealed block must not change while it is being opened: the ciphe
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -40,6 +41,7 @@ from entresol_proto.seal.header import (
 from entresol_proto.seal.keys import (
     COMMITMENT_BYTES,
     DEK_BYTES,
+    HOST_KEY_LABEL,
     KEY_BYTES,
     SALT_BYTES,
     BlockKey,
@@ -57,6 +59,7 @@ __all__ = [
     "DEK_BYTES",
     "HEADER_BYTES_MAX",
     "HEADER_BYTES_MIN",
+    "HOST_KEY_LABEL",
     "KEY_BYTES",
     "META_BYTES_MAX",
     "SALT_BYTES",
@@ -64,6 +67,7 @@ __all__ = [
     "BlockIdentity",
     "BlockKey",
     "BlockMeta",
+    "KeyOf",
     "SealedHeader",
     "check_header",
     "derive_block_key",
@@ -74,6 +78,9 @@ __all__ = [
     "seal_into",
     "sealed_bytes_max",
 ]
+
+KeyOf = Callable[[SealedHeader], BlockKey | Status]
+"""For whoever derives block keys itself: the key of a header, or why there is none."""
 
 _NONCE = struct.Struct("<IBB6x")
 _KIND_DATA = 0
@@ -232,7 +239,7 @@ def open_into(
     namespace_id: bytes,
     wire_key: bytes,
     engine_key: bytes | None,
-    block_key: BlockKey,
+    block_key: BlockKey | KeyOf,
 ) -> Status:
     """Verify and open a whole sealed block into `into`.
 
@@ -241,8 +248,8 @@ def open_into(
 
     Returns OK with the exact bytes in place; CORRUPT when the bytes are damaged, cut short, of
     another block, namespace, length or key; CONFLICT when the header has the wire key asked for but
-    another engine key. On anything but OK all of `into` is zeroed. Never raises for bad bytes.
-    Bulk work releases the GIL.
+    another engine key; what `block_key` answered instead of a key. On anything but OK all of `into`
+    is zeroed. Never raises for bad bytes. Bulk work releases the GIL.
 
     Raises: TypeError when `into` is read-only or not contiguous (a caller's bug).
     """
@@ -252,16 +259,20 @@ def open_into(
     status = Status.CORRUPT
     try:
         header = SealedHeader.parse(sealed)
-        status = check_header(
-            header,
-            namespace_id=namespace_id,
-            wire_key=wire_key,
-            plain_bytes=len(into),
-            commitment=block_key.commitment,
-            engine_key=engine_key,
-        )
-        if status is Status.OK:
-            status = _open_all(sealed, into, header, block_key)
+        key = block_key if isinstance(block_key, BlockKey) else block_key(header)
+        if isinstance(key, BlockKey):
+            status = check_header(
+                header,
+                namespace_id=namespace_id,
+                wire_key=wire_key,
+                plain_bytes=len(into),
+                commitment=key.commitment,
+                engine_key=engine_key,
+            )
+            if status is Status.OK:
+                status = _open_all(sealed, into, header, key)
+        else:
+            status = key
     except (SealError, InvalidTag):
         status = Status.CORRUPT
     finally:

@@ -22,6 +22,7 @@ from entresol_proto.status import SealError, Status
 
 MAGIC = b"ENTS"
 VERSION = 1
+FLAG_HOST_SEALED = 1  # sealed under a key of the tenant's own: no daemon can open it
 TAG_BYTES = 16
 
 _FIXED = struct.Struct("<4sHBBIIQQIIII16s16s32s16sB7s64s")
@@ -44,6 +45,7 @@ class BlockIdentity:
     engine_key: bytes = field(repr=False)  # 8 to 64 bytes, in full
     dtype: DType
     dek_version: int  # which of the tenant's data keys; u32
+    host_sealed: bool = False  # the data key is the tenant's own; the engine key is masked
 
     def __post_init__(self) -> None:
         if (
@@ -122,6 +124,7 @@ class SealedHeader:
     commitment: bytes = field(repr=False)
     chunk_stored_bytes: tuple[int, ...] = field(repr=False)
     aad: bytes = field(repr=False)  # the header without its CRC, a private copy
+    host_sealed: bool = False
 
     @property
     def header_bytes(self) -> int:
@@ -152,11 +155,9 @@ class SealedHeader:
     def parse(cls, view: memoryview | bytes | bytearray) -> SealedHeader:
         """Read a header from the start of `view`, which may hold only the header, or more.
 
-        `view` is bytes-like with items of one byte; what is needed of it is copied. At most
-        HEADER_BYTES_MAX bytes are looked at.
-
-        Raises: SealError for anything but a canonical header of this version whose codec and dtype
-        this build knows.
+        `view` is bytes-like with items of one byte; what is needed of it is copied, of at most
+        HEADER_BYTES_MAX bytes. Raises: SealError for anything but a canonical header of this
+        version whose codec and dtype this build knows.
         """
         if len(view) < HEADER_BYTES_MIN:
             raise SealError("sealed block is shorter than a header")
@@ -193,7 +194,12 @@ class SealedHeader:
         if zlib.crc32(aad) != _CRC.unpack_from(view, len(aad))[0]:
             raise SealError("sealed header fails its checksum")
         dtype = _DTYPES.get(dtype_id)
-        if flags or any(reserved) or dtype is None or not codecs.known(codec_id):
+        if (
+            flags & ~FLAG_HOST_SEALED
+            or any(reserved)
+            or dtype is None
+            or not codecs.known(codec_id)
+        ):
             raise SealError("sealed header names a codec, dtype or flag this build does not know")
         if not _engine_key_bytes_ok(engine_key_bytes) or any(engine_key[engine_key_bytes:]):
             raise SealError("sealed header has a malformed engine key")
@@ -214,6 +220,7 @@ class SealedHeader:
             commitment,
             stored,
             aad,
+            bool(flags),
         )
 
 
@@ -266,7 +273,7 @@ def encode_header(
         VERSION,
         codec_id,
         identity.dtype,
-        0,
+        FLAG_HOST_SEALED if identity.host_sealed else 0,
         _FIXED.size + 4 * count + _CRC.size,
         plain_bytes,
         sum(chunk_stored_bytes),
@@ -293,6 +300,7 @@ def check_header(
     plain_bytes: int | None = None,
     commitment: bytes | None = None,
     engine_key: bytes | None = None,
+    host_sealed: bool | None = None,
 ) -> Status:
     """Whether the header is that of the block asked for; None leaves a field unchecked.
 
@@ -303,6 +311,8 @@ def check_header(
     if header.namespace_id != namespace_id or header.wire_key != wire_key:
         return Status.CORRUPT
     if plain_bytes is not None and header.plain_bytes != plain_bytes:
+        return Status.CORRUPT
+    if host_sealed is not None and header.host_sealed != host_sealed:
         return Status.CORRUPT
     if commitment is not None and not hmac.compare_digest(header.commitment, commitment):
         return Status.CORRUPT

@@ -19,6 +19,7 @@ DEK_BYTES = 32
 KEY_BYTES = 32
 COMMITMENT_BYTES = 16
 KEY_LABEL = b"entresol/v1/block"
+HOST_KEY_LABEL = b"entresol/v1/host-block"  # of keys that only the tenant has
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,19 @@ class BlockKey:
             raise SealError("block key has a wrong length", status=Status.BAD_REQUEST)
 
 
-def derive_block_key(dek: bytes, salt: bytes) -> BlockKey:
+def derive_block_key(dek: bytes, salt: bytes, label: bytes = KEY_LABEL) -> BlockKey:
     """The block key for one write: HKDF-Expand-SHA256 (RFC 5869), 32 bytes key, 16 commitment.
 
     `dek` is the tenant's 32-byte data key, uniformly random, so Extract is not needed; `salt` is
     the 32 bytes the block's header carries. The commitment gives the key-committing property that
-    AES-GCM lacks (RFC 9771): nobody can build a block that opens under two keys.
+    AES-GCM lacks (RFC 9771): nobody can build a block that opens under two keys. `label` is
+    HOST_KEY_LABEL for host-sealed blocks, so that no key of a daemon is ever one of a tenant.
 
     Raises: SealError (BAD_REQUEST) for wrong lengths.
     """
     if len(dek) != DEK_BYTES or len(salt) != SALT_BYTES:
         raise SealError("data key or salt has a wrong length", status=Status.BAD_REQUEST)
-    raw = HKDFExpand(SHA256(), KEY_BYTES + COMMITMENT_BYTES, KEY_LABEL + salt).derive(dek)
+    raw = HKDFExpand(SHA256(), KEY_BYTES + COMMITMENT_BYTES, label + salt).derive(dek)
     return BlockKey(raw[:KEY_BYTES], raw[KEY_BYTES:])
 
 

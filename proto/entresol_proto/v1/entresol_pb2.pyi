@@ -188,7 +188,7 @@ class Quota(_message.Message):
     def __init__(self, flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class TenantInfo(_message.Message):
-    __slots__ = ("name", "quota", "dek_version", "blocks", "flash_bytes", "dram_bytes", "sessions", "leases")
+    __slots__ = ("name", "quota", "dek_version", "blocks", "flash_bytes", "dram_bytes", "sessions", "leases", "key_versions", "blocks_not_counted", "blocks_host_sealed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUOTA_FIELD_NUMBER: _ClassVar[int]
     DEK_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +197,9 @@ class TenantInfo(_message.Message):
     DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    KEY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NOT_COUNTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HOST_SEALED_FIELD_NUMBER: _ClassVar[int]
     name: str
     quota: Quota
     dek_version: int
@@ -205,7 +208,24 @@ class TenantInfo(_message.Message):
     dram_bytes: int
     sessions: int
     leases: int
-    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., dek_version: _Optional[int] = ..., blocks: _Optional[int] = ..., flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+    key_versions: _containers.RepeatedCompositeFieldContainer[KeyVersion]
+    blocks_not_counted: int
+    blocks_host_sealed: int
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., dek_version: _Optional[int] = ..., blocks: _Optional[int] = ..., flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., key_versions: _Optional[_Iterable[_Union[KeyVersion, _Mapping]]] = ..., blocks_not_counted: _Optional[int] = ..., blocks_host_sealed: _Optional[int] = ...) -> None: ...
+
+class KeyVersion(_message.Message):
+    __slots__ = ("version", "fingerprint", "created_unix_s", "blocks", "sealed_blocks")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    fingerprint: str
+    created_unix_s: int
+    blocks: int
+    sealed_blocks: int
+    def __init__(self, version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., blocks: _Optional[int] = ..., sealed_blocks: _Optional[int] = ...) -> None: ...
 
 class TenantAddRequest(_message.Message):
     __slots__ = ("name", "quota")
@@ -234,10 +254,12 @@ class TenantSetQuotaRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ...) -> None: ...
 
 class TenantRotateRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    force: bool
+    def __init__(self, name: _Optional[str] = ..., force: bool = ...) -> None: ...
 
 class TenantEraseRequest(_message.Message):
     __slots__ = ("name", "confirm")
@@ -270,6 +292,34 @@ class EraseReceipt(_message.Message):
     digest: bytes
     signed_receipt: bytes
     def __init__(self, tenant: _Optional[str] = ..., erased_unix_ns: _Optional[int] = ..., dek_versions_destroyed: _Optional[_Iterable[int]] = ..., blocks_dropped: _Optional[int] = ..., leases_revoked: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., shard: _Optional[str] = ..., incarnation: _Optional[int] = ..., digest: _Optional[bytes] = ..., signed_receipt: _Optional[bytes] = ...) -> None: ...
+
+class UnlockRequest(_message.Message):
+    __slots__ = ("kek_file",)
+    KEK_FILE_FIELD_NUMBER: _ClassVar[int]
+    kek_file: str
+    def __init__(self, kek_file: _Optional[str] = ...) -> None: ...
+
+class UnlockReply(_message.Message):
+    __slots__ = ("state", "kek_id")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    KEK_ID_FIELD_NUMBER: _ClassVar[int]
+    state: State
+    kek_id: str
+    def __init__(self, state: _Optional[_Union[State, str]] = ..., kek_id: _Optional[str] = ...) -> None: ...
+
+class ChangeKekRequest(_message.Message):
+    __slots__ = ("kek_file",)
+    KEK_FILE_FIELD_NUMBER: _ClassVar[int]
+    kek_file: str
+    def __init__(self, kek_file: _Optional[str] = ...) -> None: ...
+
+class ChangeKekReply(_message.Message):
+    __slots__ = ("old_kek_id", "new_kek_id")
+    OLD_KEK_ID_FIELD_NUMBER: _ClassVar[int]
+    NEW_KEK_ID_FIELD_NUMBER: _ClassVar[int]
+    old_kek_id: str
+    new_kek_id: str
+    def __init__(self, old_kek_id: _Optional[str] = ..., new_kek_id: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ns",)
@@ -382,7 +432,7 @@ class NamespacesReply(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("namespace_id", "blocks", "model", "model_revision", "lora", "salted", "dtype", "layers", "kv_heads", "head_dim", "kv_order", "page_layout", "block_tokens", "tp_rank", "tp_world", "pp_rank", "pp_world")
+    __slots__ = ("namespace_id", "blocks", "model", "model_revision", "lora", "salted", "dtype", "layers", "kv_heads", "head_dim", "kv_order", "page_layout", "block_tokens", "tp_rank", "tp_world", "pp_rank", "pp_world", "host_sealed")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -400,6 +450,7 @@ class NamespaceInfo(_message.Message):
     TP_WORLD_FIELD_NUMBER: _ClassVar[int]
     PP_RANK_FIELD_NUMBER: _ClassVar[int]
     PP_WORLD_FIELD_NUMBER: _ClassVar[int]
+    HOST_SEALED_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     blocks: int
     model: str
@@ -417,7 +468,8 @@ class NamespaceInfo(_message.Message):
     tp_world: int
     pp_rank: int
     pp_world: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., blocks: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., lora: _Optional[str] = ..., salted: bool = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_order: _Optional[str] = ..., page_layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_world: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_world: _Optional[int] = ...) -> None: ...
+    host_sealed: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., blocks: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., lora: _Optional[str] = ..., salted: bool = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_order: _Optional[str] = ..., page_layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_world: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_world: _Optional[int] = ..., host_sealed: bool = ...) -> None: ...
 
 class Gap(_message.Message):
     __slots__ = ("tenant", "reason", "asked_seq", "first_seq", "last_seq")

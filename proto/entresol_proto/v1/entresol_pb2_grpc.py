@@ -119,6 +119,16 @@ class AdminStub(object):
                 request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.DrainRequest.SerializeToString,
                 response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.DrainReply.FromString,
                 )
+        self.Unlock = channel.unary_unary(
+                '/entresol.v1.Admin/Unlock',
+                request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.UnlockRequest.SerializeToString,
+                response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.UnlockReply.FromString,
+                )
+        self.ChangeKek = channel.unary_unary(
+                '/entresol.v1.Admin/ChangeKek',
+                request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekRequest.SerializeToString,
+                response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekReply.FromString,
+                )
         self.Segments = channel.unary_unary(
                 '/entresol.v1.Admin/Segments',
                 request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.SegmentsRequest.SerializeToString,
@@ -177,6 +187,20 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Unlock(self, request, context):
+        """Give a locked daemon its key-encryption key. Harmless when it has it already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeKek(self, request, context):
+        """Wrap every key anew under another key-encryption key. Blocks stay as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Segments(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -220,6 +244,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.DrainRequest.FromString,
                     response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.DrainReply.SerializeToString,
+            ),
+            'Unlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unlock,
+                    request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.UnlockRequest.FromString,
+                    response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.UnlockReply.SerializeToString,
+            ),
+            'ChangeKek': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeKek,
+                    request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekRequest.FromString,
+                    response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekReply.SerializeToString,
             ),
             'Segments': grpc.unary_unary_rpc_method_handler(
                     servicer.Segments,
@@ -355,6 +389,40 @@ class Admin(object):
         return grpc.experimental.unary_unary(request, target, '/entresol.v1.Admin/Drain',
             entresol__proto_dot_v1_dot_entresol__pb2.DrainRequest.SerializeToString,
             entresol__proto_dot_v1_dot_entresol__pb2.DrainReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Unlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/entresol.v1.Admin/Unlock',
+            entresol__proto_dot_v1_dot_entresol__pb2.UnlockRequest.SerializeToString,
+            entresol__proto_dot_v1_dot_entresol__pb2.UnlockReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ChangeKek(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/entresol.v1.Admin/ChangeKek',
+            entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekRequest.SerializeToString,
+            entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -1,0 +1,43 @@
+"""The errors of the keyring's parts, each with what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from entresol_proto.status import KeyringError, Status
+
+
+def erased_error(name: str) -> KeyringError:
+    """For everything that needs the keys of a tenant that has none any more."""
+    return KeyringError(
+        f"tenant {name} was erased",
+        hint="`entresol tenant add --after-erase` begins anew with fresh keys",
+        status=Status.ERASED,
+    )
+
+
+def io_error(path: Path, error: OSError) -> KeyringError:
+    """For a file operation that failed."""
+    return KeyringError(
+        f"cannot read or write {path}: {error.strerror or error}",
+        hint="check the disk's free space and the folder's owner",
+        status=Status.IO_ERROR,
+    )
+
+
+def locked_error(what: str) -> KeyringError:
+    """For everything that needs the KEK while there is none."""
+    return KeyringError(
+        f"{what}: the keyring is locked, there is no key-encryption key",
+        hint="on the daemon's machine: put the file of [keys] kek_file in place and run "
+        "`entresol unlock`",
+        status=Status.LOCKED,
+    )
+
+
+def wrong_kek_error(path: Path, expected: bytes, source: str, found: bytes) -> KeyringError:
+    """For a KEK that did not wrap this keyring."""
+    return KeyringError(
+        f"{path} is wrapped under KEK {expected.hex()}, but {source} is KEK {found.hex()}",
+        hint="give the right file in [keys] kek_file; nothing was changed",
+    )

@@ -1,0 +1,288 @@
+"""The life of tenants' data keys while blocks come and go: rotation, its limits, old versions' end.
+
+A version begins when somebody asks, when the one before has sealed as much as it may, or when it is
+old. Blocks are never sealed anew: an old version's go by eviction, and with the last of them the
+version is destroyed. Forced, old versions go at once, and their blocks with them.
+
+Invariants: a version is destroyed by itself only when no stored block, no put and no unread record
+can need it; no block enters the index under a version that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.census import HOST_SEALED, NOT_COUNTED, code_of
+from entresol_daemon.flash.model import RemoveReason
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.keys.keyring import DEK_VERSIONS_PER_TENANT_MAX, TenantInfo
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.sessions import Session
+from entresol_proto.ids import HostSealedNamespace, TenantName
+from entresol_proto.seal.block import SealedHeader
+from entresol_proto.status import EntresolError, SealError
+
+LOOK_NS = 1_000_000_000  # between two looks at what is due
+RETRY_NS = 60_000_000_000  # after one that failed
+CENSUS_BATCH_BLOCKS = 64  # heads read at once to see their version
+CENSUS_PAUSE_S = 0.05  # between batches: at most about 1,300 small reads a second
+_SECOND_NS = 1_000_000_000
+
+log = logging.getLogger("entresol.keys")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionUse:
+    """One version of a tenant's data key and what is under it."""
+
+    version: int
+    fingerprint: str
+    created_unix_s: int
+    blocks: int  # stored now
+    sealed_blocks: int  # ever
+
+
+class KeyCare:
+    """Of all tenants of a shard."""
+
+    def __init__(self, parts: Parts, sessions: Mapping[int, Session]) -> None:
+        self._parts = parts
+        self._sessions = sessions
+        self._putting: Counter[tuple[bytes, int]] = Counter()  # (stream, version): reservations
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy: set[TenantName] = set()  # a change of their keys is under way
+        self._not_before_ns: dict[TenantName, int] = {}
+        self._next_look_ns = 0
+        self.rotations: Counter[str] = Counter()  # by cause
+        self.versions_ended = 0
+
+    # -- what puts say
+
+    def reserved(self, session: Session, version: int) -> None:
+        """A block key of this version was made."""
+        self._putting[session.account.stream, version] += 1
+        if self._parts.keyring.note_sealed(session.account.name, version):
+            self._start(session.account.name, self._keep_usage(session.account.name))
+
+    def put_ended(self, session: Session, version: int) -> None:
+        """Its reservation ended, one way or another."""
+        place = (session.account.stream, version)
+        self._putting[place] -= 1
+        if not self._putting[place]:
+            del self._putting[place]
+
+    # -- what the operator asks
+
+    async def rotate(self, name: TenantName, *, force: bool = False, cause: str = "asked") -> int:
+        """Begin a new version; `force` ends the older ones and drops what they sealed.
+
+        Returns the number of blocks dropped, once that would survive a crash. Raises: KeyringError.
+        """
+        parts = self._parts
+
+        def rotate() -> None:
+            now_s = parts.unix_ns() // _SECOND_NS
+            parts.keyring.rotate(name, now_unix_s=now_s, force=force)
+
+        await parts.compute.run(rotate)
+        self.rotations["forced" if force else cause] += 1
+        self._renew_sessions(name)
+        if not force:
+            return 0
+        dropped = self._drop_older(name)
+        await parts.engine.barrier()
+        log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
+        return dropped
+
+    def uses(self, info: TenantInfo) -> tuple[list[VersionUse], int, int]:
+        """(versions, blocks not counted yet, host-sealed blocks) of a tenant."""
+        census, stream = self._parts.census, info.stream
+        rows = [
+            VersionUse(
+                version,
+                fingerprint,
+                info.created[version],
+                census.blocks(stream, code_of(version)),
+                self._parts.keyring.sealed_blocks(info.name, version),
+            )
+            for version, fingerprint in sorted(info.fingerprints.items())
+        ]
+        return rows, self._not_counted(stream), census.blocks(stream, HOST_SEALED)
+
+    def old_blocks(self, info: TenantInfo) -> int:
+        """Blocks under other versions than the active one, as far as counted."""
+        census = self._parts.census
+        mine = census.blocks(info.stream, code_of(info.active_version))
+        return census.counted(info.stream) - census.blocks(info.stream, HOST_SEALED) - mine
+
+    def not_counted(self, info: TenantInfo) -> int:
+        """Blocks found at start whose version nobody has looked at yet."""
+        return self._not_counted(info.stream)
+
+    # -- what is due by itself
+
+    def tick(self, now_ns: int) -> None:
+        """Begin what is due; called often, looks once a second."""
+        if now_ns < self._next_look_ns or self._parts.keyring.locked:
+            return
+        self._next_look_ns = now_ns + LOOK_NS
+        for account in self._parts.accounts.by_name.values():
+            if account.name in self._busy or now_ns < self._not_before_ns.get(account.name, 0):
+                continue
+            info = self._parts.keyring.info(account.name)
+            if info is None:
+                continue
+            cause = self._due(info)
+            if cause:
+                self._start(info.name, self._rotate_by_itself(info, cause))
+            elif info.active_version > 1 and self._not_counted(info.stream):
+                self._start(info.name, self._count(account))
+            elif unused := self._unused(info):
+                self._start(info.name, self._end_versions(info.name, unused))
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _due(self, info: TenantInfo) -> str:
+        """Why the tenant's key should be rotated now; empty when it should not."""
+        limits = self._parts.config.keys
+        version = info.active_version
+        if self._parts.keyring.sealed_blocks(info.name, version) >= limits.rotate_blocks:
+            return "limit"
+        age_ns = self._parts.unix_ns() - info.created[version] * _SECOND_NS
+        return "age" if limits.rotate_age_ns and age_ns >= limits.rotate_age_ns else ""
+
+    def _unused(self, info: TenantInfo) -> list[int]:
+        """Older versions that nothing needs any more."""
+        if len(info.fingerprints) < 2 or self._not_counted(info.stream):
+            return []
+        census, stream = self._parts.census, info.stream
+        return [
+            version
+            for version in info.fingerprints
+            if version != info.active_version
+            and not census.blocks(stream, code_of(version))
+            and not self._putting[stream, version]
+        ]
+
+    def _not_counted(self, stream: bytes) -> int:
+        live = sum(s.live_blocks for s in self._parts.engine.segments() if s.stream == stream)
+        return max(0, live - self._parts.census.counted(stream))
+
+    async def _rotate_by_itself(self, info: TenantInfo, cause: str) -> None:
+        if len(info.fingerprints) >= DEK_VERSIONS_PER_TENANT_MAX:
+            # The oldest has had its time: so many rotations of it ago.
+            await self._end_versions(info.name, [min(info.fingerprints)])
+        await self.rotate(info.name, cause=cause)
+        log.info("event=key_rotated_by_itself tenant=%s cause=%s", info.name, cause)
+
+    async def _end_versions(self, name: TenantName, versions: list[int]) -> None:
+        for version in versions:
+            await self._parts.compute.run(self._parts.keyring.retire, name, version)
+            self.versions_ended += 1
+        self._renew_sessions(name)
+
+    async def _keep_usage(self, name: TenantName) -> None:
+        await self._parts.compute.run(self._parts.keyring.keep_usage, name)
+
+    async def _count(self, account: Account) -> None:
+        """Look at the blocks whose version is not known; drop those whose version is gone."""
+        engine, census = self._parts.engine, self._parts.census
+        for segment in engine.segments():
+            if segment.stream != account.stream or not segment.live_blocks:
+                continue
+            slots = engine.segment_slots(segment.segment)
+            unknown = slots[census.codes(slots) == NOT_COUNTED].tolist()
+            for at in range(0, len(unknown), CENSUS_BATCH_BLOCKS):
+                await self._look_at(account, unknown[at : at + CENSUS_BATCH_BLOCKS])
+                await asyncio.sleep(CENSUS_PAUSE_S)
+
+    async def _look_at(self, account: Account, slots: list[int]) -> None:
+        parts = self._parts
+        index = parts.engine.index
+        mine = [slot for slot in slots if index.is_live(slot)]
+        expected = [(index.namespace_of(slot), index.key_of(slot)) for slot in mine]
+        heads = await parts.engine.read_heads(mine)
+        info = parts.keyring.info(account.name)
+        if info is None:
+            return
+        for slot, place, head in zip(mine, expected, heads, strict=True):
+            if not index.is_live(slot) or (index.namespace_of(slot), index.key_of(slot)) != place:
+                continue  # another block by now, and counted
+            try:
+                header = SealedHeader.parse(memoryview(head)[RECORD_HEADER_BYTES:])
+            except SealError:
+                continue  # unreadable: the next read of it, or the scrubber, drops it
+            if header.host_sealed:
+                census_code = HOST_SEALED
+            elif header.dek_version in info.fingerprints:
+                census_code = code_of(header.dek_version)
+            else:
+                parts.engine.remove(slot, RemoveReason.NAMESPACE_DROPPED)
+                continue
+            parts.census.note(slot, account.stream, census_code)
+
+    def _drop_older(self, name: TenantName) -> int:
+        """Forget every block of a tenant that its present key did not seal."""
+        parts = self._parts
+        info = parts.keyring.info(name)
+        assert info is not None, name
+        kept = (code_of(info.active_version), HOST_SEALED)
+        dropped = 0
+        for segment in parts.engine.segments():
+            if segment.stream != info.stream or not segment.live_blocks:
+                continue
+            slots = parts.engine.segment_slots(segment.segment)
+            codes = parts.census.codes(slots)
+            for slot in slots[~np.isin(codes, kept)].tolist():
+                if parts.census.code(slot) == NOT_COUNTED and self._host_sealed(slot):
+                    continue
+                parts.engine.remove(slot, RemoveReason.NAMESPACE_DROPPED)
+                dropped += 1
+        return dropped
+
+    def _host_sealed(self, slot: int) -> bool:
+        namespace_id = self._parts.engine.index.namespace_of(slot)
+        return isinstance(self._parts.keyring.descriptor_of(namespace_id), HostSealedNamespace)
+
+    def _renew_sessions(self, name: TenantName) -> None:
+        """Sessions use the keys as they are now. The tenant may have been erased meanwhile."""
+        if self._parts.keyring.info(name) is None:
+            return
+        tenant = self._parts.keyring.get(name)
+        for session in self._sessions.values():
+            if session.account.name == name:
+                session.tenant = tenant
+
+    def _start(self, name: TenantName, work: Coroutine[Any, Any, None]) -> None:
+        if name in self._busy:
+            work.close()
+            return
+        self._busy.add(name)
+        task = asyncio.get_running_loop().create_task(self._guard(name, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, name: TenantName, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except EntresolError as error:
+            self._not_before_ns[name] = self._parts.now_ns() + RETRY_NS
+            log.error("event=key_care_failed tenant=%s reason=%s", name, error)
+        except Exception:
+            self._not_before_ns[name] = self._parts.now_ns() + RETRY_NS
+            log.exception("event=key_care_failed tenant=%s", name)
+        finally:
+            self._busy.discard(name)
