@@ -70,7 +70,8 @@ def refused(what: str, read: Callable[[], object]) -> None:
 
 def unchanged() -> list[str]:
     """Names of golden files that are not what HASHES says, are missing from it, or are gone."""
-    listed = dict(reversed(line.split("  ", 1)) for line in HASHES.read_text().splitlines())
+    lines = (line.split("  ", 1) for line in HASHES.read_text(encoding="utf-8").splitlines())
+    listed = {name: digest for digest, name in lines}
     there = {
         path.relative_to(VECTORS).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in VECTORS.rglob("*")
@@ -176,7 +177,7 @@ def keyring(folder: Path) -> None:
     same(state.encode(state.decode(raw)), raw, "keyring.json written again")
     ring = Keyring.open(home, FileKek(bytes.fromhex(about["kek"]), "golden"))
     try:
-        found = {
+        found: dict[str, dict[str, Any]] = {
             str(info.name): {
                 "naming_secret": ring.get(info.name).naming_secret.hex(),
                 "deks": {str(v): key.hex() for v, key in ring.get(info.name).deks.items()},
@@ -243,7 +244,8 @@ def _reopen(path: Path | None) -> tuple[RecoveryKind, dict[tuple[str, str], str]
         await engine.close(clean=False)
         return kind, found
 
-    return simloop.run(life())
+    opened: tuple[RecoveryKind, dict[tuple[str, str], str]] = simloop.run(life())
+    return opened
 
 
 def _blocks() -> dict[tuple[str, str], str]:
@@ -326,7 +328,7 @@ def _open(case: dict[str, Any], raw: bytes) -> Status:
 
 def events(folder: Path) -> None:
     """Every reply parses, means what it meant, and is written the same."""
-    kinds = {"SnapshotReply": pb.SnapshotReply, "WatchReply": pb.WatchReply}
+    kinds: dict[str, Any] = {"SnapshotReply": pb.SnapshotReply, "WatchReply": pb.WatchReply}
     for number, line in enumerate(load("events.json")):
         raw, kind = bytes.fromhex(line["bytes"]), kinds[line["message"]]
         reply, again = kind.FromString(raw), kind()

@@ -202,7 +202,9 @@ async def whole_world(fabric: str, folder: Path) -> AsyncIterator[Sessions]:
         own = await raws[2].fetch(handles["stranger"], run_of(spaces[2], keys))
         for grant in own:  # so that the stranger has memory of its own tenant
             raws[2].connection.release(grant.lease_id)
-        yield Sessions(running, *raws, keys, handles, run_of(spaces[0], keys))
+        victim, sibling, stranger = raws
+        names = run_of(spaces[0], keys)
+        yield Sessions(running, victim, sibling, stranger, keys, handles, names)
 
 
 def items_of(grants: Sequence[Grant]) -> list[GrantItem]:

@@ -18,6 +18,11 @@ from typing import Any
 
 from tests.rdma.record import RECORD_ENV
 
+FLAKEY = (
+    "power cut", "writes fail", "reads fail", "device gone", "reads corrupted",
+    "writes corrupted", "one byte of every write", "one byte of every read",
+)  # fmt: skip
+NETEM = ("loss", "delay", "reorder", "duplicate", "corrupt", "rate", "all of it", "silence")
 FAULTS = (
     "link cut mid-read",
     "peer killed",
@@ -29,6 +34,11 @@ FAULTS = (
     "1,000 leases at once",
     "memlock too small",
     "device removed",
+    *(f"flakey: {what}" for what in FLAKEY),
+    "dust: bad blocks",
+    "null_blk: bad sectors",
+    "log-writes: power cut",
+    *(f"netem: {what}" for what in NETEM),
 )
 
 
@@ -51,6 +61,7 @@ class Trial:
         self.fault = fault
         self.wrong_bytes = 0
         self.past_deadline = 0
+        self.durable_lost = 0
 
     def same(self, found: bytes | bytearray | memoryview, wanted: bytes | memoryview) -> None:
         """Count bytes that are not as they should be. Raises: AssertionError when there are any."""
@@ -87,7 +98,7 @@ def trying(fault: str) -> Iterator[Trial]:
     finally:
         _write(
             {"fault": fault, "survived": survived, "wrong_bytes": trial.wrong_bytes,
-             "past_deadline": trial.past_deadline}
+             "past_deadline": trial.past_deadline, "durable_lost": trial.durable_lost}
         )  # fmt: skip
 
 
@@ -99,6 +110,7 @@ class Count:
     survived: int = 0
     wrong_bytes: int = 0
     past_deadline: int = 0
+    durable_lost: int = 0
 
 
 @dataclass(slots=True)
@@ -122,11 +134,13 @@ class Evidence:
 
     def _count(self, entry: dict[str, Any]) -> None:
         wrong, late = int(entry["wrong_bytes"]), int(entry["past_deadline"])
+        lost = int(entry.get("durable_lost", 0))
         count = self.faults.setdefault(str(entry["fault"]), Count())
         count.tried += 1
         count.survived += bool(entry["survived"])
         count.wrong_bytes += wrong
         count.past_deadline += late
+        count.durable_lost += lost
 
     def of(self, name: str) -> list[dict[str, Any]]:
         """The values of all figures of that name."""
@@ -136,15 +150,15 @@ class Evidence:
         """The table of faults, all of them, for a person; nothing when none was tried."""
         if not self.faults:
             return []
-        found = [f"  {'faults':24}  tried  survived  wrong bytes  past deadline"]
+        found = [f"  {'faults':32}  tried  survived  wrong bytes  durable lost  past deadline"]
         for name in (*FAULTS, *sorted(self.faults.keys() - set(FAULTS))):
             one = self.faults.get(name)
             if one is None:
-                found.append(f"  {name:24}      0  not tried in this run")
+                found.append(f"  {name:32}      0  not tried in this run")
             else:
                 found.append(
-                    f"  {name:24}  {one.tried:5}  {one.survived:8}  {one.wrong_bytes:11}"
-                    f"  {one.past_deadline:13}"
+                    f"  {name:32}  {one.tried:5}  {one.survived:8}  {one.wrong_bytes:11}"
+                    f"  {one.durable_lost:12}  {one.past_deadline:13}"
                 )
         return found
 

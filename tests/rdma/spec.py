@@ -109,6 +109,7 @@ GUEST_MODULES = (
     "crc32_generic", "crc32c_generic", "crc32c-intel", "ib_core", "ib_uverbs", "rdma_rxe",
     "rdma_ucm", "ib_umad", "ib_cm", "rdma_cm", "iw_cm", "veth", "dummy", "tun", "bridge",
     "sch_netem", "sch_tbf", "sch_fq", "loop", "brd", "ext4", "null_blk", "ipv6",
+    "dm-mod", "dm-flakey", "dm-log-writes", "dm-dust",
 )  # fmt: skip
 
 # Documentation, translations and perl are two thirds of the files and no test reads them.
@@ -121,7 +122,7 @@ MODULE_FOLDERS = (
     "arch", "crypto", "lib", "net", "fs/9p", "fs/netfs", "fs/fscache", "fs/erofs", "fs/overlayfs",
     "fs/ext4", "fs/jbd2", "fs/mbcache*", "drivers/virtio", "drivers/block", "drivers/char",
     "drivers/infiniband/core", "drivers/infiniband/sw", "fs/configfs", "drivers/net/*.ko*",
-    "drivers/dax",
+    "drivers/dax", "drivers/md",
 )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.rdma import guest, report
@@ -40,6 +41,7 @@ class Plan:
     out: Path
     timeout_s: float
     memory_mib: int
+    env: Mapping[str, str] = field(default_factory=dict)  # for the tests
 
 
 def default_guests() -> int:
@@ -70,7 +72,8 @@ def jobs(plan: Plan, made: Images, common: Path) -> list[guest.Job]:
                 command=("bash", "-c", script, "suites", *(plan.arguments or (*SUITES, *rest))),
                 net="pair" if plan.kernel.namespaces else "loopback",
                 out=plan.out / name,
-                env={RECORD_ENV: f"/pod/{record_of(name)}", CLAIMS_ENV: f"/pod/{CLAIMS}"},
+                env=dict(plan.env)
+                | {RECORD_ENV: f"/pod/{record_of(name)}", CLAIMS_ENV: f"/pod/{CLAIMS}"},
                 timeout_s=plan.timeout_s,
                 memory_mib=plan.memory_mib,
                 name=name,

@@ -12,6 +12,7 @@ pairs on it never pass it, so only `cut` means something there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
@@ -57,6 +58,34 @@ def end(device: str) -> End:
     except OSError:
         raise KeyError(f"no RDMA device {device} in this guest") from None
     return End(device, netdev, None, os.environ.get("ENTRESOL_RDMA_ADDRESS", LOOPBACK_ADDRESS))
+
+
+_CLONE_NEWNET = 0x40000000
+_NAMESPACES = (Path("/run/netns"), Path("/var/run/netns"))
+
+
+@contextlib.contextmanager
+def sockets_of(namespace: str) -> Iterator[None]:
+    """Sockets that this thread makes within the block live in that namespace, and stay there.
+
+    The thread has one namespace: whatever else runs on it meanwhile makes its sockets there too.
+    Raises: OSError when this guest has no such namespace.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter(descriptor: int) -> None:
+        if libc.setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+
+    path = next((each / namespace for each in _NAMESPACES if (each / namespace).exists()), None)
+    if path is None:
+        raise OSError(f"no namespace {namespace} in this guest")
+    with open("/proc/thread-self/ns/net", "rb") as before, open(path, "rb") as there:
+        enter(there.fileno())
+        try:
+            yield
+        finally:
+            enter(before.fileno())
 
 
 def inside(namespace: str | None) -> list[str]:
@@ -109,8 +138,17 @@ def loss(device: str, percent: float) -> None:
     """
     if not 0 <= percent <= 100:
         raise ValueError(f"loss of {percent} percent")
+    netem(device, "loss", f"{percent}%")
+
+
+def netem(device: str, *words: str) -> None:
+    """Have the kernel's emulator of bad networks do that to what leaves this end, until `heal`.
+
+    The words are tc-netem's: `netem("rxe_dpu", "delay", "5ms", "reorder", "25%")`.
+    Raises: as `cut`.
+    """
     at = end(device)
-    _command(at, "tc", "qdisc", "replace", "dev", at.netdev, "root", "netem", "loss", f"{percent}%")
+    _command(at, "tc", "qdisc", "replace", "dev", at.netdev, "root", "netem", *words)
 
 
 @contextlib.contextmanager

@@ -545,7 +545,7 @@ def test_faults_are_counted_as_they_went(tmp_path: Path, monkeypatch: pytest.Mon
     }
     table = found.fault_lines()
     assert len(table) == 1 + len(evidence.FAULTS)
-    assert next(line for line in table if "peer killed" in line).split()[2:] == list("2200")
+    assert next(line for line in table if "peer killed" in line).split()[2:] == list("22000")
     assert "not tried" in next(line for line in table if "memlock" in line)
     with pytest.raises(AssertionError), evidence.trying("no such fault"):
         pass

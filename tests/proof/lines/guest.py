@@ -1,0 +1,115 @@
+"""Lines that need a kernel with faults of its own: they boot a guest and read back what it found.
+
+G1: the flash engine over dm-flakey, dm-log-writes, dm-dust and null_blk. G2: tcp and verbs over
+netem. G3: leases over verbs, on soft-RoCE. The guest's suites count (tests/rdma/evidence.py); what
+a guest's kernel lacks, and a machine that boots no guest, is said and not passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.proof.line import Line, NotRunError, Size, Slice, Tally
+from tests.rdma import suites_run
+from tests.rdma.qemu import MEMORY_MIB_DEFAULT
+from tests.rdma.report import Report
+from tests.rdma.spec import ARCHES, KERNELS, RC_NO_RESULT, HarnessError
+from tests.rdma.tools import ensure_tools
+
+REQUIRED_ENV = "ENTRESOL_RDMA_REQUIRED"
+SUITES = Path("tests/rdma/suites")
+ARCH = ARCHES["x86"]
+KERNEL = KERNELS["7.2"]
+GUEST_TIMEOUT_S = 560.0
+SLICE_DEADLINE_S = 900.0  # the first one on a machine builds the images
+FLASH = (f"{SUITES}/test_flash_devices.py",)
+NETEM = (f"{SUITES}/test_netem.py",)
+FENCES = (f"{SUITES}/test_verbs_fences.py", f"{SUITES}/test_verbs_leases.py")
+
+
+def boot(work: Slice, arguments: tuple[str, ...], env: Mapping[str, str] | None = None) -> Report:
+    """The suites' outcome in one guest. Raises: HarnessError when this machine boots none."""
+    ensure_tools([ARCH.name])
+    plan = suites_run.Plan(
+        arch=ARCH, kernel=KERNEL, guests=1, arguments=arguments, out=work.folder / "out",
+        timeout_s=GUEST_TIMEOUT_S, memory_mib=MEMORY_MIB_DEFAULT,
+        env={"ENTRESOL_PROOF_SEED": str(work.seed), "ENTRESOL_PROOF_UNITS": str(work.units)}
+        | dict(env or {}),
+    )  # fmt: skip
+    plan.out.mkdir(parents=True, exist_ok=True)
+    report = suites_run.run(plan)
+    if report.rc == RC_NO_RESULT and not report.cases:
+        raise HarnessError("a guest came to no result, twice")
+    return report
+
+
+def tally_of(report: Report, seed: int) -> Tally:
+    """A guest's counts as the scorecard has them."""
+    tally = Tally()
+    for fault, count in report.evidence.faults.items():
+        tally.tried += count.tried
+        tally.survived += count.survived
+        tally.wrong_bytes += count.wrong_bytes
+        tally.durable_lost += count.durable_lost
+        if count.past_deadline:
+            tally.found(seed, f"{fault}: {count.past_deadline} past their deadline")
+    for case in report.cases:
+        if case.outcome == "failed":
+            tally.found(seed, f"{case.name}: {case.reason}")
+        elif case.outcome == "skipped":
+            tally.figure(case.reason, 1)
+    if not tally.findings and not report.succeeded:
+        tally.found(seed, f"the guest's exit status is {report.rc}")
+    for name, values in report.evidence.figures:
+        for key, value in values.items():
+            if isinstance(value, int) and key not in ("seed", "lives"):
+                tally.figure(f"{name} {key}", value)
+    return tally
+
+
+def _boot(work: Slice, arguments: tuple[str, ...], env: Mapping[str, str] | None = None) -> Report:
+    try:
+        return boot(work, arguments, env)
+    except HarnessError as error:
+        if os.environ.get(REQUIRED_ENV):
+            raise
+        raise NotRunError(f"no guest boots here: {error}") from error
+
+
+def _line(
+    name: str, what: str, unit: str, units: Sequence[int], arguments: tuple[str, ...], bug: str,
+    canary: tuple[str, ...], slice_units: int,
+) -> Line:  # fmt: skip
+    def run(work: Slice) -> Tally:
+        return tally_of(_boot(work, arguments), work.seed)
+
+    def planted() -> None:
+        with tempfile.TemporaryDirectory(prefix="entresol-guest-") as folder:
+            work = Slice(1, 1, Size.COMMIT, Path(folder))
+            report = _boot(work, canary, {"ENTRESOL_PROOF_CANARY": bug})
+        found = tally_of(report, work.seed)
+        assert found.wrong_bytes or found.durable_lost, f"{bug}: {report.lines()}"
+
+    return Line(
+        id=name, name=what, unit=unit, units=dict(zip(Size, units, strict=True)),
+        slice_units=slice_units, run=run, canary=planted, slice_deadline_s=SLICE_DEADLINE_S,
+    )  # fmt: skip
+
+
+LINES = (
+    _line(
+        "G1", "flash engine on failing block devices, in a guest", "lives per fault",
+        (1, 2, 6), FLASH, "no flush", (*FLASH, "-k", "log_writes"), 3,
+    ),
+    _line(
+        "G2", "tcp and verbs over a bad network, in a guest", "sessions per fault and fabric",
+        (1, 2, 4), NETEM, "all is well", (*NETEM, "-k", "silence and tcp-plain"), 2,
+    ),
+    _line(
+        "G3", "leases over verbs, in a guest", "rounds of hostile reads",
+        (1, 3, 8), FENCES, "no revoke", (*FENCES[1:], "-k", "end"), 4,
+    ),
+)  # fmt: skip
