@@ -83,12 +83,23 @@ async def get(engine: Engine, name: Name) -> tuple[Status, bytes]:
     return status, bytes(extent[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + size])
 
 
+_memory = aligned_buffer(0)
+
+
+def _scratch(length_bytes: int) -> memoryview:
+    """Memory that calls share: thousands of small images are read in a second."""
+    global _memory
+    if _memory.nbytes < length_bytes:
+        _memory = aligned_buffer(length_bytes)
+    return _memory
+
+
 async def get_all(engine: Engine) -> dict[Name, tuple[Status, bytes]]:
     """Every block of the index, read in one batch."""
     index = engine.index
     slots = index.live_slots().tolist()
     sizes = [index.m_sealed_bytes[slot] for slot in slots]
-    memory = aligned_buffer(sum(extent_bytes(size) for size in sizes))
+    memory = _scratch(sum(extent_bytes(size) for size in sizes))
     ops, at = [], 0
     for slot, size in zip(slots, sizes, strict=True):
         ops.append((slot, memory[at : at + extent_bytes(size)]))

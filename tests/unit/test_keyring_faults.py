@@ -180,7 +180,7 @@ def check_erased_for_good(folder: Path, name: str, blobs: list[bytes]) -> None:
     ring.close()
     left = everything(folder)
     assert not any(blob in left for blob in blobs)
-    assert not [p for p in folder.rglob("*") if p.suffix == ".tmp"]
+    assert not [p for p in folder.rglob("*") if p.suffix in (".tmp", ".old")]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -301,7 +301,11 @@ def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None
     seeded(tmp_path)
     calls = FaultyCalls(crash=False)
     ring = open_ring(tmp_path, calls=calls)
-    calls.count, calls.k = 0, 12  # the last call of a change: the flush of the second rename
+    calls.trace.clear()
+    ring.set_quota("acme", TenantQuota(weight=2))
+    # The flush of the last rename; what follows destroys the former content of the second copy.
+    last = len(calls.trace) - calls.trace[::-1].index("rename keyring.json.bak")
+    calls.count, calls.k = 0, last + 2
     with pytest.raises(KeyringError):
         ring.rotate("acme", now_unix_s=7)
     failed = decode((tmp_path / "keyring.json.bak").read_bytes())
@@ -314,7 +318,9 @@ def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None
     assert after.generation > failed.generation
 
 
-def test_content_is_flushed_before_and_the_folder_after_each_rename(tmp_path: Path) -> None:
+def test_content_is_flushed_before_and_the_folder_after_each_change_of_names(
+    tmp_path: Path,
+) -> None:
     seeded(tmp_path)
     calls = FaultyCalls()
     ring = open_ring(tmp_path, calls=calls)
@@ -324,7 +330,10 @@ def test_content_is_flushed_before_and_the_folder_after_each_rename(tmp_path: Pa
     folder = tmp_path.name
     expected = []
     for name in ("keyring.json", "keyring.json.bak"):
-        expected += [f"open {name}.tmp", "write", "fsync", f"rename {name}"]
+        expected += [f"open {name}.tmp", "write", "fsync", f"open {name}.old"]
+        expected += [f"rename {name}.old", f"rename {name}", f"open {folder}", "fsync"]
+        # The former content: overwritten for good before its name goes.
+        expected += [f"open {name}.old", "write", "fsync", f"unlink {name}.old"]
         expected += [f"open {folder}", "fsync"]
     assert calls.trace == expected
 

@@ -49,6 +49,7 @@ from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
 from entresol_proto.status import Status
 
 _SCAN_OP_BYTES = 1 << 20
+_ROW_RAW = np.dtype((np.void, ROW.itemsize))
 _BATCH_OPS = RECOVERY_BATCH_BYTES // BLOCK
 _Edges = tuple[SegmentHeader | None, Trailer | None]
 
@@ -247,17 +248,23 @@ class Recovery:
                 self._report.segments_from_footer += 1
                 segment.used_bytes = trailer.used_bytes
                 self._take_rows(segment, rows)
-                for row in rows[rows["kind"] == RecordKind.TOMBSTONES]:
-                    place = (int(row["offset"]), extent_bytes(int(row["sealed"])))
-                    self._tombstone_records.append((segment, *place))
+                if segment.tombstone_offsets:
+                    others = rows[rows["kind"] == RecordKind.TOMBSTONES]
+                    for offset, sealed in zip(
+                        segment.tombstone_offsets, others["sealed"].tolist(), strict=True
+                    ):
+                        self._tombstone_records.append((segment, offset, extent_bytes(sealed)))
         return bad
 
     def _take_rows(self, segment: Segment, rows: Rows) -> None:
-        blocks = rows[rows["kind"] == RecordKind.BLOCK]
-        others = rows[rows["kind"] == RecordKind.TOMBSTONES]
+        is_block = rows["kind"] == RecordKind.BLOCK
+        blocks, offsets = rows, []
+        if not is_block.all():
+            blocks = rows[is_block]
+            offsets = rows["offset"][rows["kind"] == RecordKind.TOMBSTONES].tolist()
         segment.row_count = len(rows)
         segment.blocks = len(blocks)
-        segment.tombstone_offsets = others["offset"].tolist()
+        segment.tombstone_offsets = offsets
         if len(blocks):
             self._rows.append(blocks)
             self._where.append((segment.index, segment.sequence, len(blocks)))
@@ -326,7 +333,8 @@ class Recovery:
         self._report.tombstones = len(self._tombstones)
         if not self._rows:
             return
-        rows = np.concatenate(self._rows)
+        # As plain bytes: numpy would work out the common type of the rows field by field.
+        rows = np.concatenate([part.view(_ROW_RAW) for part in self._rows]).view(ROW)
         counts = [count for _, _, count in self._where]
         segment: U32 = np.repeat(np.array([s for s, _, _ in self._where], np.uint32), counts)
         sequence: U64 = np.repeat(np.array([q for _, q, _ in self._where], np.uint64), counts)

@@ -1,8 +1,9 @@
 """Small secret files, replaced in one step and destroyed in place.
 
-Invariant: at every instant, and after a crash at any system call, a reader finds either the whole
-old content or the whole new one under a name. What is destroyed is overwritten before its blocks go
-back to the file system.
+Invariant: at every instant, and after a crash at any system call, a reader finds under a name the
+whole old content or the whole new one, or (`replace_secret`, between its two renames) the old one
+under `old_of` the name. What `replace_secret` and `destroy` let go is overwritten before its blocks
+go back to the file system; until then it has a name by which the next start finds it.
 
 How much the overwriting is worth: ext4 and xfs write over the same blocks; copy-on-write file
 systems and the flash translation layer of an SSD may keep an old copy. What such a copy holds is
@@ -64,6 +65,11 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
+def old_of(path: Path) -> Path:
+    """Where `replace_secret` puts the former content of `path` until it is overwritten."""
+    return path.with_name(path.name + ".old")
+
+
 def read(calls: OsCalls, path: Path) -> bytes | None:
     """The whole file, or None when there is none. Raises: OSError, also when it is too long."""
     try:
@@ -88,16 +94,46 @@ def replace(calls: OsCalls, path: Path, raw: bytes) -> None:
 
     Raises: OSError; then `path` holds the old content, or (after the rename) the new one.
     """
+    temporary = _prepare(calls, path, raw)
+    calls.rename(temporary, path)
+    sync_folder(calls, path.parent)
+
+
+def replace_secret(calls: OsCalls, path: Path, raw: bytes) -> None:
+    """As `replace`, and what `path` held before is overwritten, whenever the process dies.
+
+    A rename over `path` would leave the old bytes without a name until they are overwritten, and
+    for ever after a crash. So they first get a name of their own; `destroy(old_of(path))` at the
+    next start is the rest of an interrupted call.
+
+    Raises: OSError; then `path` holds the old content, or (after the second rename) the new one, or
+        nothing if putting the old one back failed as well: it is under `old_of(path)` then.
+    """
+    old = old_of(path)
+    temporary = _prepare(calls, path, raw)
+    destroy(calls, old)  # of a call that failed halfway; a rename over it would lose its name
+    with contextlib.suppress(FileNotFoundError):  # the first content has no predecessor
+        calls.rename(path, old)
+    try:
+        calls.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            calls.rename(old, path)
+        raise
+    sync_folder(calls, path.parent)
+    destroy(calls, old)
+
+
+def _prepare(calls: OsCalls, path: Path, raw: bytes) -> Path:
+    """The next content of `path`, durable under a temporary name, which is returned."""
     temporary = temporary_of(path)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    fd = calls.open(temporary, flags)
+    fd = calls.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
     try:
         _write_all(calls, fd, raw)
         calls.fsync(fd)
     finally:
         calls.close(fd)
-    calls.rename(temporary, path)
-    sync_folder(calls, path.parent)
+    return temporary
 
 
 def sync_folder(calls: OsCalls, folder: Path) -> None:
@@ -114,41 +150,18 @@ def destroy(calls: OsCalls, path: Path) -> None:
 
     Raises: OSError.
     """
-    doomed = Doomed(calls, path)
     try:
-        doomed.overwrite()
+        fd = calls.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        _write_all(calls, fd, bytes(calls.size(fd)))
+        calls.fsync(fd)
         with contextlib.suppress(FileNotFoundError):
             calls.unlink(path)
     finally:
-        doomed.close()
+        calls.close(fd)
     sync_folder(calls, path.parent)
-
-
-class Doomed:
-    """Keeps hold of a file's present content, so that it can be overwritten after the name has
-    gone to its successor. Close it in any case."""
-
-    def __init__(self, calls: OsCalls, path: Path) -> None:
-        """Raises: OSError; a file that does not exist is no error."""
-        self._calls = calls
-        self._fd = -1
-        with contextlib.suppress(FileNotFoundError):
-            self._fd = calls.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-
-    def overwrite(self) -> None:
-        """Zeros over everything, flushed. Raises: OSError."""
-        if self._fd < 0:
-            return
-        size = self._calls.size(self._fd)
-        self._calls.seek(self._fd, 0)
-        _write_all(self._calls, self._fd, bytes(size))
-        self._calls.fsync(self._fd)
-
-    def close(self) -> None:
-        """Let go. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._calls.close(fd)
 
 
 def _write_all(calls: OsCalls, fd: int, raw: bytes) -> None:

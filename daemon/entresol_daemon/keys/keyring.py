@@ -260,7 +260,7 @@ class Keyring(NamespaceNames):
             added = wrap_dek(kek, name, stored.stream, version, dek, now_unix_s)
             kept = () if force else stored.deks
             stored = replace(stored, deks=(*kept, added), active=version)
-            self._save(self._with(stored), destroy_old=force)
+            self._save(self._with(stored))
             old = self._unwrapped[name]
             older = {} if force else old.deks
             self._unwrapped[name] = replace(old, info=info_of(stored), deks={**older, version: dek})
@@ -305,7 +305,7 @@ class Keyring(NamespaceNames):
                     status=Status.BAD_REQUEST,
                 )
             stored = replace(stored, deks=kept)
-            self._save(self._with(stored), destroy_old=True)
+            self._save(self._with(stored))
             if name in self._unwrapped:
                 old = self._unwrapped[name]
                 deks = {number: dek for number, dek in old.deks.items() if number != version}
@@ -325,7 +325,7 @@ class Keyring(NamespaceNames):
             state = self._state
             if self.was_erased(name):
                 # The first attempt may have failed halfway: make both copies right, once more.
-                self._save(state, destroy_old=True)
+                self._save(state)
                 return next(
                     receipt.copy()
                     for receipt in reversed(state.erased)
@@ -351,8 +351,7 @@ class Keyring(NamespaceNames):
             left = {key: value for key, value in state.tenants.items() if key != name}
             erased = (*state.erased, receipt)[-RECEIPTS_KEPT_MAX:]
             self._save(
-                replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"]),
-                destroy_old=True,
+                replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"])
             )
             self._unwrapped.pop(name, None)
             self._used = {place: used for place, used in self._used.items() if place[0] != name}
@@ -398,8 +397,7 @@ class Keyring(NamespaceNames):
                     tenants=tenants,
                     kek_id=new_kek.kek_id(),
                     receipt_wrapped=wrap_receipt_seed(new_kek, self._receipt_seed),
-                ),
-                destroy_old=True,
+                )
             )
             self._kek = new_kek
             log.info("event=kek_changed kek=%s", new_kek.kek_id().hex())
@@ -472,8 +470,8 @@ class Keyring(NamespaceNames):
         kek_id = (state or self._state).kek_id
         return wrong_kek_error(self._store.path, kek_id, source, kek.kek_id())
 
-    def _save(self, state: State, *, destroy_old: bool = False) -> None:
+    def _save(self, state: State) -> None:
         try:
-            self._state = self._store.save(state, destroy_old=destroy_old)
+            self._state = self._store.save(state)
         except OSError as error:
             raise io_error(self._store.path, error) from None

@@ -1,8 +1,9 @@
 """keyring.json and its second copy: reading, healing, replacing.
 
 Invariant: both copies hold the same generation whenever `save` has returned, and after a crash at
-any system call the newer whole copy is the truth. Stale copies are overwritten, never just
-unlinked, when what they held was to be destroyed. One process at a time (a lock on the folder).
+any system call the newer whole copy is the truth. What a copy held before is overwritten, never
+just unlinked: it has the wrapped keys of tenants that may be erased later. One process at a time (a
+lock on the folder).
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ class KeyringStore:
             written by another version; OSError.
         """
         states: list[State] = []
-        for path in (self.path, self.backup_path):
-            raw = self._found[path] = files.read(self._calls, path)
-            if raw is None:
+        copies = (self.path, self.backup_path)
+        for path in (*copies, *map(files.old_of, copies)):
+            raw = files.read(self._calls, path)
+            if path in copies:
+                self._found[path] = raw
+            if raw is None or not any(raw):  # a former content that was overwritten already
                 continue
             try:
                 states.append(decode(raw))
@@ -98,20 +102,19 @@ class KeyringStore:
         """
         for path in (self.path, self.backup_path):
             files.destroy(self._calls, files.temporary_of(path))
-        if not any(raw is not None for raw in self._found.values()):
-            return
         good = encode(state)
-        for path, raw in self._found.items():
+        for path, raw in self._found.items() if state.generation else ():
             if raw != good:
-                self._write(path, good, destroy_old=True)
+                self._write(path, good)
                 self.copies_recovered += 1
                 log.warning("event=keyring_copy_recovered file=%s", path.name)
+        for path in (self.path, self.backup_path):
+            files.destroy(self._calls, files.old_of(path))
 
-    def save(self, state: State, *, destroy_old: bool = False) -> State:
-        """Write the next generation to both copies and return it as written.
+    def save(self, state: State) -> State:
+        """Write the next generation to both copies, overwrite what they held, return it as written.
 
-        `destroy_old` overwrites what both files held before. Raises: OSError; then each copy holds
-            either generation, and the next save wins over both.
+        Raises: OSError; then each copy holds either generation, and the next save wins over both.
         """
         # Counted up before writing: a failed attempt may have reached the disk, and the next one
         # must be newer than that.
@@ -119,20 +122,13 @@ class KeyringStore:
         state = replace(state, generation=self._generation)
         raw = encode(state)
         for path in (self.path, self.backup_path):
-            self._write(path, raw, destroy_old=destroy_old)
+            self._write(path, raw)
         return state
 
-    def _write(self, path: Path, raw: bytes, *, destroy_old: bool) -> None:
-        doomed = files.Doomed(self._calls, path) if destroy_old else None
+    def _write(self, path: Path, raw: bytes) -> None:
         try:
-            try:
-                files.replace(self._calls, path, raw)
-            except OSError:
-                # What was prepared may hold a wrapped key that is to be erased later.
-                files.destroy(self._calls, files.temporary_of(path))
-                raise
-            if doomed is not None:
-                doomed.overwrite()
-        finally:
-            if doomed is not None:
-                doomed.close()
+            files.replace_secret(self._calls, path, raw)
+        except OSError:
+            # What was prepared may hold a wrapped key that is to be erased later.
+            files.destroy(self._calls, files.temporary_of(path))
+            raise
