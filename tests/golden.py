@@ -21,6 +21,7 @@ from typing import Any
 import simloop
 from flashlab import OPTIONS, get_all, open_engine
 
+from entresol_client.tenant_key import TenantKey
 from entresol_daemon.config import Config
 from entresol_daemon.config_reference import to_toml
 from entresol_daemon.control import grpc_convert as convert
@@ -30,7 +31,15 @@ from entresol_daemon.flash.sim import SimDevice
 from entresol_daemon.keys import state
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek
+from entresol_proto.ids import (
+    EngineKey,
+    HostSealedNamespace,
+    NamespaceDescriptor,
+    host_sealed_namespace,
+    masked_engine_key,
+)
 from entresol_proto.seal import block
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import (
     ConfigError,
     EntresolError,
@@ -41,6 +50,7 @@ from entresol_proto.status import (
     Status,
 )
 from entresol_proto.v1 import entresol_pb2 as pb
+from entresol_proto.wire.frames import FrameType
 from entresol_proto.wire.session import ClientSession, ServerSession, State
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -91,11 +101,16 @@ def load(name: str) -> Any:
 
 
 def session(folder: Path) -> None:
-    """Both machines replay a whole session, and would send the very same bytes."""
+    """Both machines replay whole sessions of both protocols, and would send the same bytes."""
+    for name in ("session1.json", "session2.json"):
+        _replay(name)
+
+
+def _replay(name: str) -> None:
     host, daemon = ClientSession(now_ns=0), ServerSession(now_ns=0)
     types = set()
-    for number, line in enumerate(load("session.json")):
-        raw, what = bytes.fromhex(line["bytes"]), f"frame {number}, {line['type']}"
+    for number, line in enumerate(load(name)):
+        raw, what = bytes.fromhex(line["bytes"]), f"{name}, frame {number}, {line['type']}"
         listener = daemon if line["from"] == "host" else host
         (received,) = listener.receive(raw, 1)
         same(received.message.TYPE.name, line["type"], what)
@@ -104,13 +119,14 @@ def session(folder: Path) -> None:
             same(host.send(received.message), (received.request_id, raw), what)
         else:
             same(daemon.send(received.message, received.request_id), raw, what)
+    same(types, {kind.name for kind in FrameType}, f"types of message in {name}")
     same((host.state, daemon.state), (State.DRAINING, State.DRAINING), "the end")
     same((host.in_flight, daemon.in_flight), ({}, {}), "requests in flight at the end")
 
 
 def session_of_a_later_version(folder: Path) -> None:
     """The first frame says another version: both machines refuse it."""
-    frames = load("session.json")
+    frames = load("session1.json")
     for machine, line in (
         (ServerSession(now_ns=0), frames[0]),
         (ClientSession(now_ns=0), frames[1]),
@@ -127,7 +143,7 @@ def session_of_a_later_version(folder: Path) -> None:
 def damaged_session(folder: Path, rng: random.Random) -> None:
     """A frame is damaged somewhere: whoever reads it ends the session, or reads a message."""
     host, daemon = ClientSession(now_ns=0), ServerSession(now_ns=0)
-    lines = load("session.json")
+    lines = load(rng.choice(("session1.json", "session2.json")))
     bad = rng.randrange(len(lines))
     for number, line in enumerate(lines[: bad + 1]):
         raw = bytes.fromhex(line["bytes"])
@@ -304,6 +320,39 @@ def damaged_sealed_block(folder: Path, rng: random.Random) -> None:
     same(_open(case, bytes(raw)) is Status.OK, False, f"{case['name']}, damaged")
 
 
+def host_sealed(folder: Path) -> None:
+    """A block under a tenant's own key opens by the key file; names are masked as they were."""
+    about, raw = load("host_sealed.json"), (V1 / "host_sealed.bin").read_bytes()
+    text = (V1 / "tenant.key").read_bytes()
+    key = TenantKey.decode(text)
+    same(key.encode(), text, "tenant.key written again")
+    descriptor = NamespaceDescriptor(model="golden/model", cache_salt="grain", layers=2)
+    namespace, secret = host_sealed_namespace(key.naming, descriptor, DType.BF16)
+    same(namespace.canonical().hex(), about["namespace"], "the namespace")
+    same(HostSealedNamespace.parse(namespace.canonical()), namespace, "the namespace, parsed")
+    masked = masked_engine_key(secret, EngineKey(bytes.fromhex(about["engine_key"])))
+    same(masked.hex(), about["masked_engine_key"], "the masked engine key")
+    header = block.SealedHeader.parse(memoryview(raw))
+    same((header.host_sealed, header.dek_version), (True, 2), "what the header says")
+    into = bytearray(header.plain_bytes)
+    block_key = block.derive_block_key(key.versions[2].secret, header.salt, block.HOST_KEY_LABEL)
+    status = block.open_into(
+        memoryview(raw), memoryview(into), namespace_id=bytes.fromhex(about["namespace_id"]),
+        wire_key=bytes.fromhex(about["wire_key"]), engine_key=masked, block_key=block_key,
+    )  # fmt: skip
+    same(
+        (status, hashlib.sha256(into).hexdigest()), (Status.OK, about["plain_sha256"]), "the block"
+    )
+
+
+def tenant_key_of_a_later_version(folder: Path) -> None:
+    """Refused."""
+    text = (V1 / "tenant.key").read_bytes()
+    later = text.replace(b"tenant-key/1", b"tenant-key/2")
+    same(later == text, False, "the format in tenant.key was found")
+    refused("a later tenant key", lambda: TenantKey.decode(later))
+
+
 def _open(case: dict[str, Any], raw: bytes) -> Status:
     into = bytearray(case["plain_bytes"])
     key = block.BlockKey(bytes.fromhex(case["block_key"]), bytes.fromhex(case["commitment"]))
@@ -370,7 +419,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     for each in (
         session, session_of_a_later_version, keyring, keyring_of_a_later_version, clean_file,
         checkpoint_of_a_later_version, sealed_blocks, sealed_block_of_a_later_version, events,
-        config, config_of_a_later_version,
+        config, config_of_a_later_version, host_sealed, tenant_key_of_a_later_version,
     )
 }  # fmt: skip
 DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {

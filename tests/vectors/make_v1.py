@@ -1,4 +1,4 @@
-"""Writes `v1/`: a session on the wire, a keyring, a cleanly closed data file, events, a config.
+"""Writes `v1/`: sessions on the wire, keys, a cleanly closed data file, events, a config.
 
 Each is made by the code that writes it in service, from fixed inputs: run it as a script, with the
 packages on PYTHONPATH. What is released is never made again: a new version has a folder of its own.
@@ -28,6 +28,7 @@ from flashlab import FORGOTTEN, NAMESPACES, OPTIONS, device_bytes, get_all, key_
 from keyring_lab import KEK, SALTY
 from wire_messages import EXAMPLES
 
+from entresol_client.tenant_key import KeyVersion, TenantKey
 from entresol_daemon.config import Config
 from entresol_daemon.config_reference import to_toml
 from entresol_daemon.control import grpc_convert as convert
@@ -45,7 +46,22 @@ from entresol_daemon.events.types import (
 from entresol_daemon.flash.engine import EngineOptions
 from entresol_daemon.flash.sim import SimDevice
 from entresol_daemon.keys.keyring import Keyring, TenantQuota
-from entresol_proto.ids import NamespaceDescriptor, TenantName
+from entresol_proto.ids import (
+    EngineKey,
+    NamespaceDescriptor,
+    TenantName,
+    host_sealed_namespace,
+    masked_engine_key,
+)
+from entresol_proto.seal.block import (
+    HOST_KEY_LABEL,
+    BlockIdentity,
+    BlockMeta,
+    derive_block_key,
+    seal_into,
+    sealed_bytes_max,
+)
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import Status
 from entresol_proto.v1 import entresol_pb2 as pb
 from entresol_proto.wire import opening
@@ -58,13 +74,19 @@ HASHES = HERE / "HASHES"
 SEGMENT = 32 * 1024
 SEGMENTS = 8
 SMALL: EngineOptions = replace(OPTIONS, segment_bytes=SEGMENT, blocks_max=128)
+KEK_BYTES = random.Random(1).randbytes(32)  # of keyring_lab.KEK
+DESCRIPTOR = NamespaceDescriptor(model="golden/model", cache_salt="grain", layers=2)
+TENANT_KEY = TenantKey(
+    hashlib.sha256(b"naming").digest(),
+    {n: KeyVersion(100 + n, hashlib.sha256(bytes([n])).digest()) for n in (1, 2)},
+)
 REQUESTS = (
     F.OPEN_NAMESPACE, F.EXISTS, F.RESERVE, F.COMMIT, F.FETCH, F.STAGE, F.TOUCH, F.FORGET, F.EXPLAIN,
     F.PING,
 )  # fmt: skip
 
 
-def session() -> list[dict[str, str]]:
+def session(protocol: int) -> list[dict[str, str]]:
     """From hello to goodbye, every type of message at least once: who sends it, and its bytes."""
     host, daemon = ClientSession(now_ns=0), ServerSession(now_ns=0)
     lines: list[dict[str, str]] = []
@@ -81,14 +103,17 @@ def session() -> list[dict[str, str]]:
     def answer(message: Any, request_id: int = 0) -> None:
         note("daemon", message.TYPE, daemon.send(message, request_id))
 
-    answer(EXAMPLES[F.WELCOME], say(EXAMPLES[F.HELLO]))
+    hello = replace(EXAMPLES[F.HELLO], protocol_min=1, protocol_max=protocol)
+    answer(replace(EXAMPLES[F.WELCOME], protocol=protocol), say(hello))
     answer(EXAMPLES[F.ERROR], say(EXAMPLES[F.ATTACH]))  # this data path fails, the next does not
     answer(EXAMPLES[F.ATTACHED], say(EXAMPLES[F.ATTACH]))
-    descriptor = NamespaceDescriptor(model="golden/model", cache_salt="grain", layers=2)
+    named = DESCRIPTOR.canonical()
+    if protocol >= opening.PROTOCOL_HOST_SEALED:
+        named = host_sealed_namespace(TENANT_KEY.naming, DESCRIPTOR, DType.BF16)[0].canonical()
     for kind in REQUESTS:
         message = EXAMPLES[kind]
         if kind is F.OPEN_NAMESPACE:
-            message = opening.OpenNamespace(descriptor.canonical())
+            message = opening.OpenNamespace(named)
         request_id = say(message)
         if kind is F.FETCH:
             answer(replace(EXAMPLES[F.GRANT], final=False), request_id)
@@ -99,6 +124,29 @@ def session() -> list[dict[str, str]]:
     answer(opening.ErrorReply(Status.DRAINING, "the daemon stops", ""), late)
     say(opening.Goodbye(Status.OK, ""))
     return lines
+
+
+def host_sealed() -> tuple[bytes, dict[str, str]]:
+    """A block that a tenant sealed under its own key, and what leads to its plaintext."""
+    namespace, secret = host_sealed_namespace(TENANT_KEY.naming, DESCRIPTOR, DType.BF16)
+    engine_key = EngineKey(b"engine key of a host-sealed block...")
+    masked, salt = masked_engine_key(secret, engine_key), b"salt" * 8
+    key = derive_block_key(TENANT_KEY.versions[2].secret, salt, HOST_KEY_LABEL)
+    plain = hashlib.shake_256(b"host-sealed").digest(9001)
+    identity = BlockIdentity(b"n" * 16, b"w" * 16, masked, DType.BF16, 2, host_sealed=True)
+    out = bytearray(sealed_bytes_max(len(plain), chunk_bytes=4096, meta_tokens=3))
+    header = seal_into(
+        memoryview(out), memoryview(plain), identity=identity, block_key=key, salt=salt, codec_id=0,
+        meta=BlockMeta(b"p" * 32, 7, 16, (1, 2, 3)), chunk_bytes=4096,
+    )  # fmt: skip
+    return bytes(out[: header.sealed_bytes]), {
+        "namespace": namespace.canonical().hex(),
+        "engine_key": engine_key.hex(),
+        "masked_engine_key": masked.hex(),
+        "namespace_id": identity.namespace_id.hex(),
+        "wire_key": identity.wire_key.hex(),
+        "plain_sha256": hashlib.sha256(plain).hexdigest(),
+    }
 
 
 def keyring(folder: Path) -> dict[str, Any]:
@@ -133,9 +181,6 @@ def keyring(folder: Path) -> dict[str, Any]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
     return about
-
-
-KEK_BYTES = random.Random(1).randbytes(32)  # of keyring_lab.KEK
 
 
 async def clean_file(checkpoint: Path) -> tuple[bytes, dict[str, Any]]:
@@ -227,11 +272,16 @@ def as_json(value: Any) -> str:
 def make(folder: Path) -> None:
     """Fill a folder."""
     folder.mkdir(parents=True)
-    (folder / "session.json").write_text(as_json(session()))
+    for protocol in (1, 2):
+        (folder / f"session{protocol}.json").write_text(as_json(session(protocol)))
+    sealed, about = host_sealed()
+    (folder / "host_sealed.bin").write_bytes(sealed)
+    (folder / "host_sealed.json").write_text(as_json(about))
+    (folder / "tenant.key").write_bytes(TENANT_KEY.encode())
     (folder / "keyring.json").write_text(as_json(keyring(folder / "keyring")))
-    image, about = simloop.run(clean_file(folder / "checkpoint.arrow"))
+    image, listing = simloop.run(clean_file(folder / "checkpoint.arrow"))
     (folder / "clean.gz").write_bytes(gzip.compress(image, 9, mtime=0))
-    (folder / "clean.json").write_text(as_json(about))
+    (folder / "clean.json").write_text(as_json(listing))
     (folder / "events.json").write_text(as_json(events()))
     (folder / "entresold.toml").write_text(to_toml(Config(), comments=False))
 
