@@ -42,7 +42,8 @@ from tests.sim.shardlab import Host, World
 
 WALK_STEPS = 25_000
 SIM_ROUNDS = 3
-SIM_STEPS = 60
+SIM_PHASES = 2
+SIM_STEPS = 30
 SIM_KEYS = [b"key-%012d" % number for number in range(160)]
 TENANTS = ("alpha", "beta")
 GRPC_ROUNDS = 2
@@ -185,11 +186,13 @@ async def sim_unit(folder: Path, seed: int, tally: Tally) -> None:
     ]
     for _ in range(SIM_ROUNDS):
         await world.open(TENANTS)
-        tasks = [asyncio.ensure_future(one.follow()) for one in consumers]
-        hosts = [Host(world, rng.choice(TENANTS)) for _ in range(3)]
-        await asyncio.gather(*(host_work(host, tally) for host in hosts))
-        await _end(tasks)
-        if rng.random() < 0.6:  # before the world stands still there may be evictions on the way
+        for _ in range(SIM_PHASES):
+            tasks = [asyncio.ensure_future(one.follow()) for one in consumers]
+            hosts = [Host(world, rng.choice(TENANTS)) for _ in range(3)]
+            await asyncio.gather(*(host_work(host, tally) for host in hosts))
+            await _end(tasks)
+            if rng.random() < 0.2:
+                break  # the power fails, or it is stopped, in the middle of evictions
             for host in hosts:
                 await host.gone()
             world.hosts.clear()
@@ -361,8 +364,8 @@ def run(slice_: Slice) -> Tally:
 
 
 def canary() -> None:
-    """A log that loses an event and does not say so."""
-    read = EventLog._read
+    """A log that loses an event and does not say so; a block that goes and nobody is told."""
+    read, publish = EventLog._read, EventLog.publish
 
     def forgetful(
         self: EventLog, tenant: TenantName, after_seq: int, count_max: int
@@ -370,10 +373,14 @@ def canary() -> None:
         found = read(self, tenant, after_seq, count_max)
         return [] if found is None else found
 
-    EventLog._read = forgetful  # type: ignore[method-assign]
-    try:
-        with tempfile.TemporaryDirectory(prefix="entresol-r10-") as folder:
-            tally = run(Slice(1, 1, Size.COMMIT, Path(folder)))
-    finally:
-        EventLog._read = read  # type: ignore[method-assign]
-    assert tally.findings, "an event was lost without a gap, and nobody saw it"
+    def silent(self: EventLog, kind: Kind, tenant: TenantName, **more: Any) -> Event | None:
+        return None if kind is Kind.REMOVED else publish(self, kind, tenant, **more)
+
+    for seed, name, bug, honest in ((1, "_read", forgetful, read), (5, "publish", silent, publish)):
+        setattr(EventLog, name, bug)
+        try:
+            with tempfile.TemporaryDirectory(prefix="entresol-r10-") as folder:
+                tally = run(Slice(seed, 1, Size.COMMIT, Path(folder)))
+        finally:
+            setattr(EventLog, name, honest)
+        assert tally.findings, f"seed={seed}: an event was lost, and nobody saw it"

@@ -41,7 +41,7 @@ from entresol_proto.wire.data import Commit, Grant, GrantItem, OpenAt
 from tests.proof.line import Size, Slice, Tally
 
 READS = 500  # hostile ones of a unit
-HONEST_EVERY = 25
+HONEST_EVERY = 50
 SECRET_BYTES = 64 * KIB
 SPAN_BYTES_MAX = 512
 PAINT = b"\xa5"

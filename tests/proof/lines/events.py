@@ -22,7 +22,7 @@ def canary() -> None:
 LINES = (
     Line(
         id="R10", name="index rebuilt from events", unit="walks",
-        units={Size.COMMIT: 20, Size.NIGHTLY: 300, Size.RELEASE: 1_000}, slice_units=50,
+        units={Size.COMMIT: 10, Size.NIGHTLY: 300, Size.RELEASE: 1_000}, slice_units=50,
         run=run, canary=canary,
     ),
 )  # fmt: skip

@@ -7,12 +7,15 @@ guard themselves. The files themselves must be what `tests/vectors/HASHES` says.
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from tests.proof.line import Line, Size, Slice, Tally
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 DAMAGES = {"damaged_session": 40, "damaged_keyring": 40, "damaged_checkpoint": 2,
            "damaged_sealed_block": 40}  # fmt: skip
