@@ -27,7 +27,8 @@ GUEST_TIMEOUT_S = 560.0
 SLICE_DEADLINE_S = 900.0  # the first one on a machine builds the images
 FLASH = (f"{SUITES}/test_flash_devices.py",)
 NETEM = (f"{SUITES}/test_netem.py",)
-FENCES = (f"{SUITES}/test_verbs_fences.py", f"{SUITES}/test_verbs_leases.py")
+LEASES = (f"{SUITES}/test_verbs_leases.py",)
+FENCES = (f"{SUITES}/test_verbs_fences.py",)  # at commit size CI runs it by itself
 
 
 def boot(work: Slice, arguments: tuple[str, ...], env: Mapping[str, str] | None = None) -> Report:
@@ -81,10 +82,13 @@ def _boot(work: Slice, arguments: tuple[str, ...], env: Mapping[str, str] | None
 
 def _line(
     name: str, what: str, unit: str, units: Sequence[int], arguments: tuple[str, ...], bug: str,
-    canary: tuple[str, ...], slice_units: int,
+    canary: tuple[str, ...], slice_units: int, more: tuple[str, ...] = (),
 ) -> Line:  # fmt: skip
+    """`more` is run beside `arguments` at the larger sizes."""
+
     def run(work: Slice) -> Tally:
-        return tally_of(_boot(work, arguments), work.seed)
+        also = () if work.size is Size.COMMIT else more
+        return tally_of(_boot(work, (*also, *arguments)), work.seed)
 
     def planted() -> None:
         with tempfile.TemporaryDirectory(prefix="entresol-guest-") as folder:
@@ -110,6 +114,6 @@ LINES = (
     ),
     _line(
         "G3", "leases over verbs, in a guest", "rounds of hostile reads",
-        (1, 3, 8), FENCES, "no revoke", (*FENCES[1:], "-k", "end"), 4,
+        (2, 6, 24), LEASES, "no revoke", (*LEASES, "-k", "end"), 12, FENCES,
     ),
 )  # fmt: skip
