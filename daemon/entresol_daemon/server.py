@@ -30,6 +30,7 @@ from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.keys.sweeping import sweep
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
 from entresol_daemon.observe import follow_process, follow_shard
@@ -112,6 +113,7 @@ class Daemon:
                 host_id=same_host_id(),
                 now_ns=time.monotonic_ns,
                 unix_ns=time.time_ns,
+                sweep=sweep,
             ),
         )
         # The shard closes the engine; from here on the engine's own closer has nothing to do.

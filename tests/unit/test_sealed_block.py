@@ -346,7 +346,7 @@ def test_data_and_meta_cannot_stand_in_for_each_other() -> None:
 def test_wrong_key_namespace_engine_key_length(codec_id: int) -> None:
     sealed = three_chunks(codec_id)
     right = sealed.key
-    other = block.derive_block_key(bytes(32), sealed.salt)
+    other = block.derive_block_key(b"o" * 32, sealed.salt)
     assert sealed.open(block_key=other) is Status.CORRUPT
     # The commitment alone stops a wrong key, and the key alone stops a right commitment.
     assert sealed.open(block_key=block.BlockKey(right.key, other.commitment)) is Status.CORRUPT

@@ -45,6 +45,7 @@ from entresol_daemon.keys.tenant import (
     wrap_receipt_seed,
 )
 from entresol_proto import ids
+from entresol_proto.seal.wiping import wipe
 from entresol_proto.status import KeyringError, QuotaError, Status
 
 __all__ = ["Keyring", "Receipt", "Tenant", "TenantInfo", "TenantQuota", "verify_receipt"]
@@ -80,6 +81,7 @@ class Keyring(NamespaceNames):
         self._unwrapped: dict[str, Tenant] = {}
         self._receipt_seed = b""
         self._used: dict[tuple[str, int], int] = {}  # (tenant, version): blocks sealed, or more
+        self._destroyed: dict[str, list[bytes]] = {}  # by tenant: secrets to be wiped from memory
         self._lock = threading.Lock()
         self._namespaces = NamespaceRegistry(
             calls, state_dir / "namespaces", namespaces_per_tenant_max, random
@@ -263,6 +265,8 @@ class Keyring(NamespaceNames):
             self._save(self._with(stored))
             old = self._unwrapped[name]
             older = {} if force else old.deks
+            if force:
+                self._destroyed.setdefault(name, []).extend(old.deks.values())
             self._unwrapped[name] = replace(old, info=info_of(stored), deks={**older, version: dek})
             log.info("event=key_rotated tenant=%s version=%d force=%s", name, version, force)
             return version
@@ -308,15 +312,17 @@ class Keyring(NamespaceNames):
             self._save(self._with(stored))
             if name in self._unwrapped:
                 old = self._unwrapped[name]
+                self._destroyed.setdefault(name, []).append(old.deks[version])
                 deks = {number: dek for number, dek in old.deks.items() if number != version}
                 self._unwrapped[name] = replace(old, info=info_of(stored), deks=deks)
             log.info("event=key_retired tenant=%s version=%d", name, version)
 
     def erase(self, name: str, *, now_unix_s: int) -> Receipt:
-        """Destroy a tenant's keys in both copies and in memory; nothing of it opens afterwards.
+        """Destroy a tenant's keys in both copies; nothing of it opens afterwards.
 
-        Works while locked (destruction needs no KEK), but then the receipt is unsigned. A second
-        call returns the same receipt. The caller has to end its sessions, leases and index entries.
+        In memory nobody is given them any more, and `wipe_destroyed` ends them there, too. Works
+        while locked (destruction needs no KEK), but then the receipt is unsigned. A second call
+        returns the same receipt. The caller has to end its sessions, leases and index entries.
 
         Raises: KeyringError: FORBIDDEN when there was never such a tenant; IO_ERROR when a copy
             could not be written. Try again then: until this returns, a copy may remain.
@@ -353,7 +359,11 @@ class Keyring(NamespaceNames):
             self._save(
                 replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"])
             )
-            self._unwrapped.pop(name, None)
+            held = self._unwrapped.pop(name, None)
+            if held is not None:
+                self._destroyed.setdefault(name, []).extend(
+                    (held.naming_secret, *held.deks.values())
+                )
             self._used = {place: used for place, used in self._used.items() if place[0] != name}
             try:
                 self._namespaces.drop(stored.stream)
@@ -362,6 +372,17 @@ class Keyring(NamespaceNames):
                 log.warning("event=namespaces_file_left tenant=%s reason=%s", name, error.strerror)
             log.info("event=tenant_erased tenant=%s receipt=%d", name, receipt["number"])
             return receipt.copy()
+
+    def wipe_destroyed(self, name: str) -> int:
+        """Zeros over the keys of a tenant that were destroyed, where they lie in memory; how many.
+
+        Memory only. Call it when no session, task or thread holds a `Tenant` from before: theirs
+        are the same objects.
+        """
+        doomed = self._destroyed.pop(name, [])
+        for secret in doomed:
+            wipe(secret)
+        return len(doomed)
 
     def unlock(self, kek: KekProvider) -> bool:
         """Give a locked keyring its KEK; False when it had that very one already.

@@ -35,6 +35,7 @@ from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.keys.keyring import TenantQuota as KeyringQuota
 from entresol_daemon.keys.receipts import Receipt, canonical
 from entresol_daemon.shard.gets import sealed_view
+from entresol_daemon.shard.keycare import wipe_from_memory
 from entresol_daemon.shard.shard import Shard
 from entresol_proto import __version__, limits
 from entresol_proto.ids import TenantName
@@ -47,6 +48,7 @@ from entresol_proto.seal.block import (
     derive_block_key,
     open_meta,
 )
+from entresol_proto.seal.wiping import wipe
 from entresol_proto.status import EntresolError, SealError, Status
 
 DRAIN_NS_DEFAULT = 30_000_000_000
@@ -201,6 +203,11 @@ class ShardAdmin:
 
         receipt = await parts.compute.run(erase)
         leases = self._shard.leases_held()
+        secrets = [
+            space.secret
+            for session in self._shard.sessions.values() if session.account.name == name
+            for space in session.namespaces.values()
+        ]  # fmt: skip
         sessions = await self._end_sessions(name)
         account = parts.accounts.by_name.get(name)
         dropped = 0
@@ -210,6 +217,9 @@ class ShardAdmin:
             await parts.engine.barrier()
             parts.accounts.remove(name)
             parts.residency.pool.release_owner(account.stream)
+        for secret in secrets:
+            wipe(secret)
+        await wipe_from_memory(parts, name)
         parts.events.publish(events.Kind.TENANT_ERASED, name, time_unix_ns=now_ns)
         parts.metrics.forget_tenant(name)
         return EraseReceipt(

@@ -11,6 +11,7 @@ can need it; no block enters the index under a version that is gone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -48,6 +49,17 @@ class VersionUse:
     created_unix_s: int
     blocks: int  # stored now
     sealed_blocks: int  # ever
+
+
+async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
+    """The destroyed keys of a tenant leave memory: where they were held, and in what was freed.
+
+    No session may hold them any more. Lets others run in between.
+    """
+    parts.keyring.wipe_destroyed(name)
+    gc.collect()  # what only its own cycles keep is freed now, and swept with the rest
+    for _ in parts.sweep():
+        await asyncio.sleep(0)
 
 
 class KeyCare:
@@ -99,6 +111,7 @@ class KeyCare:
             return 0
         dropped = self._drop_older(name)
         await parts.engine.barrier()
+        await wipe_from_memory(parts, name)
         log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
         return dropped
 
@@ -193,6 +206,7 @@ class KeyCare:
             await self._parts.compute.run(self._parts.keyring.retire, name, version)
             self.versions_ended += 1
         self._renew_sessions(name)
+        await wipe_from_memory(self._parts, name)
 
     async def _keep_usage(self, name: TenantName) -> None:
         await self._parts.compute.run(self._parts.keyring.keep_usage, name)

@@ -7,7 +7,7 @@ device, clock, compute and buffers runs the same code as production.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from entresol_daemon.compute import Compute
@@ -80,3 +80,4 @@ class Parts:
     dek_of: Callable[[bytes, int], bytes | None]  # (stream, version) -> DEK, None if there is none
     now_ns: Callable[[], int]
     unix_ns: Callable[[], int]
+    sweep: Callable[[], Iterator[None]]  # overwrites freed memory, step by step

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,7 @@ class Surroundings:
     host_id: bytes
     now_ns: Callable[[], int]
     unix_ns: Callable[[], int]
+    sweep: Callable[[], Iterator[None]] = lambda: iter(())  # of freed memory; not in a simulation
 
 
 class Shard:
@@ -163,6 +164,7 @@ class Shard:
             dek_of=_dek_lookup(keyring),
             now_ns=surroundings.now_ns,
             unix_ns=surroundings.unix_ns,
+            sweep=surroundings.sweep,
         )
         shard = cls(parts, fabrics, surroundings, number)
         shard._adopt()

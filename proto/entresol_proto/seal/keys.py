@@ -19,6 +19,9 @@ DEK_BYTES = 32
 KEY_BYTES = 32
 COMMITMENT_BYTES = 16
 KEY_LABEL = b"entresol/v1/block"
+_BYTES = KEY_BYTES + COMMITMENT_BYTES
+_ZEROS = bytes(_BYTES)
+_WIPED = bytes(DEK_BYTES)
 HOST_KEY_LABEL = b"entresol/v1/host-block"  # of keys that only the tenant has
 
 
@@ -42,12 +45,19 @@ def derive_block_key(dek: bytes, salt: bytes, label: bytes = KEY_LABEL) -> Block
     AES-GCM lacks (RFC 9771): nobody can build a block that opens under two keys. `label` is
     HOST_KEY_LABEL for host-sealed blocks, so that no key of a daemon is ever one of a tenant.
 
-    Raises: SealError (BAD_REQUEST) for wrong lengths.
+    Raises: SealError (BAD_REQUEST) for wrong lengths, (ERASED) for a key that was wiped: nothing is
+    ever sealed under zeros.
     """
     if len(dek) != DEK_BYTES or len(salt) != SALT_BYTES:
         raise SealError("data key or salt has a wrong length", status=Status.BAD_REQUEST)
-    raw = HKDFExpand(SHA256(), KEY_BYTES + COMMITMENT_BYTES, label + salt).derive(dek)
-    return BlockKey(raw[:KEY_BYTES], raw[KEY_BYTES:])
+    if dek == _WIPED:
+        raise SealError("the data key was destroyed", status=Status.ERASED)
+    raw = bytearray(_BYTES)
+    whole = memoryview(raw)
+    HKDFExpand(SHA256(), _BYTES, label + salt).derive_into(dek, raw)
+    key = BlockKey(bytes(whole[:KEY_BYTES]), bytes(whole[KEY_BYTES:]))
+    raw[:] = _ZEROS  # no second copy stays in freed memory
+    return key
 
 
 def new_salt() -> bytes:

@@ -1,0 +1,68 @@
+"""Overwriting memory that was freed: what held a copy of a secret must not keep it.
+
+Keys are wiped where they are held (`seal.wiping`); a frame on its way to a host, or an argument in
+a call, is a copy that is freed without that. `sweep` takes the freed memory of this process once,
+fills it with zeros and gives it back: small objects size by size, as the interpreter keeps them,
+and larger ones from large to small, as the C library does.
+
+Invariant: at most SWEEP_BYTES_MAX are held at a time, and each step is short enough for an event
+loop. It is a best effort: stacks, registers and what other threads freed are not reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+
+SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
+NEW_MEMORY_BYTES = 2 * 1024 * 1024  # the process grew by so much: what was free is taken
+BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see its own size
+BATCH_BYTES = 256 * 1024
+SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
+SMALL_BYTES_MIN = 80  # an object with 32 bytes in it is in this class
+LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
+_OBJECT_BYTES = bytes.__basicsize__
+
+
+def sweep() -> Iterator[None]:
+    """Take and zero free memory; run it to its end, with other work between the steps."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    yield
+    for size in range(SMALL_BYTES_MIN, SMALL_BYTES_MAX + 1, 16):
+        _take(size, SWEEP_BYTES_MAX)
+        yield
+    held: list[list[bytes]] = []
+    for size in LARGE_BYTES:  # held until the last: freed again, they would be the next one's
+        held.append(_take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES)))
+        yield
+
+
+def _take(size_bytes: int, bytes_max: int) -> list[bytes]:
+    """Objects of one size, until they come from memory that is new to the process."""
+    length = size_bytes - _OBJECT_BYTES
+    count = max(1, BATCH_BYTES // size_bytes)
+    taken: list[bytes] = []
+    began, seen = _resident_bytes(), 0
+    while seen < bytes_max:
+        taken += [b"\0" * length for _ in range(count)]
+        seen += count * size_bytes
+        now = _resident_bytes()
+        if now - began > NEW_MEMORY_BYTES or (not now and seen > BLIND_BYTES):
+            break
+    return taken
+
+
+def _resident_bytes() -> int:
+    """Memory this process has, or 0 when it may not know."""
+    try:
+        fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(fd, 128).split()[1]) * mmap.PAGESIZE
+    finally:
+        os.close(fd)
