@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from entresol_daemon import receipt_command
 from entresol_proto import __version__
 from entresol_proto.status import ConfigError, EntresolError
 
@@ -20,6 +21,7 @@ examples:
   entresold --config /etc/entresol/entresold.toml
   entresold --check --config FILE            read and judge a configuration, start nothing
   entresold --config FILE rewrap NEW-KEK     change the key-encryption key of a stopped daemon
+  entresold verify-receipt FILE --key HEX    check an erasure receipt, offline
 
 signals: TERM or INT drains and stops (a second one at once), HUP re-reads the certificates, and
 looks for the key-encryption key when it was missing.
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "rewrap", help="wrap every key under another key-encryption key; blocks stay as they are"
     )
     rewrap.add_argument("path", type=Path, help="the file of the new key")
+    receipt_command.add_parser(commands)
     return parser
 
 
@@ -68,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
+        if arguments.command == "verify-receipt":
+            return receipt_command.run(arguments)
         if arguments.command == "keygen":
             return _keygen(arguments.path)
         if arguments.print_config:
