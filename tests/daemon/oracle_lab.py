@@ -155,7 +155,7 @@ class Judge:
                 self.may[tenant, number] = {max(seen, MISS)}
 
     def _judge_miss(self, where: str, when: str, may: set[int], status: Status) -> None:
-        if status is Status.MISS:
+        if status in (Status.MISS, Status.ERASED):  # erased: its key was destroyed
             if MISS not in may and not self.evicts:
                 self.lost += 1
                 self.found(f"{where}: a durable block is lost, allowed were {sorted(may)}")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from entresol_daemon.flash import writer as flash_writer
 from entresol_daemon.flash.group import Pending
+from entresol_daemon.keys import keyring
+from entresol_daemon.shard import shard
 from entresol_proto.status import Status
 
 
@@ -20,3 +22,25 @@ def early_ack() -> None:
             pending.future.set_result(Status.OK)
 
     flash_writer.Writer.submit = eager  # type: ignore[method-assign]
+
+
+def rotation_destroys() -> None:
+    """Every rotation destroys the older key versions, as only a forced one may."""
+    rotate = keyring.Keyring.rotate
+
+    def eager(self: keyring.Keyring, name: str, *, now_unix_s: int, force: bool = False) -> int:
+        return rotate(self, name, now_unix_s=now_unix_s, force=True)
+
+    keyring.Keyring.rotate = eager  # type: ignore[method-assign]
+
+
+def locked_drops() -> None:
+    """A daemon without its KEK drops what it cannot open."""
+    adopt = shard.Shard._adopt
+
+    def careless(self: shard.Shard) -> None:
+        adopt(self)
+        if self.parts.keyring.locked:
+            self.removal.drop_namespaces(list(self.parts.engine.index.namespaces()))
+
+    shard.Shard._adopt = careless  # type: ignore[method-assign]

@@ -1,0 +1,176 @@
+"""What the lines of key life share: the operator's hand, and eyes for a daemon's memory and files.
+
+Invariant: `Spy` looks at the whole address space of the daemon (every readable mapping, slabs
+included) and at every file it has; what it does not find is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from entresol_client.cli import rpc
+from entresol_daemon.config import Config
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.keys.keyring import Keyring
+from entresol_daemon.keys.providers import FileKek
+from entresol_proto.limits import ALIGN_BYTES, MIB
+from entresol_proto.seal.block import SealedHeader, derive_block_key
+from entresol_proto.seal.keys import HOST_KEY_LABEL, KEY_LABEL
+from entresol_proto.status import SealError
+from tests.daemon.life_lab import Lab
+
+STEP_BYTES = 8 * MIB
+PATIENCE_S = 60.0
+
+
+def configure(lab: Lab, change: Callable[[Config], Config]) -> None:
+    """Change the configuration of a lab's site for good."""
+    lab.site.config = change(lab.site.config)
+    lab.site.write(lab.site.config)
+
+
+def with_keys(**values: Any) -> Callable[[Config], Config]:
+    """A change of [keys]."""
+    return lambda config: replace(config, keys=replace(config.keys, **values))
+
+
+def kek_of(lab: Lab) -> Path:
+    """The KEK file the site's configuration names."""
+    path = lab.site.config.keys.kek_file
+    assert path is not None
+    return path
+
+
+@contextlib.contextmanager
+def operator(lab: Lab) -> Iterator[tuple[Any, Any]]:
+    """(stub, messages) of the operator's service."""
+    _, pb, stubs = rpc.modules()
+    with rpc.operator_channel(lab.site.directory / "run" / "admin.sock") as channel:
+        yield stubs.AdminStub(channel), pb
+
+
+def ask(lab: Lab, method: str, **fields: Any) -> Any:
+    """One call of the operator. Raises: CliError with what the daemon answered."""
+    request = "TenantListRequest" if method == "TenantList" else f"{method}Request"
+    with operator(lab) as (stub, pb):
+        return rpc.call(getattr(stub, method), getattr(pb, request)(**fields), timeout_s=PATIENCE_S)
+
+
+def tenant(lab: Lab, name: str = "dev") -> Any:
+    """The operator's row of a tenant."""
+    return next(info for info in ask(lab, "TenantList").tenants if info.name == name)
+
+
+def until(check: Callable[[], bool], seconds: float = PATIENCE_S) -> bool:
+    """Wait for it; False when it did not come."""
+    end = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Spy:
+    """Someone with root on the daemon's machine."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    def in_memory(self, needles: dict[str, bytes]) -> dict[str, int]:
+        """How often each is in the daemon's memory, which stands still meanwhile."""
+        pid = self._lab.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            return _count(_memory_of(pid), needles)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def in_files(self, needles: dict[str, bytes]) -> dict[str, int]:
+        """How often each is in the daemon's files: flash, state, logs. Certificates are the
+        tenants'."""
+        root = self._lab.site.directory
+        paths = [p for p in root.rglob("*") if p.is_file() and "pki" not in p.parts]
+        return _count((_pieces(path) for path in [*paths, self._lab.log]), needles)
+
+    def headers(self) -> list[SealedHeader]:
+        """Of every sealed block on flash."""
+        found = []
+        with open(self._lab.site.config.flash_path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for at in range(0, size, ALIGN_BYTES):
+                if os.pread(file.fileno(), 4, at + RECORD_HEADER_BYTES) != b"ENTS":
+                    continue
+                with contextlib.suppress(SealError):
+                    raw = os.pread(file.fileno(), 8192, at + RECORD_HEADER_BYTES)
+                    found.append(SealedHeader.parse(raw))
+        return found
+
+    def opened(self, headers: Iterable[SealedHeader]) -> int:
+        """How many of these some key of a stopped daemon opens. Its KEK is at hand."""
+        keyring = Keyring.open(
+            self._lab.site.config.shard.state_dir, FileKek.open(kek_of(self._lab))
+        )
+        try:
+            deks = [
+                dek for info in keyring.tenants() for dek in keyring.get(info.name).deks.values()
+            ]
+        finally:
+            keyring.close()
+        return sum(
+            any(
+                derive_block_key(dek, header.salt, label).commitment == header.commitment
+                for dek in deks
+                for label in (KEY_LABEL, HOST_KEY_LABEL)
+            )
+            for header in headers
+        )
+
+
+def _memory_of(pid: int) -> Iterator[Iterator[bytes]]:
+    """Every readable mapping of a process, each in pieces."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for line in maps:
+            span, mode, _, _, inode, *path = line.split()
+            name = path[0] if path else ""
+            program = inode != "0" and (name.endswith((".so", ".pyc")) or ".so." in name)
+            if "r" not in mode or name in ("[vvar]", "[vsyscall]", "[vdso]") or program:
+                continue
+            begin, _, end = span.partition("-")
+            yield _mapping(memory.fileno(), int(begin, 16), int(end, 16))
+
+
+def _mapping(fd: int, begin: int, end: int) -> Iterator[bytes]:
+    for at in range(begin, end, STEP_BYTES):
+        try:
+            yield os.pread(fd, min(STEP_BYTES, end - at), at)
+        except OSError:
+            return  # a guard page, or memory behind the end of a file
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(STEP_BYTES):
+            yield piece
+
+
+def _count(sources: Iterable[Iterator[bytes]], needles: dict[str, bytes]) -> dict[str, int]:
+    found = dict.fromkeys(needles, 0)
+    overlap = max(map(len, needles.values())) - 1
+    for source in sources:
+        tail = b""
+        for piece in source:
+            raw = tail + piece
+            for name, needle in needles.items():
+                # What lies in the tail as a whole was counted before.
+                seen = raw.count(needle) - tail.count(needle)
+                found[name] += max(0, seen)
+            tail = raw[-overlap:] if overlap else b""
+    return found
