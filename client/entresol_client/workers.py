@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from entresol_client.results import RequestFailedError
 from entresol_proto.status import Status
+from entresol_proto.threads import started_pool
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -49,7 +50,7 @@ class ThreadWorkers:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._later = asyncio.Semaphore(threads)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=THREAD_NAME)
+        self._pool = started_pool(threads, THREAD_NAME)
 
     async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """See `Workers.run_later`."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from entresol_proto.status import EntresolError, Status
+from entresol_proto.threads import started_pool
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,7 +68,7 @@ class ThreadCompute:
         self._pending_max = pending_max
         self._pending: set[Future[object]] = set()
         self._closed = False
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="entresol-compute")
+        self._pool = started_pool(threads, "entresol-compute")
 
     @property
     def pending(self) -> int:

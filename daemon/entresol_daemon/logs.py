@@ -223,7 +223,7 @@ def _dropped_record(lines: int) -> logging.LogRecord:
         0,
         message,
         None,
-        None,  # type: ignore[arg-type]
+        None,
     )
 
 

@@ -102,7 +102,7 @@ class StallWatch:
 def _where(thread: int) -> str:
     """The innermost frames of a thread: file:line:function, the innermost first."""
     frame = sys._current_frames().get(thread)
-    found = []
+    found: list[str] = []
     while frame is not None and len(found) < FRAMES_SHOWN_MAX:
         code = frame.f_code
         name = code.co_filename.rpartition("/")[2]

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from entresol_daemon.metrics import CONTENT_TYPE, Metrics
+from entresol_proto.threads import started_pool
 
 log = logging.getLogger("entresol.http")
 
@@ -92,7 +93,7 @@ class HttpServer:
         self._server = await asyncio.start_server(
             self._accept, self._host, self._port, limit=REQUEST_BYTES_MAX, backlog=BACKLOG
         )
-        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="entresol-http")
+        self._renderer = started_pool(1, "entresol-http")
         log.info("event=http_listening host=%s port=%d", self._host, self.port)
 
     async def close(self) -> None:

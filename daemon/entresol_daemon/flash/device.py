@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from entresol_proto.status import DeviceError, Status
+from entresol_proto.threads import started_pool
 
 log = logging.getLogger("entresol.flash")
 
@@ -253,7 +254,7 @@ class FileDevice:
         """
         if not 1 <= io_threads <= IO_THREADS_MAX:
             raise DeviceError(f"io_threads is {io_threads}", hint=f"use 1 to {IO_THREADS_MAX}")
-        pool = ThreadPoolExecutor(io_threads, thread_name_prefix="entresol-io")
+        pool = started_pool(io_threads, "entresol-io")
         loop = asyncio.get_running_loop()
         try:
             fd, size, is_direct = await loop.run_in_executor(

@@ -4,8 +4,8 @@ A group is one batch of writes and one flush. Invariants: a future says OK only 
 covers its record; a footer is written only when all records it lists are durable; a segment is
 reused only after its FREE header is durable; after a failed write or flush the segments whose
 records were in the group are condemned, and those records go elsewhere from memory, never by
-flushing again and believing it. After GROUP_FAILURES_MAX failed groups in a row writing pauses until
-the device takes a write and a flush again; what was removed meanwhile is written down then.
+flushing again and believing it. After GROUP_FAILURES_MAX failed groups in a row writing pauses
+until the device takes a write and a flush again; what was removed meanwhile is written down then.
 """
 
 from __future__ import annotations

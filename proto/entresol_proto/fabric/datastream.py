@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from entresol_proto.fabric.asking import Asked, Batch, Part
 from entresol_proto.fabric.base import RemoteSpan, span_error
 from entresol_proto.fabric.landing import Lander, Landing, OnLanded
 from entresol_proto.status import ProtocolError, Status
+
+_log = logging.getLogger("entresol.fabric")
 
 _PUMP_BYTES_MAX = 8 * limits.MIB  # served in one go before other work of the loop gets its turn
 _HIGH_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 2
@@ -89,6 +92,7 @@ class DataStream(asyncio.BufferedProtocol):
         self._current: tuple[Asked, int, int] | None = None  # the DATA in progress
         self._socket: socket.socket | None = None  # of a stream without TLS
         self._lander: Lander | None = None
+        self._landerless = False  # there was no thread for one
         self._landings = 0  # requests it has; while there are any, it receives
         # The peer's requests.
         self._serving: OrderedDict[int, _Serving] = OrderedDict()
@@ -232,7 +236,20 @@ class DataStream(asyncio.BufferedProtocol):
             and (self._landings > 0 or not self._asked)
             and self._reader.between_payloads
             and self._has_space(spans)
+            and self._has_lander()
         )
+
+    def _has_lander(self) -> bool:
+        """Make the thread on first use; where there is none to be had, the loop receives."""
+        if self._lander is None and not self._landerless:
+            assert native.KERNEL is not None
+            assert self._socket is not None
+            try:
+                self._lander = Lander(native.KERNEL, self._socket, self)
+            except (OSError, RuntimeError, MemoryError) as error:
+                self._landerless = True
+                _log.warning("event=no_landing_thread effect=slower_reads reason=%s", error)
+        return self._lander is not None
 
     def ask_landing(self, batch: Batch, parts: Sequence[Part], on_landed: OnLanded) -> None:
         """Send one READ for `parts`, which have no view, and have a thread receive the answer."""
@@ -241,11 +258,8 @@ class DataStream(asyncio.BufferedProtocol):
 
     def _take_over(self) -> Lander:
         """The lander, which receives from now on."""
-        assert native.KERNEL is not None
-        assert self._socket is not None
         assert self._transport is not None
-        if self._lander is None:
-            self._lander = Lander(native.KERNEL, self._socket, self)
+        assert self._lander is not None
         if not self._landings:
             self._transport.pause_reading()
             self._lander.begin(self._reader.take())

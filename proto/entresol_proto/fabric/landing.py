@@ -123,9 +123,19 @@ class Lander:
         self._lock = threading.Lock()  # of closing
         self._closed = False
         self._fd = os.dup(sock.fileno())  # so that its number means this socket until the end
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self._fd)
+            raise
         self._thread = threading.Thread(target=self._run, name="entresol-land")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError):
+            os.close(self._fd)
+            os.close(self._wake_fd)
+            self._memory.close()
+            raise
 
     def begin(self, header: bytes) -> None:
         """The stream is ours from now on; `header` is what came of the next message already."""

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from entresol_proto import limits, native
 from entresol_proto.fabric.memory import F_SEAL_SHRINK, seals_of
-from entresol_proto.status import FabricError, Status
+from entresol_proto.status import EntresolError, FabricError, Status
+from entresol_proto.threads import started_pool
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -161,8 +162,14 @@ class SharedPool:
         self._pool: ThreadPoolExecutor | None = None
 
     def acquire(self) -> None:
-        """An endpoint begins to use the pool."""
+        """An endpoint begins to use the pool. Raises: FabricError when there are no threads."""
         with self._lock:
+            if self._pool is None:
+                try:
+                    self._pool = started_pool(POOL_THREADS, "entresol-shm")
+                except EntresolError as error:
+                    text = Exception.__str__(error)
+                    raise FabricError(text, hint=error.hint, status=error.status) from None
             self._users += 1
 
     def release(self) -> None:
@@ -178,8 +185,7 @@ class SharedPool:
         """Run in a worker thread; only between `acquire` and `release`."""
         with self._lock:
             assert self._users > 0
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(POOL_THREADS, "entresol-shm")
+            assert self._pool is not None
             return self._pool.submit(function, *args)
 
 

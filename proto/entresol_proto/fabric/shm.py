@@ -103,15 +103,15 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             offer = self._offers.find(ticket)
             if offer is None:
                 raise ProtocolError("no valid ticket")
-            known = True
             endpoint = ShmEndpoint(
                 mapped_bytes_max=self._mapped_bytes_max, on_closed=self._endpoints.discard
             )
+            known = True
             self._endpoints.add(endpoint)
             endpoint.start(sock, greeting=welcome())
             offer.endpoint = endpoint
             self._offers.complete(offer)
-        except ProtocolError as error:
+        except (ProtocolError, FabricError) as error:
             _log.info("event=connection_refused fabric=shm error=%s", str(error))
         finally:
             if not known:
