@@ -33,6 +33,7 @@ log = logging.getLogger("entresol.client")
 PUT_ROUNDS_IN_FLIGHT_MAX = 2  # RESERVEs whose blocks are being sealed, per shard
 PINGS_MISSED_MAX = 3  # then the silent session is dropped and a fresh one is tried
 SILENCE_NS_MIN = 10_000_000  # a shorter wait without an answer says nothing about the shard
+LATE_NS_MIN = 20_000_000  # a deadline that is noticed so late says that we did not run
 SHORT_LIFE_NS = 1_000_000_000  # a session that ends sooner is not replaced without a pause
 RETRY_NS = 100_000_000  # between connection attempts before the breaker takes over
 
@@ -329,13 +330,9 @@ class ShardLink:
             if connection.ending.is_set():
                 return
             self.breaker.probe(time.monotonic_ns())
-            begun_ns = time.monotonic_ns()
             try:
-                self._rtt_ns = await connection.ping(begun_ns + self.config.ping_deadline_ns)
+                await self._ping(connection)
             except RequestFailedError as error:
-                if connection.last_received_ns >= begun_ns and not connection.lost.done():
-                    self.breaker.success()  # busy, not dead
-                    continue
                 missed += 1
                 self._hang(error, missed)
                 if missed >= PINGS_MISSED_MAX:
@@ -344,6 +341,29 @@ class ShardLink:
             missed = 0
             self.breaker.success()
             session.check_data_path()
+
+    async def _ping(self, connection: Connection) -> None:
+        """Return when the shard says anything. Raises: RequestFailedError when it stays silent.
+
+        Silence while this process itself could not run proves nothing: what was said may lie
+        unread, or the question unsent. Then it is asked once more.
+        """
+        for excused in (False, True):
+            begun_ns = time.monotonic_ns()
+            until_ns = begun_ns + self.config.ping_deadline_ns
+            try:
+                self._rtt_ns = await connection.ping(until_ns)
+                return
+            except RequestFailedError as error:
+                if connection.last_received_ns >= begun_ns and not connection.lost.done():
+                    return  # busy, not dead
+                late_ns = time.monotonic_ns() - until_ns
+                if excused or error.status is not Status.DEADLINE or late_ns < LATE_NS_MIN:
+                    raise
+                log.info(
+                    "event=asked_again shard=%s reason='this process was late' late_ms=%d",
+                    self.address.name, late_ns // 1_000_000,
+                )  # fmt: skip
 
     async def _until_ping(self, connection: Connection) -> None:
         """Sleep until the next ping is due, a caller suspects a hang, or the session ends."""

@@ -223,6 +223,35 @@ async def test_a_session_that_stays_silent_is_replaced(tmp_path: Path) -> None:
         await recovers(ns)
 
 
+@pytest.mark.parametrize("really", [False, True], ids=["only we were late", "silent too"])
+async def test_silence_while_this_process_did_not_run(tmp_path: Path, really: bool) -> None:
+    """A loop that was held up over a ping's deadline asks once more, and once only."""
+    changes = {"ping_interval_ns": 20_000_000, "ping_deadline_ns": 150_000_000}
+    async with opened(tmp_path, **changes) as (peer, ns):
+        (session,) = peer.sessions
+        answer, stalls, asked = session.on_ping, 0, 0
+
+        async def held_up(request_id: int, message: opening.Ping) -> None:
+            nonlocal stalls, asked
+            asked += 1
+            if not stalls:
+                stalls = 1
+                time.sleep(0.5)  # noqa: ASYNC251 - the loop of both sides hangs
+                await asyncio.sleep(0.05)  # and the answer comes after the deadline was noticed
+            if not really:
+                await answer(request_id, message)
+
+        session.on_ping = held_up  # type: ignore[method-assign]
+        link = ns._client._links[0]
+
+        async def happened() -> bool:
+            return asked > 3 or not link.breaker.admits
+
+        await until(happened, "pings after the stall")
+        assert link.breaker.openings == (1 if really else 0)
+        assert asked == 2 if really else asked > 3
+
+
 async def test_late_grants_are_released_and_land_nowhere(tmp_path: Path) -> None:
     async with opened(tmp_path, ping_interval_ns=10**9) as (peer, ns):
         (session,) = peer.sessions
