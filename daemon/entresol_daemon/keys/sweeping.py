@@ -23,6 +23,8 @@ BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see
 BATCH_BYTES = 256 * 1024
 SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
 SMALL_BYTES_MIN = 80  # an object with 32 bytes in it is in this class
+CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their exact size
+CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
 LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
 _OBJECT_BYTES = bytes.__basicsize__
 
@@ -35,8 +37,11 @@ def sweep() -> Iterator[None]:
     for size in range(SMALL_BYTES_MIN, SMALL_BYTES_MAX + 1, 16):
         _take(size, SWEEP_BYTES_MAX)
         yield
-    held: list[list[bytes]] = []
-    for size in LARGE_BYTES:  # held until the last: freed again, they would be the next one's
+    held: list[list[bytes]] = []  # freed again, they would be the next one's
+    for size in range(SMALL_BYTES_MAX + 8, CACHED_BYTES_MAX + 1, 16):
+        held.append([b"\0" * (size - _OBJECT_BYTES) for _ in range(CACHED_COUNT)])
+    yield
+    for size in LARGE_BYTES:
         held.append(_take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES)))
         yield
 
