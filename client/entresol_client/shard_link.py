@@ -174,11 +174,14 @@ class ShardLink:
         self._last_error = ""
         self._connects = 0
         self._drained = False  # the latest session ended by a goodbye
+        self._locked = False  # the latest attempt was refused: the daemon has no KEK
 
     # For callers -----------------------------------------------------------------------------
 
     def admit(self) -> Session:
         """The session for new work. Raises: RequestFailedError at once when there is none."""
+        if self._locked:
+            raise RequestFailedError(Status.LOCKED, self._last_error)
         if not self.breaker.admits:
             raise RequestFailedError(Status.BREAKER_OPEN, self._last_error)
         session = self._session
@@ -261,6 +264,7 @@ class ShardLink:
             try:
                 opened = await connect(self.address, self.config, self._context, self._around)
             except RequestFailedError as error:
+                self._locked = error.status is Status.LOCKED
                 self._failure(str(error), time.monotonic_ns())
                 self.settled_once.set()
                 await self._pause()
@@ -296,7 +300,7 @@ class ShardLink:
     def _joined(self, session: Session) -> None:
         self.breaker.success()
         self._connects += 1
-        self._drained = False
+        self._drained = self._locked = False
         self.stats.connects += 1
         self._last_error = ""
         self.settled_once.set()

@@ -231,7 +231,7 @@ def _load(path: Path) -> tuple[TenantKey, _Stamp]:
         key = TenantKey.decode(raw)
     except KeyringError as error:
         raise KeyringError(
-            f"tenant key file {path}: {Exception.__str__(error)}", hint=error.hint
+            f"tenant key file {path}: {Exception.__str__(error)}", hint=error.hint or _HOW_TO_MAKE
         ) from None
     return key, (found.st_ino, found.st_size, found.st_mtime_ns)
 

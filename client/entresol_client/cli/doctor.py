@@ -20,6 +20,7 @@ from entresol_proto.status import EntresolError
 
 if TYPE_CHECKING:
     import ssl
+    from pathlib import Path
 
     from entresol_client.config import ClientConfig, ShardAddress
     from entresol_client.handshake import OpenSession
@@ -147,7 +148,21 @@ def check_files(config: ClientConfig) -> Findings:
         )  # fmt: skip
     else:
         yield Finding("files", OK, "certificate, key and CA are there; the key is private")
+    if config.tenant_key is not None:
+        yield _check_tenant_key(config.tenant_key)
     yield from _check_certificate(config)
+
+
+def _check_tenant_key(path: Path) -> Finding:
+    from entresol_client.tenant_key import TenantKey
+
+    try:
+        key = TenantKey.load(path)
+    except EntresolError as error:
+        return _problem("tenant key", error)
+    fingerprint = key.versions[key.active].fingerprint
+    text = f"{path}: version {key.active} ({fingerprint}) seals; no daemon can open our blocks"
+    return Finding("tenant key", OK, text)
 
 
 def _check_certificate(config: ClientConfig) -> Findings:
@@ -242,6 +257,8 @@ def _session_fix(text: str) -> str:
         return (
             "both sides need certificates of one CA and trust domain; compare [tls] of the daemon"
         )
+    if "locked" in lowered:
+        return "`entresol unlock` on the daemon's machine gives it its key-encryption key"
     if "tenant" in lowered:
         return "`entresol tenant add NAME` on the daemon's machine makes the tenant known"
     return "the daemon's log names the reason (event=request_refused, event=session_refused)"
@@ -371,7 +388,8 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
         yield _problem(area, error, WARN)
         return
     for reason in stat.reasons_not_ready:
-        yield Finding(area, FAIL, f"not ready: {reason}", "see the daemon's log")
+        fix = "`entresol unlock`" if reason.startswith("locked") else "see the daemon's log"
+        yield Finding(area, FAIL, f"not ready: {reason}", fix)
     full = stat.flash_live_bytes / stat.flash_capacity_bytes if stat.flash_capacity_bytes else 0.0
     yield Finding(
         area, OK, f"admin socket open; {stat.blocks:,} blocks, flash {100 * full:.0f} % live"

@@ -25,7 +25,8 @@ FIXES = {
     Status.TOO_LARGE: "use smaller blocks: --block",
     Status.NO_SPACE: "the flash is full: give the daemon more, or forget something",
     Status.NOT_ADMITTED: "the admission policy spares the flash; see [admission] of the daemon",
-    Status.LOCKED: "the daemon has no key-encryption key: see its [keys] kek_file",
+    Status.LOCKED: "the daemon has no key-encryption key (`entresol unlock` there), or this host's "
+    "tenant_key file lacks the block's version",
     Status.DRAINING: "the daemon is stopping; try again when it is back",
     Status.DEADLINE: "the daemon did not finish in time: try a longer --deadline",
     Status.BUSY: "the daemon is at one of its limits; try again in a moment",

@@ -25,7 +25,7 @@ from entresol_client.loopthread import LoopThread
 from entresol_client.registered import RegisteredMemory
 from entresol_client.results import PutBlock, prefix_of
 from entresol_proto.ids import NamespaceDescriptor
-from entresol_proto.status import EntresolError, Status
+from entresol_proto.status import ConfigError, EntresolError, Status
 
 log = logging.getLogger("entresol.engine")
 
@@ -87,6 +87,11 @@ class EngineStore:
         self._thread = LoopThread()
         try:
             config = ClientConfig.find(config_path or settings.config or None)
+            if config.tenant_key is not None and settings.open_at != "host":
+                raise ConfigError(
+                    "open_at is daemon, and with tenant_key no daemon can open a block",
+                    hint='use open_at = "host", or a client configuration without tenant_key',
+                )
             self._client = self._thread.call(lambda: AsyncClient.open(config))
             self._slots = self._thread.call(self._make_slots)
         except BaseException:

@@ -1,0 +1,402 @@
+"""Keys come, change and go while the real daemon serves: rotation, KEK change, locked start.
+
+The quick part; the proof lines K1 to K3 do the same under load and with kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_lab import Cli, content, written
+from daemon_lab import (
+    DESCRIPTOR,
+    Site,
+    Starter,
+    all_are,
+    assert_idle,
+    client_of,
+    get,
+    keys_of,
+    put,
+    put_item,
+    raw_of,
+)
+from harness import Running, eventually
+
+from entresol_client.client import AsyncClient
+from entresol_client.connection import RequestFailedError
+from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.server import Daemon
+from entresol_daemon.shard import keycare
+from entresol_proto.fabric.memory import MemfdBuffer
+from entresol_proto.ids import TenantName
+from entresol_proto.limits import KIB
+from entresol_proto.status import EntresolError, FormatError, KeyringError, Status
+
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(300)]
+
+SIZE = 64 * KIB
+DEV = TenantName("dev")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keycare, "LOOK_NS", 20_000_000)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    found = Site.prepare(tmp_path / "d", fabrics=("shm", "tcp"))
+    found.fix_port()
+    # Its own: preparing the folder again makes the usual one anew.
+    own = (found.directory / "kek").rename(found.directory / "own.kek")
+    keys_set(found, kek_file=own)
+    return found
+
+
+@pytest.fixture
+async def running(site: Site) -> AsyncIterator[Running]:
+    async with site.running() as found:
+        yield found
+
+
+def keys_set(site: Site, **values: Any) -> None:
+    site.config = replace(site.config, keys=replace(site.config.keys, **values))
+    site.write(site.config)
+
+
+def versions(running: Running) -> dict[int, int]:
+    """Blocks by key version."""
+    info = running.daemon.shard.parts.keyring.info(DEV)
+    assert info is not None
+    return {use.version: use.blocks for use in running.daemon.shard.keycare.uses(info)[0]}
+
+
+def kek_path(site: Site) -> Path:
+    path = site.config.keys.kek_file
+    assert path is not None
+    return path
+
+
+# Rotation.
+
+
+async def test_old_blocks_stay_until_the_last_of_them_goes(running: Running) -> None:
+    first, second = keys_of(6, "first"), keys_of(4, "second")
+    async with client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        assert all_are(await put(space, first, SIZE, ack="durable"), Status.OK)
+        assert (await running.daemon.admin.tenant_rotate(DEV)).dek_version == 2
+        assert all_are(await put(space, second, SIZE, ack="durable"), Status.OK)
+        assert all_are(await get(space, [*first, *second], SIZE), Status.OK)
+        assert versions(running) == {1: 6, 2: 4}
+        page = await metrics(running)
+        assert page['entresol_tenant_key_version{tenant="dev"}'] == 2
+        assert page['entresol_tenant_key_versions{tenant="dev"}'] == 2
+        assert page['entresol_tenant_old_key_blocks{tenant="dev"}'] == 6
+        assert page['entresol_key_rotations_total{cause="asked"}'] == 1
+        await space.forget(first[1:])
+        assert versions(running) == {1: 1, 2: 4}
+        await asyncio.sleep(0.2)
+        assert 1 in versions(running), "a version with a block is not ended"
+        await space.forget(first[:1])
+        await eventually(lambda: versions(running) == {2: 4}, what="version 1 to end")
+        assert all_are(await get(space, second, SIZE), Status.OK)
+    await assert_idle(running.daemon)
+
+
+async def metrics(running: Running) -> dict[str, float]:
+    page = running.daemon.metrics
+    page.refresh()
+    lines = page.render().decode().splitlines()
+    rows = (line.rpartition(" ") for line in lines if line and line[0] != "#")
+    return {name: float(value) for name, _, value in rows}
+
+
+async def test_a_used_up_version_is_followed_by_the_next(site: Site) -> None:
+    keys_set(site, rotate_blocks=8)
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        for round_number in range(3):
+            keys = keys_of(8, f"round {round_number}")
+            assert all_are(await put(space, keys, SIZE, ack="durable"), Status.OK)
+            wanted = round_number + 2
+            await eventually(
+                lambda wanted=wanted: max(versions(running)) == wanted,  # type: ignore[misc]
+                what=f"version {wanted}",
+            )
+        assert versions(running) == {1: 8, 2: 8, 3: 8, 4: 0}
+        for round_number in range(3):
+            got = await get(space, keys_of(8, f"round {round_number}"), SIZE)
+            assert all_are(got, Status.OK)
+        assert running.daemon.shard.keycare.rotations == {"limit": 3}
+    # What a version has sealed is known after a restart, or overestimated: here it is used up.
+    async with site.running() as running:
+        await eventually(lambda: max(versions(running)) >= 4, what="the versions")
+        assert all(b >= 0 for b in versions(running).values())
+
+
+async def test_one_block_below_the_limit_nothing_happens(site: Site) -> None:
+    keys_set(site, rotate_blocks=8)
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys_of(7), SIZE)
+        await asyncio.sleep(0.3)
+        assert versions(running) == {1: 7}
+
+
+async def test_an_old_version_is_followed_by_the_next(site: Site) -> None:
+    keys_set(site, rotate_age_ns=1_000_000_000)
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys_of(2), SIZE, ack="durable")
+        await eventually(lambda: max(versions(running)) >= 3, seconds=30, what="two rotations")
+        assert all_are(await get(space, keys_of(2), SIZE), Status.OK)
+        assert versions(running)[1] == 2
+
+
+async def test_versions_that_run_out_end_with_the_oldest(site: Site) -> None:
+    """64 rotations later a block of the first version is a miss, and rotation goes on."""
+    keys_set(site, rotate_blocks=1)
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        care = running.daemon.shard.keycare
+        keyring = running.daemon.shard.parts.keyring
+        most = keycare.DEK_VERSIONS_PER_TENANT_MAX
+        for number in range(most):
+            await put(space, keys_of(1, f"{number}"), 4096, ack="durable")
+            await eventually(
+                lambda number=number: keyring.info(DEV).active_version == number + 2,  # type: ignore
+                what=f"version {number + 2}",
+            )
+        assert len(versions(running)) == most
+        assert (await get(space, keys_of(1, "0"), 4096)).statuses == [Status.ERASED]
+        assert all_are(await get(space, keys_of(1, "1"), 4096), Status.OK)
+        assert not (await space.exists(keys_of(1, "0"))).present[0], "it was only in the way"
+        assert care.versions_ended >= 1
+
+
+async def test_a_forced_rotation_drops_what_was_there(running: Running) -> None:
+    keys = keys_of(6)
+    async with client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys, SIZE, ack="durable")
+        row = await running.daemon.admin.tenant_rotate(DEV, force=True)
+        assert (row.dek_version, row.blocks) == (2, 0)
+        assert [use.version for use in row.key_versions] == [2]
+        result = await get(space, keys, SIZE)
+        assert all_are(result, Status.MISS), result.statuses
+        (why,) = await space.explain(keys[:1])
+        assert why.reason is not None
+        assert why.reason.label == "erased"
+        assert all_are(await put(space, keys, SIZE, ack="durable"), Status.OK)
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+    await assert_idle(running.daemon)
+
+
+async def test_what_was_reserved_under_a_destroyed_key_is_not_stored(running: Running) -> None:
+    """It could never be opened, and would stand in the way."""
+    async with raw_of(running, fabric="shm") as raw:
+        namespace = await raw.namespace()
+        reserved = await raw.reserve(namespace.handle, [put_item(namespace, keys_of(1)[0], SIZE)])
+        await running.daemon.admin.tenant_rotate(DEV, force=True)
+        memory = MemfdBuffer(SIZE)
+        memory.seal_for_readers()
+        exposure = await raw.endpoint.expose(memory)
+        answer = await raw.commit([(reserved.items[0].put_id, exposure.span(0, SIZE))])
+        assert answer == [Status.ERASED]
+        memory.close()
+    assert len(running.daemon.shard.parts.engine.index) == 0
+    await assert_idle(running.daemon)
+
+
+async def test_blocks_found_at_start_are_counted_and_orphans_dropped(site: Site) -> None:
+    """A crash between destroying a version and dropping its blocks leaves some nobody opens."""
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys_of(5, "old"), SIZE, ack="durable")
+        await running.daemon.admin.tenant_rotate(DEV)
+        await put(space, keys_of(3, "new"), SIZE, ack="durable")
+        running.daemon.shard.parts.keyring.retire("dev", 1)  # and not a word to the shard
+    async with site.running() as running, client_of(running) as client:
+        await eventually(lambda: versions(running) == {2: 3}, what="the blocks to be counted")
+        assert len(running.daemon.shard.parts.engine.index) == 3
+        space = await client.namespace(DESCRIPTOR)
+        assert all_are(await get(space, keys_of(3, "new"), SIZE), Status.OK)
+        assert all_are(await put(space, keys_of(5, "old"), SIZE), Status.OK)
+
+
+# The KEK.
+
+
+async def test_the_kek_changes_while_it_serves(site: Site, tmp_path: Path) -> None:
+    new = tmp_path / "kek.new"
+    FileKek.generate(new)
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys_of(3), SIZE, ack="durable")
+        old_id, new_id = await running.daemon.change_kek(str(new))
+        assert old_id != new_id
+        assert all_are(await get(space, keys_of(3), SIZE), Status.OK)
+        assert all_are(await put(space, keys_of(3, "more"), SIZE, ack="durable"), Status.OK)
+        with pytest.raises(KeyringError):
+            await running.daemon.change_kek(str(tmp_path / "absent"))
+    with pytest.raises(KeyringError, match="is wrapped under KEK"):
+        async with site.running():
+            pass
+    keys_set(site, kek_file=new)
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        assert all_are(await get(space, [*keys_of(3), *keys_of(3, "more")], SIZE), Status.OK)
+
+
+# Locked.
+
+
+async def test_without_its_kek_it_waits_and_loses_nothing(site: Site) -> None:
+    keys = keys_of(4)
+    async with site.running() as running, client_of(running) as client:
+        await put(await client.namespace(DESCRIPTOR), keys, SIZE, ack="durable")
+    kek = kek_path(site)
+    away = kek.rename(kek.with_name("away"))
+    async with site.running() as running:
+        reasons = running.daemon.admin.reasons_not_ready()
+        assert len(reasons) == 1
+        assert "locked" in reasons[0]
+        assert "entresol unlock" in reasons[0]
+        config = running.client_config(connect_deadline_ns=5_000_000_000)
+        async with await AsyncClient.open(config) as client:
+            assert "locked" in client.shards()[0].last_error
+            space = await client.namespace(DESCRIPTOR)
+            assert all_are(await get(space, keys, SIZE), Status.LOCKED)
+            assert all_are(await put(space, keys_of(1, "x"), SIZE), Status.LOCKED)
+            FileKek.generate(kek.with_name("foreign"))
+            with pytest.raises(KeyringError, match="is wrapped under KEK"):
+                await running.daemon.unlock(str(kek.with_name("foreign")))
+            running.daemon.on_hangup()  # too early: still locked, still there
+            await asyncio.sleep(0.1)
+            assert running.daemon.admin.reasons_not_ready() == reasons
+            away.rename(kek)
+            running.daemon.on_hangup()
+            await eventually(lambda: not running.daemon.admin.reasons_not_ready())
+            await eventually(lambda: client.shards()[0].connected, seconds=30)
+            assert all_are(await get(space, keys, SIZE), Status.OK)
+            assert await running.daemon.unlock() == FileKek.open(kek).kek_id().hex()
+    assert isinstance(running.daemon, Daemon)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+async def test_a_locked_daemon_makes_and_formats_nothing(site: Site, exists: bool) -> None:
+    kek_path(site).unlink()
+    data = site.config.flash_path
+    data.parent.mkdir(parents=True, exist_ok=True)
+    if exists:
+        data.write_bytes(b"")
+        os.truncate(data, site.config.flash.size_bytes)
+    before = data.read_bytes() if exists else None
+    with pytest.raises((FormatError, EntresolError)) as caught:
+        async with site.running():
+            pass
+    assert caught.value.hint
+    assert data.exists() is exists
+    if exists:
+        assert data.read_bytes() == before
+
+
+async def test_a_tenant_can_be_erased_while_locked(site: Site) -> None:
+    async with site.running() as running, client_of(running) as client:
+        await put(await client.namespace(DESCRIPTOR), keys_of(3), SIZE, ack="durable")
+    kek_path(site).rename(kek_path(site).with_name("away"))
+    async with site.running() as running:
+        receipt = await running.daemon.admin.tenant_erase(DEV)
+        assert receipt.blocks_dropped == 3
+        with pytest.raises(RequestFailedError):
+            async with raw_of(running):
+                pass
+
+
+# By hand.
+
+
+@pytest.fixture
+def starter(tmp_path: Path) -> Any:
+    found = Starter(tmp_path)
+    yield found
+    found.close()
+
+
+async def test_the_commands(
+    site: Site, starter: Starter, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key, kek, new = tmp_path / "tenant.key", kek_path(site), tmp_path / "kek.new"
+    FileKek.generate(new)
+    async with site.running() as running:
+        cli = Cli(capsys, running.home.client_toml_of("dev").parent)
+
+        def run(words: Callable[[], Any]) -> Any:
+            return asyncio.to_thread(words)
+
+        file = written(tmp_path / "in", content("commands", 50_000))
+        await run(lambda: _keys_of_the_tenant(cli, key, file))
+        said = await run(lambda: cli("tenant", "rotate", "dev", "--json"))
+        assert said.json["dek_version"] == 2
+        said = await run(lambda: cli("tenant", "keys", "dev", "--json"))
+        assert [row["version"] for row in said.json["versions"]][-1] == 2
+        assert said.json["blocks_host_sealed"] == 3  # the file's blocks and its own description
+        await run(lambda: cli("tenant", "keys", "dev"))
+        await run(lambda: cli.fails("tenant", "keys", "nobody", code=1, match="no tenant"))
+        said = await run(lambda: cli("tenant", "rotate", "dev", "--force", "--yes"))
+        assert "dropped" in said.out
+        said = await run(lambda: cli("unlock", "--json"))
+        assert said.json == {"state": "serving", "kek_id": FileKek.open(kek).kek_id().hex()}
+        await run(lambda: cli.fails("change-kek", str(tmp_path / "no"), code=1, match="no KEK"))
+        said = await run(lambda: cli("change-kek", str(new)))
+        assert "kek_file" in said.out
+    # ... and back, with the daemon stopped.
+    keys_set(site, kek_file=new)
+    code, said_by = starter.run("--config", str(site.toml), "rewrap", str(kek))
+    assert code == 0, said_by
+    assert "is wrapped under" in starter.refuses("--config", str(site.toml), "rewrap", str(kek))
+    keys_set(site, kek_file=kek)
+    async with site.running():
+        refused = starter.refuses("--config", str(site.toml), "rewrap", str(new))
+        assert "another process" in refused
+
+
+def _keys_of_the_tenant(cli: Cli, key: Path, file: str) -> None:
+    """`entresol key`, and what a configuration with it does."""
+
+    def of_key(*words: str) -> Any:
+        from entresol_client.cli.main import main
+
+        cli._capsys.readouterr()
+        code = main(["key", *words])
+        out, err = cli._capsys.readouterr()
+        return code, out, err
+
+    assert of_key("new", str(key))[0] == 0
+    assert os.stat(key).st_mode & 0o777 == 0o600
+    code, _, err = of_key("new", str(key))
+    assert code == 1
+    assert "not overwritten" in err
+    assert of_key("rotate", str(key))[0] == 0
+    assert "seals" in of_key("show", str(key))[1]
+    assert '"active": 2' in of_key("show", str(key), "--json")[1]
+    assert of_key("retire", str(key), "1")[0] == 0
+    assert of_key("retire", str(key), "2")[0] == 2
+    secrets = [line.split('"')[1] for line in key.read_text().splitlines() if "secret" in line]
+    assert not any(secret in of_key("show", str(key))[1] for secret in secrets)
+    config = cli.folder / "client-sealed.toml"
+    config.write_text(f'tenant_key = "{key}"\n' + cli.config.read_text())
+    cli("put", file, "--name", "sealed", "--ack", "durable", config=config)
+    out = file + ".out"
+    cli("get", "--name", "sealed", "-o", out, config=config)
+    assert Path(out).read_bytes() == Path(file).read_bytes()
+    cli("exists", "--name", "sealed", code=1)  # without the key file it is not there
+    assert "no daemon can open our blocks" in cli("doctor", config=config).out

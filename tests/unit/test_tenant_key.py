@@ -1,0 +1,266 @@
+"""The tenant's key file and what is derived from it: nothing shown, mixed up or lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from entresol_client import tenant_key
+from entresol_client.tenant_key import HostSeal, KeyFile, KeyVersion, TenantKey
+from entresol_proto import ids, limits
+from entresol_proto.ids import BadKeyError, EngineKey, HostSealedNamespace, NamespaceDescriptor
+from entresol_proto.seal.block import (
+    HOST_KEY_LABEL,
+    BlockIdentity,
+    SealedHeader,
+    derive_block_key,
+    open_into,
+    seal_into,
+    sealed_bytes_max,
+)
+from entresol_proto.seal.dtypes import DType
+from entresol_proto.status import KeyringError, Status
+
+DESCRIPTOR = NamespaceDescriptor(model="a-secret-model", cache_salt="a-secret-salt", dtype="fp16")
+ENGINE_KEY = EngineKey(b"k" * 32)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "tenant.key"
+    TenantKey.generate(1_000).save(found, new=True)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_key, "LOOK_NS", 0)
+
+
+# The file.
+
+
+def test_a_file_is_private_and_says_what_was_put_in(path: Path) -> None:
+    assert path.stat().st_mode & 0o777 == 0o600
+    key = TenantKey.load(path)
+    assert key.active == 1
+    assert TenantKey.decode(key.encode()) == key
+    later = key.rotated(2_000).rotated(3_000)
+    assert list(later.versions) == [1, 2, 3]
+    later.save(path)
+    assert TenantKey.load(path) == later
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "something was left behind"
+    gone = later.retired(1).retired(2)
+    assert list(gone.versions) == [3]
+    # A number is never given again, or an old block would meet another key.
+    assert gone.rotated(4_000).active == 4
+
+
+def test_a_key_is_never_overwritten_and_the_newest_never_retired(path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(KeyringError, match="exists"):
+        TenantKey.generate(1).save(path, new=True)
+    assert path.read_bytes() == before
+    key = TenantKey.load(path)
+    for version in (1, 2, 0, -1):
+        with pytest.raises(KeyringError):
+            key.retired(version)
+    while len(key.versions) < tenant_key.VERSIONS_MAX:
+        key = key.rotated(1)
+    with pytest.raises(KeyringError) as caught:
+        key.rotated(1)
+    assert caught.value.status is Status.QUOTA
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o620])
+def test_a_file_that_others_may_read_is_refused(path: Path, mode: int) -> None:
+    path.chmod(mode)
+    with pytest.raises(KeyringError, match="chmod 600"):
+        TenantKey.load(path)
+
+
+def test_what_is_no_key_file_is_refused_and_its_content_not_told(path: Path) -> None:
+    secret = TenantKey.load(path).versions[1].secret.hex()
+    good = path.read_text()
+    bad = [
+        "", "x", "format = 1", good.replace("tenant-key/1", "tenant-key/2"),
+        good.replace(secret, secret[:-1]), good.replace(secret, "zz" + secret[2:]),
+        good.replace(secret, secret[:62]), good.replace(secret, "00" * 32),
+        good.replace("version = 1", "version = 0"), good.replace("version = 1", "version = true"),
+        good.replace("version = 1", f"version = {2**32}"), good + "extra = 1\n",
+        good.replace("[[versions]]", "[versions]"), good + good[good.index("[[versions]]") :],
+        good[: good.index("[[versions]]")], "x = 1\n" + good, "\xff", good + "\n# " + "x" * 70_000,
+    ]  # fmt: skip
+    for text in bad:
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(KeyringError) as caught:
+            TenantKey.load(path)
+        assert str(path) in str(caught.value)
+        assert secret[:16] not in str(caught.value)
+        assert caught.value.hint
+    path.unlink()
+    with pytest.raises(KeyringError, match="entresol key new"):
+        TenantKey.load(path)
+    path.mkdir(mode=0o700)
+    with pytest.raises(KeyringError):
+        TenantKey.load(path)
+
+
+def test_no_repr_shows_a_secret(path: Path) -> None:
+    key = TenantKey.load(path)
+    seal = HostSeal(KeyFile(path), DESCRIPTOR)
+    for shown in (repr(key), repr(key.versions), repr(KeyFile(path)), repr(seal)):
+        for secret in (key.naming, key.versions[1].secret):
+            assert secret.hex() not in shown
+            assert repr(secret)[2:-1] not in shown
+
+
+# Following it.
+
+
+def test_a_newer_file_is_taken_over_and_a_bad_one_is_not(path: Path) -> None:
+    follower = KeyFile(path)
+    first = TenantKey.load(path)
+    second = first.rotated(2)
+    assert follower.find(2) is None
+    second.save(path)
+    assert follower.find(2) == second.versions[2].secret
+    assert follower.active() == (2, second.versions[2].secret)
+    assert follower.find(1) == first.versions[1].secret
+    path.write_text("rubbish")
+    assert follower.active()[0] == 2
+    path.unlink()
+    assert follower.active()[0] == 2
+    second.retired(1).save(path)
+    follower.active()
+    assert follower.find(1) is None
+
+
+def test_another_key_under_the_same_name_is_not_taken_over(path: Path) -> None:
+    """A running client would mix two keys under one version number, or two names for one block."""
+    follower, mine = KeyFile(path), TenantKey.load(path)
+    stranger = TenantKey.generate(5).rotated(6)
+    other_secret = replace(mine, versions={1: KeyVersion(1, os.urandom(32))})
+    for key in (stranger, other_secret):
+        key.save(path)
+        assert follower.active() == (1, mine.versions[1].secret)
+        assert follower.naming == mine.naming
+
+
+# What is derived.
+
+
+def test_the_daemon_is_told_no_names(path: Path) -> None:
+    seal = HostSeal(KeyFile(path), DESCRIPTOR)
+    raw = seal.canonical
+    assert b"secret" not in raw
+    told = ids.parse_namespace(raw)
+    assert isinstance(told, HostSealedNamespace)
+    assert told.canonical() == raw
+    assert (told.dtype, told.block_tokens) == (DType.FP16, DESCRIPTOR.block_tokens)
+    masked = seal.mask(ENGINE_KEY)
+    assert len(masked) == 32
+    assert masked != ENGINE_KEY
+    # Same file, same names on every host; another file, another namespace: other names.
+    again = HostSeal(KeyFile(path), DESCRIPTOR)
+    assert (again.canonical, again.mask(ENGINE_KEY)) == (raw, masked)
+    other_file = path.with_name("other.key")
+    TenantKey.generate(1_000).save(other_file, new=True)
+    others = [
+        HostSeal(KeyFile(other_file), DESCRIPTOR),
+        HostSeal(KeyFile(path), replace(DESCRIPTOR, cache_salt="another")),
+        HostSeal(KeyFile(path), replace(DESCRIPTOR, tp_rank=1, tp_world=2)),
+    ]
+    for other in others:
+        assert other.canonical != raw
+        assert other.mask(ENGINE_KEY) != masked
+
+
+def test_the_two_kinds_of_namespaces_never_meet(path: Path) -> None:
+    raw = HostSeal(KeyFile(path), DESCRIPTOR).canonical
+    naming = bytes(range(32))
+    assert ids.namespace_id(naming, raw) != ids.namespace_id(naming, DESCRIPTOR.canonical())
+    with pytest.raises(BadKeyError):
+        NamespaceDescriptor.parse(raw)
+    with pytest.raises(BadKeyError):
+        HostSealedNamespace.parse(DESCRIPTOR.canonical())
+
+
+def test_every_change_of_what_is_told_is_refused_or_another_namespace(path: Path) -> None:
+    raw = HostSeal(KeyFile(path), DESCRIPTOR).canonical
+    for at in range(len(raw)):
+        with pytest.raises(BadKeyError):
+            ids.parse_namespace(raw[:at])
+        for bit in range(8):
+            changed = raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+            try:
+                found = ids.parse_namespace(changed)
+            except BadKeyError:
+                continue
+            assert found.canonical() == changed
+    with pytest.raises(BadKeyError):
+        ids.parse_namespace(raw + b"\0")
+    for tokens in (0, limits.TOKENS_PER_BLOCK_MAX + 1):
+        with pytest.raises(BadKeyError):
+            HostSealedNamespace(bytes(32), 0, tokens)
+
+
+def sealed_block(seal: HostSeal, plain: bytes, **change: object) -> bytes:
+    version, salt, key = seal.new_key()
+    identity = BlockIdentity(
+        b"n" * 16, b"w" * 16, seal.mask(ENGINE_KEY), DType.FP16, version, host_sealed=True
+    )
+    out = bytearray(sealed_bytes_max(len(plain)))
+    header = seal_into(
+        memoryview(out), memoryview(plain), identity=replace(identity, **change),  # type: ignore[arg-type]
+        block_key=key, salt=salt, codec_id=0, meta=None,
+    )  # fmt: skip
+    return bytes(out[: header.sealed_bytes])
+
+
+def opened(seal: HostSeal, raw: bytes, length: int) -> tuple[Status, bytes]:
+    into = bytearray(length)
+    status = open_into(
+        memoryview(raw), memoryview(into), namespace_id=b"n" * 16, wire_key=b"w" * 16,
+        engine_key=seal.mask(ENGINE_KEY), block_key=seal.key_of,
+    )  # fmt: skip
+    return status, bytes(into)
+
+
+def test_a_block_opens_for_who_has_the_file_and_nobody_else(path: Path) -> None:
+    seal = HostSeal(KeyFile(path), DESCRIPTOR)
+    plain = random.Random(3).randbytes(10_000)
+    raw = sealed_block(seal, plain)
+    assert opened(seal, raw, len(plain)) == (Status.OK, plain)
+    nothing = bytes(len(plain))
+    # A version this host does not have: a miss that is not reported as damage.
+    assert opened(seal, sealed_block(seal, plain, dek_version=7), len(plain))[0] is Status.LOCKED
+    # Without the flag it is somebody else's, whatever key it is under.
+    unflagged = sealed_block(seal, plain, host_sealed=False)
+    assert opened(seal, unflagged, len(plain)) == (Status.CORRUPT, nothing)
+    for at in range(0, len(raw), 97):
+        broken = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+        assert opened(seal, broken, len(plain))[1] in (nothing,), at
+    stranger = path.with_name("stranger.key")
+    TenantKey.generate(1).save(stranger, new=True)
+    assert opened(HostSeal(KeyFile(stranger), DESCRIPTOR), raw, len(plain))[1] == nothing
+
+
+def test_no_key_of_a_daemon_is_ever_one_of_these() -> None:
+    """Even the same 32 bytes and the same salt give other block keys and commitments."""
+    secret, salt = random.Random(4).randbytes(32), bytes(32)
+    daemons, hosts = derive_block_key(secret, salt), derive_block_key(secret, salt, HOST_KEY_LABEL)
+    assert daemons.key != hosts.key
+    assert daemons.commitment != hosts.commitment
+
+
+def test_the_flag_is_authenticated(path: Path) -> None:
+    seal = HostSeal(KeyFile(path), DESCRIPTOR)
+    header = SealedHeader.parse(sealed_block(seal, b"x" * 5_000))
+    assert header.host_sealed
+    assert header.aad[8] == 1
