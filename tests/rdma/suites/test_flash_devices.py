@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from flashlab import Name, Oracle, device_bytes, get, open_engine
+from flashlab import Name, Oracle, device_bytes, get_all, open_engine
 
 from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine
@@ -339,14 +339,13 @@ async def _compare(path: str, image: bytearray, run: LoggedRun, owed: dict[Name,
         except (FormatError, DeviceError) as error:
             return f"it did not open: {error}" if owed else ""
         try:
-            for slot in engine.index.live_slots().tolist():
-                name = (engine.index.namespace_of(slot), engine.index.key_of(slot))
-                status, data = await get(engine, name)
+            found = await get_all(engine)
+            for name, (status, data) in found.items():
                 story = run.oracle.stories.get(name)
                 if not status and (story is None or data not in story.ever):
                     return f"wrong bytes of {name!r}"
             for name, wanted in owed.items():
-                status, data = await get(engine, name)
+                status, data = found.get(name, (Status.MISS, b""))
                 if status or data != wanted:
                     return f"lost {name!r}: {status.label}"
         finally:
