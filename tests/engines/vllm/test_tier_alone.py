@@ -167,8 +167,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def tier(make_tier: Callable[..., TierDaemon]) -> TierDaemon:
-    """Its clients bear a busy machine: what a silent daemon does here, deadlines of calls show."""
-    daemon = make_tier(client={"ping_deadline_ns": "10s"})
+    daemon = make_tier()
     daemon.start()
     return daemon
 
