@@ -231,7 +231,15 @@ class LimitsConfig:
         low=4 * KIB,
         high=proto_limits.BLOCK_BYTES_MAX,
     )
-    leases_per_session_max: int = setting(16_384, "Unreleased leases.", low=1, high=1_048_576)
+    leases_max: int = setting(
+        262_144,
+        "Unreleased leases of all sessions; no tenant of several holds more than are free.",
+        low=1,
+        high=16_777_216,
+    )
+    leases_per_session_max: int = setting(
+        16_384, "Unreleased leases of one session.", low=1, high=1_048_576
+    )
     lease_ns: int = setting(
         proto_limits.LEASE_NS_DEFAULT,
         "How long a host may read what it was granted.",
@@ -251,13 +259,20 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TenantsConfig:
-    """Who may become a tenant and with which quota. 0 bytes means no limit of its own."""
+    """Who may become a tenant and with which quota. 0 means none of its own: the shard's limits
+    hold, of which one tenant of several may hold only so many times what is free."""
 
     auto_add: bool = setting(
         False, "Add a tenant on its first connection; an erased one is never added by itself."
     )
     flash_bytes: int = setting(0, "Flash quota of a new tenant; 0 means no own limit.", low=0)
     dram_bytes: int = setting(0, "Memory quota of a new tenant; 0 means no own limit.", low=0)
+    index_blocks: int = setting(0, "Blocks a new tenant may have in the index.", low=0)
+    get_bytes: int = setting(0, "Bytes its hosts may have leased or being staged.", low=0)
+    put_bytes: int = setting(0, "Bytes of its puts reserved and not yet on flash.", low=0)
+    sessions: int = setting(0, "Its sessions; 0: [limits] sessions_per_tenant_max.", low=0)
+    leases: int = setting(0, "Its unreleased leases.", low=0)
+    watchers: int = setting(0, "Its event consumers; 0: [events] watchers_per_tenant_max.", low=0)
     weight: int = setting(1, "Share of a new tenant in fair queueing.", low=1, high=1000)
 
 
@@ -270,6 +285,9 @@ class EventsConfig:
         "Events of one tenant kept for replay; older consumers take a snapshot.",
         low=1,
         high=10_000_000,
+    )
+    watchers_per_tenant_max: int = setting(
+        16, "Consumers that follow one tenant's events.", low=1, high=1024
     )
 
 
@@ -285,6 +303,19 @@ class AdmissionConfig:
     drive_writes_per_day: float = setting(
         0.0, "Write budget in flash sizes per day; 0 means none.", low=0.0, high=100.0
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxConfig:
+    """What the daemon may still do after it started: Landlock, by itself, without privileges."""
+
+    mode: str = setting(
+        "auto",
+        "auto: write only its own files, start no program, open no TCP connection, where the "
+        "kernel can; on: refuse to start where it cannot; off.",
+        choices=("auto", "on", "off"),
+    )
+    writable: tuple[str, ...] = setting((), "Further folders it may write to.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +344,7 @@ class Config:
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
@@ -368,7 +400,7 @@ class Config:
         and relative paths. Raises: ConfigError."""
         try:
             tables = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
             raise ConfigError(
                 f"{source}: not valid TOML: {error}",
                 hint="`entresold --print-config` shows the form",

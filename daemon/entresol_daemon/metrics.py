@@ -45,12 +45,12 @@ TIERS = ("memory", "flash")
 OPEN_AT = ("host", "daemon")
 OPERATIONS = ("get", "put")
 FORMS = ("plain", "wire", "stored")
-QUEUES = ("flash_read", "flash_write", "compute", "put", "stage", "send")
+QUEUES = ("loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send")
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
 SEGMENT_STATES = ("free", "open", "sealed", "condemned")
 CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label)
 ROTATION_CAUSES = ("asked", "limit", "age", "forced")
-QUOTA_RESOURCES = ("flash", "dram", "in_flight", "index", "sessions", "leases")
+QUOTA_RESOURCES = ("flash", "get", "leases", "sessions")
 DTYPES = (*(dtype.label for dtype in DType), OTHER)
 
 _STATUS_DOMAIN = Domain(STATUSES, words="status labels")
@@ -156,9 +156,18 @@ class Metrics:
         self.tenant_dram_bytes = self._gauges(
             "tenant_dram_bytes", "Bytes of slabs owned.", tenant=tenant
         )
+        held = (
+            ("index_blocks", "Blocks in the index."),
+            ("get_bytes", "Memory leased to its hosts or being staged for them."),
+            ("put_bytes", "Puts reserved and not yet on flash."),
+            ("sessions", "Open sessions."),
+            ("leases", "Leases granted and neither released nor expired."),
+            ("event_watchers", "Consumers that follow its events."),
+        )
+        self.tenant_holds = {n: self._gauges(f"tenant_{n}", t, tenant=tenant) for n, t in held}
         self.quota_refusals = self._counters(
             "quota_refusals_total",
-            "Requests refused by a tenant's quota.",
+            "Blocks and sessions refused because a tenant has what it may have.",
             tenant=tenant,
             resource=Domain(QUOTA_RESOURCES),
         )

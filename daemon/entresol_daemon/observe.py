@@ -40,6 +40,11 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.tls_reloads, lambda: tls.reloads)
     follow(metrics.tls_reload_failures, lambda: tls.failures)
     follow(metrics.queue_depth["put"], lambda: parts.put_budget.used_blocks)
+    turns = parts.turns
+    follow(metrics.queue_depth["loop"], lambda: turns.loop.waiting)
+    follow(metrics.queue_depth["flash_read"], lambda: turns.flash.waiting)
+    follow(metrics.queue_depth["compute"], lambda: turns.compute.waiting)
+    follow(metrics.queue_depth["pull"], lambda: turns.pulls.waiting)
     dram = metrics.dram_bytes
     follow(dram["unassigned"], lambda: pool.budget_bytes - pool.mapped_bytes)
     follow(dram["free"], lambda: pool.mapped_bytes - pool.allocated_bytes)
@@ -74,6 +79,17 @@ def _per_key(metrics: Metrics, shard: Shard) -> None:
 def _per_tenant(metrics: Metrics, shard: Shard) -> None:
     pool = shard.parts.residency.pool
     accounts = shard.parts.accounts.by_name.values()
+    watchers = shard.parts.events.subscriptions_of
+    found: dict[str, dict[str, int]] = {
+        "index_blocks": {each.name: each.flash_blocks for each in accounts},
+        "get_bytes": {each.name: each.get_bytes for each in accounts},
+        "put_bytes": {each.name: each.put_bytes for each in accounts},
+        "sessions": {each.name: each.sessions for each in accounts},
+        "leases": {each.name: each.leases for each in accounts},
+        "event_watchers": {each.name: watchers(each.name) for each in accounts},
+    }
+    for name, values in found.items():
+        metrics.set_tenants(metrics.tenant_holds[name], values)
     metrics.set_tenant_bytes(
         flash={each.name: each.flash_bytes for each in accounts},
         dram={each.name: pool.owned_bytes(each.stream) for each in accounts},

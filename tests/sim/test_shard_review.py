@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from entresol_daemon.control.listener import _Connection
-from entresol_daemon.shard import gets, opened
+from entresol_daemon.shard import gets, lookups, opened
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_proto import limits
@@ -243,6 +243,10 @@ def test_a_report_about_a_block_whose_key_is_gone_is_no_corruption(tmp_path: Pat
 # Snapshots and erasure.
 
 
+async def _not_asked(_kek_file: str) -> Any:
+    raise AssertionError("nobody changes keys here")
+
+
 def admin_of(world: World) -> ShardAdmin:
     async def end_sessions(tenant: TenantName) -> int:
         mine = [host for host in world.hosts if host.tenant == tenant]
@@ -251,8 +255,9 @@ def admin_of(world: World) -> ShardAdmin:
         return len(mine)
 
     return ShardAdmin(
-        world.shard, Addresses("here", ()), end_sessions=end_sessions, begin_drain=lambda: None
-    )
+        world.shard, Addresses("here", ()), end_sessions=end_sessions, begin_drain=lambda: None,
+        unlock=_not_asked, change_kek=_not_asked,
+    )  # fmt: skip
 
 
 def test_a_snapshot_tells_of_blocks_with_long_meta_and_of_blocks_being_read(tmp_path: Path) -> None:
@@ -390,14 +395,16 @@ def test_a_session_whose_data_path_does_not_close_is_gone_all_the_same(tmp_path:
     simulate(tmp_path, story)
 
 
-def test_a_bug_in_a_short_request_is_an_answer(tmp_path: Path) -> None:
+def test_a_bug_in_a_short_request_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story(world: World) -> None:
         host = await joined(world)
 
         def broken(*_: object) -> data.ExistsReply:
             raise RuntimeError("a bug")
 
-        world.shard.exists = broken  # type: ignore[method-assign]
+        monkeypatch.setattr(lookups, "exists_now", broken)
         with pytest.raises(EntresolError) as caught:
             await asyncio.wait_for(host.present(KEYS[:1]), 5)
         assert caught.value.status is Status.INTERNAL

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entresol_daemon.core.accounts import Account, Accounts, PutBudget
+from entresol_daemon.core.accounts import (
+    HELD_OF_FREE,
+    SESSIONS_OPENING_MAX,
+    Account,
+    Accounts,
+    Held,
+    PutBudget,
+    Shared,
+)
 from entresol_proto.ids import TenantName
-from entresol_proto.status import Status
+from entresol_proto.status import QuotaError, Status
 
 
 def account(name: str = "a", **fields: int) -> Account:
@@ -102,3 +110,115 @@ def test_accounts_are_found_by_name_and_by_stream() -> None:
     accounts.remove(mine.name)
     assert not accounts.by_name
     assert not accounts.by_stream
+
+
+# What hosts hold at their own pace ----------------------------------------------------------------
+
+
+def held(*, sessions: int = 8, leases: int = 8, get_bytes: int = 1_000) -> Held:
+    return Held(Shared(sessions), Shared(leases), Shared(get_bytes), sessions_per_tenant_max=4)
+
+
+def open_session(books: Held, mine: Account, *, alone: bool = False) -> None:
+    books.may_open_session(mine, alone=alone)
+    mine.sessions += 1
+    books.sessions.take(1)
+
+
+def test_sessions_at_a_tenants_own_limit_and_one_past() -> None:
+    books, mine = held(), account(sessions_quota=2)
+    for _ in range(2):
+        open_session(books, mine, alone=True)
+    with pytest.raises(QuotaError) as caught:
+        books.may_open_session(mine, alone=True)
+    assert caught.value.status is Status.QUOTA
+    assert caught.value.hint
+
+
+def test_sessions_at_the_named_default_and_one_past() -> None:
+    books, mine = held(), account()
+    for _ in range(4):
+        open_session(books, mine, alone=True)
+    with pytest.raises(QuotaError) as caught:
+        books.may_open_session(mine, alone=True)
+    assert caught.value.status is Status.QUOTA
+
+
+def test_the_last_sessions_are_kept_for_others() -> None:
+    books, greedy, late = held(sessions=8), account("a", sessions_quota=100), account("b")
+    with pytest.raises(QuotaError) as caught:
+        for _ in range(8):
+            open_session(books, greedy)
+    assert caught.value.status is Status.BUSY
+    assert greedy.sessions == 7
+    open_session(books, late)
+
+
+def test_sessions_that_never_get_a_data_path_are_few() -> None:
+    books, mine = held(sessions=4_096), account(sessions_quota=4_096)
+    mine.sessions_opening = SESSIONS_OPENING_MAX - 1
+    books.may_open_session(mine, alone=True)
+    mine.sessions_opening += 1
+    with pytest.raises(QuotaError) as caught:
+        books.may_open_session(mine, alone=True)
+    assert caught.value.status is Status.BUSY
+
+
+def test_of_several_no_tenant_leases_more_than_is_free() -> None:
+    books, greedy, late = held(leases=8), account("a"), account("b")
+    for mine in (greedy, late):
+        while books.may_lease(mine, HELD_OF_FREE):
+            mine.leases += 1
+            books.leases.take(1)
+    assert (greedy.leases, late.leases) == (4, 2)
+    assert books.may_lease(account("c"), HELD_OF_FREE)
+    assert books.may_lease(greedy, 0), "one that is alone may take what is there"
+
+
+def test_leases_at_a_tenants_own_limit_and_one_past() -> None:
+    books, mine = held(leases=100), account(leases_quota=3)
+    for _ in range(3):
+        assert books.may_lease(mine, 0)
+        mine.leases += 1
+        books.leases.take(1)
+    assert not books.may_lease(mine, 0)
+
+
+def test_memory_of_hosts_is_shared_by_what_is_free() -> None:
+    books, first, second = held(get_bytes=900), account("a"), account("b")
+    for mine, expected in ((first, 450), (second, 225)):
+        while (room := books.get_room(mine, 1)) > 1 or (not mine.get_bytes and room > 0):
+            books.hold(mine, min(room, 25))
+        assert abs(mine.get_bytes - expected) <= 25
+    assert books.get_room(first, 1) <= 1
+    books.let_go(first, 300)
+    assert books.get_room(second, 1) > 0
+
+
+def test_one_block_gets_through_whatever_its_length() -> None:
+    books, mine = held(get_bytes=1_000), account(get_quota_bytes=10)
+    assert books.get_room(mine, 1) >= 1
+    books.hold(mine, 600)
+    assert books.get_room(mine, 1) <= 0
+    books.let_go(mine, 600)
+    with pytest.raises(AssertionError):
+        books.let_go(mine, 1)
+
+
+def test_puts_at_a_tenants_own_limit_and_one_past() -> None:
+    budget, mine = PutBudget(1_000, 10), account(put_quota_bytes=100)
+    assert budget.admit(mine, 60) is Status.OK
+    assert budget.admit(mine, 41) is Status.BUSY
+    assert budget.admit(mine, 40) is Status.OK
+
+
+def test_weights_say_how_much_of_what_is_free() -> None:
+    books = Accounts()
+    one, three = account("a"), account("b", weight=3)
+    books.add(one)
+    assert books.of_free(one) == 0, "alone: without bound"
+    books.add(three)
+    assert (books.of_free(one), books.of_free(three)) == (HELD_OF_FREE, 3 * HELD_OF_FREE)
+    assert (books.weight_of(three.stream), books.weight_of(b"nobody's")) == (3, 1)
+    books.remove(three.name)
+    assert books.of_free(one) == 0

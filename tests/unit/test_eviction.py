@@ -19,10 +19,11 @@ from entresol_daemon.core.admission import Admission, GhostList, WriteBudget
 from entresol_daemon.core.eviction import (
     ReinsertBudget,
     SegmentRanking,
+    Short,
     TenantShare,
     VictimReason,
     choose_victim,
-    fair_share_bytes,
+    fair_share,
     keep_blocks,
     median_touch,
     tail_first,
@@ -164,7 +165,7 @@ def test_within_its_fair_share_a_tenant_loses_nothing_while_another_is_over(scen
     over = {
         each.stream
         for each in scene.shares
-        if each.used_bytes > fair_share_bytes(each, scene.shares, scene.capacity)
+        if each.used_bytes > fair_share(each, scene.shares, scene.capacity)
     }
     if over & givers(scene):
         assert victim.charged_stream in over
@@ -179,8 +180,8 @@ def test_fair_shares_divide_the_capacity_among_those_who_use_it() -> None:
         TenantShare(stream(1), used_bytes=900, weight=1),
         TenantShare(stream(2), used_bytes=0, weight=96),
     ]
-    assert [fair_share_bytes(each, shares, 1_000) for each in shares[:2]] == [750, 250]
-    assert fair_share_bytes(shares[2], shares, 1_000) == 960
+    assert [fair_share(each, shares, 1_000) for each in shares[:2]] == [750, 250]
+    assert fair_share(shares[2], shares, 1_000) == 960
 
 
 def test_weights_decide_who_is_over_its_share() -> None:
@@ -551,3 +552,26 @@ def test_a_write_budget_costs_fewer_writes_and_keeps_prefixes_whole() -> None:
     tight = eviction_replay.measure(found, 2_048, eviction_replay.Options(write_blocks_per_s=5))
     assert tight.writes_per_ref < free.writes_per_ref / 4
     assert tight.usable_hit > 0.95 * tight.block_hit
+
+
+def test_whoever_fills_the_index_pays_for_its_entries() -> None:
+    """A flood of tiny blocks: few bytes, all the entries. Its payer is not who has the bytes."""
+    tiny, large = info(1, 1, live=900), info(2, 2, live=50)
+    shares = [
+        TenantShare(stream(1), used_bytes=9_000, used_blocks=901),
+        TenantShare(stream(2), used_bytes=500_000, used_blocks=50),
+    ]
+    for short, payer in ((Short.BLOCKS, stream(1)), (Short.BYTES, stream(2))):
+        victim = choose_victim(
+            [tiny, large], shares, capacity_bytes=600_000, capacity_blocks=950, now_touch=NOW,
+            short=short,
+        )  # fmt: skip
+        assert victim is not None
+        assert victim.charged_stream == payer
+        assert victim.reason is VictimReason.OVER_SHARE
+
+
+def test_a_quota_of_blocks_is_a_quota() -> None:
+    share = TenantShare(stream(1), used_bytes=10, used_blocks=11, quota_blocks=10)
+    assert share.over_quota
+    assert not TenantShare(stream(1), used_bytes=10, used_blocks=10, quota_blocks=10).over_quota

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entresol_daemon.core import fairness
-from entresol_daemon.core.fairness import GETS, PUTS, FairQueue, Gate
+from entresol_daemon.core.fairness import GETS, PUTS, FairQueue, Gate, Pace
 from entresol_proto.status import QuotaError, Status
 
 
@@ -166,7 +166,7 @@ def test_a_gate_lets_in_what_fits_or_the_least_number() -> None:
     gate.queue.push("a", 1, 40, "waits")
     assert gate.enter("b", 1, 10) is False, "nobody overtakes"
     gate.done(40)
-    assert gate.starting() == ["waits"]
+    assert [unit.item for unit in gate.starting()] == ["waits"]
     gate.done(40)
     gate.done(40)
     with pytest.raises(AssertionError):
@@ -184,3 +184,28 @@ def test_an_idle_gate_gives_all_to_one() -> None:
         started += len(gate.starting())
         assert gate.cost_in_service == 8 or not len(gate.queue)
     assert started == 100
+
+
+def settle(pace: Pace, bytes_per_s: float, latency_ns: int, seconds: float) -> None:
+    """A resource of such a rate and latency, with as much in service as the pace says."""
+    now = 0.0
+    pace.busy(0)
+    while now < seconds * 1e9:
+        cost = pace.cost // 4
+        now += max(cost / bytes_per_s * 1e9, latency_ns / 4)
+        pace.done(cost, int(now))
+
+
+@pytest.mark.parametrize("rate", [200e6, 1e9, 7e9, 50e9])
+def test_a_pace_finds_what_a_resource_does_in_its_target(rate: float) -> None:
+    pace = Pace(target_ns=1_000_000, cost_min=1 << 16, cost_max=1 << 30)
+    settle(pace, rate, 200_000, 1.0)
+    assert rate * 0.8e-3 <= pace.cost <= rate * 1.3e-3
+
+
+def test_a_pace_that_was_too_slow_recovers() -> None:
+    pace = Pace(target_ns=1_000_000, cost_min=1 << 16, cost_max=1 << 30)
+    settle(pace, 50e6, 200_000, 1.0)
+    assert pace.cost == 1 << 16
+    settle(pace, 7e9, 200_000, 1.0)
+    assert pace.cost >= 5_600_000

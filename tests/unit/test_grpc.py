@@ -71,6 +71,7 @@ class Backend:
         self.walking = asyncio.Event()
         self.walking.set()
         self.failure: Exception | None = None
+        self.event_turns = 0
 
     def admit(self, tenant: TenantName) -> None:
         if tenant in self.erased:
@@ -109,6 +110,9 @@ class Backend:
 
     async def tenant_list(self) -> Sequence[TenantRecord]:
         return list(reversed(self.table.values()))
+
+    async def event_turn(self, tenant: TenantName, events: int) -> None:
+        self.event_turns += events
 
     async def tenant_add(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
         if name in self.table:

@@ -28,6 +28,8 @@ EXAMPLES = """\
   entresol tenant add acme --flash 2TiB --dram 16GiB --weight 2
   entresol tenant quota acme --flash 4TiB        the rest of its quota stays as it is
   entresol tenant quota acme --dram none         no limit of its own
+  entresol tenant quota acme --sessions 64 --leases 4096 --watchers 4
+  entresol tenant quota acme --index-blocks 2000000 --get-bytes 4GiB --put-bytes 512MiB
   entresol tenant rotate acme                    new data-encryption key from now on
   entresol tenant rotate acme --force            and drop what older ones sealed; asks first
   entresol tenant keys acme                      its key versions, and how many blocks need each
@@ -91,13 +93,35 @@ def add_parser(subparsers: Any) -> None:
         verb.set_defaults(run=run)
 
 
+SIZES = (
+    ("flash", "flash_bytes", "flash it may use"),
+    ("dram", "dram_bytes", "the daemon's memory it may use"),
+    ("get-bytes", "get_bytes", "memory its hosts may have leased or being staged for them"),
+    ("put-bytes", "put_bytes", "its puts may have reserved and not yet on flash"),
+)
+COUNTS = (
+    ("index-blocks", "index_blocks", "blocks it may have in the index"),
+    ("sessions", "sessions", "sessions it may have open"),
+    ("leases", "leases", "leases its hosts may hold"),
+    ("watchers", "watchers", "consumers that may follow its events"),
+)
+_COUNT_MAX = 2**32 - 1
+
+
 def _add_quota(parser: argparse.ArgumentParser) -> None:
-    for name, what in (("flash", "flash"), ("dram", "the daemon's memory")):
+    for name, _, what in SIZES:
         parser.add_argument(
             f"--{name}",
             type=_limit,
             metavar="SIZE|none",
-            help=f"how much of {what} it may use, such as 64GiB; none: no limit of its own",
+            help=f"how much {what}, such as 64GiB; none: no limit of its own",
+        )
+    for name, _, what in COUNTS:
+        parser.add_argument(
+            f"--{name}",
+            type=_count,
+            metavar="N|none",
+            help=f"how many {what}; none: no limit of its own",
         )
     parser.add_argument(
         "--weight",
@@ -105,6 +129,21 @@ def _add_quota(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="share of contended work relative to the others (default: 1)",
     )
+
+
+def _given(args: argparse.Namespace) -> dict[str, int]:
+    """The fields of the quota that were named."""
+    named = [(name.replace("-", "_"), field) for name, field, _ in (*SIZES, *COUNTS)]
+    found = {field: getattr(args, name) for name, field in (*named, ("weight", "weight"))}
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _count(text: str) -> int:
+    if text == "none":
+        return 0
+    if not text.isdigit() or not 0 < int(text) <= _COUNT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1, or none")
+    return int(text)
 
 
 def _limit(text: str) -> int:
@@ -140,9 +179,11 @@ def _row(info: Any) -> dict[str, Any]:
         "dram_bytes": info.dram_bytes,
         "sessions": info.sessions,
         "leases": info.leases,
+        "get_bytes": info.get_bytes,
+        "put_bytes": info.put_bytes,
+        "watchers": info.watchers,
         "quota": {
-            "flash_bytes": quota.flash_bytes or None,
-            "dram_bytes": quota.dram_bytes or None,
+            **{field: getattr(quota, field) or None for _, field, _ in (*SIZES, *COUNTS)},
             "weight": quota.weight or 1,
         },
     }
@@ -154,9 +195,19 @@ def _of(limit_bytes: int | None) -> str:
 
 def _told(row: dict[str, Any]) -> str:
     quota = row["quota"]
-    return (
-        f"tenant {row['name']}: flash {_of(quota['flash_bytes'])}, memory "
-        f"{_of(quota['dram_bytes'])}, weight {quota['weight']}, key version {row['dek_version']}"
+    more = [
+        f"{name.replace('-', ' ')} {output.size(value) if field.endswith('bytes') else value}"
+        for name, field, _ in (*SIZES[2:], *COUNTS)
+        if (value := quota[field])
+    ]
+    return ", ".join(
+        [
+            f"tenant {row['name']}: flash {_of(quota['flash_bytes'])}",
+            f"memory {_of(quota['dram_bytes'])}",
+            *more,
+            f"weight {quota['weight']}",
+            f"key version {row['dek_version']}",
+        ]
     )
 
 
@@ -183,9 +234,7 @@ def run_add(args: argparse.Namespace) -> int:
     """The verb."""
     name = check_tenant_name(args.name)
     with _admin(args) as (stub, pb):
-        quota = pb.Quota(
-            flash_bytes=args.flash or 0, dram_bytes=args.dram or 0, weight=args.weight or 0
-        )
+        quota = pb.Quota(**_given(args))
         row = _row(rpc.call(stub.TenantAdd, pb.TenantAddRequest(name=name, quota=quota)))
     uri = f"spiffe://{_trust_domain(args)}/tenant/{name}"
     row["spiffe_id"] = uri
@@ -211,8 +260,9 @@ def _trust_domain(args: argparse.Namespace) -> str:
 def run_quota(args: argparse.Namespace) -> int:
     """The verb."""
     name = check_tenant_name(args.name)
-    if args.flash is None and args.dram is None and args.weight is None:
-        raise UsageProblem("nothing to change", hint="--flash SIZE, --dram SIZE or --weight N")
+    given = _given(args)
+    if not given:
+        raise UsageProblem("nothing to change", hint="--flash SIZE, --sessions N or --weight N")
     with _admin(args) as (stub, pb):
         tenants = rpc.call(stub.TenantList, pb.TenantListRequest()).tenants
         now = next((info.quota for info in tenants if info.name == name), None)
@@ -221,11 +271,8 @@ def run_quota(args: argparse.Namespace) -> int:
             raise CliError(f"there is no tenant {name!r}", hint=f"known are {known or 'none'}")
         quota = pb.Quota()
         quota.CopyFrom(now)
-        for field, value in (
-            ("flash_bytes", args.flash), ("dram_bytes", args.dram), ("weight", args.weight)
-        ):  # fmt: skip
-            if value is not None:
-                setattr(quota, field, value)
+        for field, value in given.items():
+            setattr(quota, field, value)
         request = pb.TenantSetQuotaRequest(name=name, quota=quota)
         row = _row(rpc.call(stub.TenantSetQuota, request, timeout_s=ERASE_DEADLINE_S))
     output.answer(args.json, row, [_told(row)])

@@ -73,15 +73,17 @@ class ShardStat:
 
 @dataclass(frozen=True, slots=True)
 class TenantQuota:
-    """What one tenant may use. 0 is "no limit of its own"; weight 0 reads as 1."""
+    """What one tenant may use. 0 is "no number of its own"; weight 0 reads as 1."""
 
     flash_bytes: int = 0
     dram_bytes: int = 0
-    in_flight_bytes: int = 0
-    index_bytes: int = 0
+    get_bytes: int = 0
+    index_blocks: int = 0
     sessions: int = 0
     leases: int = 0
     weight: int = 0
+    put_bytes: int = 0
+    watchers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,9 @@ class TenantRecord:
     dram_bytes: int = 0
     sessions: int = 0
     leases: int = 0
+    get_bytes: int = 0
+    put_bytes: int = 0
+    watchers: int = 0
     key_versions: tuple[KeyVersionRecord, ...] = ()
     blocks_not_counted: int = 0
     blocks_host_sealed: int = 0
@@ -192,6 +197,10 @@ class ShardBackend(Protocol):
 
         Raises: EntresolError FORBIDDEN when it is not known here, ERASED when it was erased.
         """
+        ...
+
+    async def event_turn(self, tenant: TenantName, events: int) -> None:
+        """Wait until it is the tenant's turn to have so many events written to a consumer."""
         ...
 
     def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:

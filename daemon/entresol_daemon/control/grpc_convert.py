@@ -188,28 +188,12 @@ def stat_message(stat: ShardStat) -> pb.StatReply:
 
 def quota_message(quota: TenantQuota) -> pb.Quota:
     """A quota for the wire."""
-    return pb.Quota(
-        flash_bytes=quota.flash_bytes,
-        dram_bytes=quota.dram_bytes,
-        in_flight_bytes=quota.in_flight_bytes,
-        index_bytes=quota.index_bytes,
-        sessions=quota.sessions,
-        leases=quota.leases,
-        weight=quota.weight,
-    )
+    return pb.Quota(**{name: getattr(quota, name) for name in quota.__slots__})
 
 
 def quota_record(message: pb.Quota) -> TenantQuota:
     """A quota from the wire."""
-    return TenantQuota(
-        flash_bytes=message.flash_bytes,
-        dram_bytes=message.dram_bytes,
-        in_flight_bytes=message.in_flight_bytes,
-        index_bytes=message.index_bytes,
-        sessions=message.sessions,
-        leases=message.leases,
-        weight=message.weight,
-    )
+    return TenantQuota(**{name: getattr(message, name) for name in TenantQuota.__slots__})
 
 
 def tenant_message(tenant: TenantRecord) -> pb.TenantInfo:
@@ -223,6 +207,9 @@ def tenant_message(tenant: TenantRecord) -> pb.TenantInfo:
         dram_bytes=tenant.dram_bytes,
         sessions=tenant.sessions,
         leases=tenant.leases,
+        get_bytes=tenant.get_bytes,
+        put_bytes=tenant.put_bytes,
+        watchers=tenant.watchers,
         key_versions=[
             pb.KeyVersion(
                 version=row.version,

@@ -92,7 +92,7 @@ def tenant_of_certificate(trust_domain: str) -> Identify:
     return identify
 
 
-async def _abort(context: Any, error: Exception, method: str) -> None:
+async def refuse(context: Any, error: Exception, method: str) -> None:
     """End the call as `error` says. Always raises (grpc's AbortError)."""
     if isinstance(error, EntresolError):
         status, details = error.status, str(error)
@@ -110,7 +110,7 @@ async def _answer(context: Any, method: str, answer: Awaitable[T]) -> T:
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        await _abort(context, error, method)
+        await refuse(context, error, method)
         raise AssertionError("abort returned") from error
 
 
@@ -177,7 +177,7 @@ class EventsService:
             tenant = self._tenant(context, request.tenant)
             stream = EventStream(self._backend.event_log, tenant, after=after)
         except Exception as error:
-            await _abort(context, error, "Watch")
+            await refuse(context, error, "Watch")
             return
         self._streams.add(stream)
         try:
@@ -201,6 +201,8 @@ class EventsService:
             if isinstance(batch, Gap):
                 yield pb.WatchReply(incarnation=incarnation, gap=convert.gap_message(batch))
                 return
+            if tenant is not None:
+                await self._backend.event_turn(tenant, len(batch))
             for group in convert.event_groups(batch):
                 yield pb.WatchReply(incarnation=incarnation, events=group)
             if tenant is not None and any(e.kind is Kind.TENANT_ERASED for e in batch):
@@ -223,7 +225,7 @@ class EventsService:
                     status=Status.BUSY,
                 )
         except Exception as error:
-            await _abort(context, error, "Snapshot")
+            await refuse(context, error, "Snapshot")
             return
         self._snapshots[tenant] += 1
         try:
@@ -231,7 +233,7 @@ class EventsService:
                 async for reply in replies:
                     yield reply
         except Exception as error:
-            await _abort(context, error, "Snapshot")
+            await refuse(context, error, "Snapshot")
         finally:
             self._snapshots[tenant] -= 1
             if not self._snapshots[tenant]:

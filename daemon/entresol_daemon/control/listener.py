@@ -34,6 +34,9 @@ class _Connection(asyncio.Protocol):
         self._listener = listener
         self._transport: asyncio.Transport | None = None
         self._timers: list[asyncio.TimerHandle] = []
+        self._full = False  # of answers the peer does not take
+        self._behind = False  # with its requests
+        self._reading = True
         self.handler: SessionHandler | None = None
         self.finished: asyncio.Task[None] | None = None
 
@@ -50,7 +53,9 @@ class _Connection(asyncio.Protocol):
             log.warning("event=identity_refused reason=%s", error)
             transport.abort()
             return
-        self.handler = SessionHandler(shard, tenant, write=transport.write, close=self.close)
+        self.handler = SessionHandler(
+            shard, tenant, write=transport.write, close=self.close, read_on=self._handler_reads
+        )
         self._listener.connections.add(self)
         loop = asyncio.get_running_loop()
         self._watch_handshake()
@@ -72,12 +77,27 @@ class _Connection(asyncio.Protocol):
             self.handler.receive(data)
 
     def pause_writing(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+        self._full = True
+        self._follow()
 
     def resume_writing(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        self._full = False
+        self._follow()
+
+    def _handler_reads(self, reading: bool) -> None:
+        self._behind = not reading
+        self._follow()
+
+    def _follow(self) -> None:
+        """Read while the peer takes its answers and its requests are not too far ahead."""
+        reading = not (self._full or self._behind)
+        if self._transport is None or self._transport.is_closing() or reading is self._reading:
+            return
+        self._reading = reading
+        if reading:
             self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
 
     def connection_lost(self, _error: Exception | None) -> None:
         for timer in self._timers:

@@ -3,7 +3,8 @@
 Flash is freed by whole segments, each of one tenant. Two questions, answered apart:
 
 - Who pays (`choose_victim`): a tenant over its quota, with its own segments only; else the tenant
-  most over its weighted fair share.
+  most over its weighted fair share of what is short: bytes of flash, or entries of the index, which
+  a flood of tiny blocks uses up long before the bytes.
 - What of the payer's goes (`SegmentRanking`, `keep_blocks`): the segment whose *median* block was
   used longest ago. Half of that segment is older than its median; of the younger half the clearly
   younger blocks are kept, that is written again. On the traces, with room for a tenth of all
@@ -77,13 +78,15 @@ class SegmentLike(Protocol):
 class TenantShare:
     """What one tenant uses and may use of flash. A quota of 0 means no limit of its own.
 
-    To make room for a write, count its bytes into `used_bytes` of its tenant.
+    To make room for a write, count it into what its tenant uses.
     """
 
     stream: bytes
     used_bytes: int
     quota_bytes: int = 0
     weight: int = 1
+    used_blocks: int = 0
+    quota_blocks: int = 0
 
     def __post_init__(self) -> None:
         assert self.weight >= 1, "a weight starts at 1"
@@ -91,7 +94,25 @@ class TenantShare:
     @property
     def over_quota(self) -> bool:
         """True when the tenant must give up segments of its own whatever the others do."""
-        return 0 < self.quota_bytes < self.used_bytes
+        return self.of_quota > 1
+
+    @property
+    def of_quota(self) -> float:
+        """What is used of the quota that is used up most; 0 without quotas."""
+        of_bytes = self.used_bytes / self.quota_bytes if self.quota_bytes else 0.0
+        of_blocks = self.used_blocks / self.quota_blocks if self.quota_blocks else 0.0
+        return max(of_bytes, of_blocks)
+
+    def used(self, short: Short) -> int:
+        """What it uses of what is short."""
+        return self.used_bytes if short is Short.BYTES else self.used_blocks
+
+
+class Short(enum.Enum):
+    """What room has to be made of."""
+
+    BYTES = "bytes"
+    BLOCKS = "blocks"
 
 
 class VictimReason(enum.StrEnum):
@@ -206,14 +227,16 @@ def choose_victim(
     now_touch: int,
     ranking: SegmentRanking | None = None,
     budget: ReinsertBudget | None = None,
+    short: Short = Short.BYTES,
+    capacity_blocks: int = 0,
 ) -> Victim | None:
     """The next segment to free, or None when nothing may be evicted.
 
     Only sealed segments are chosen, except for a tenant over its quota that has nothing but its
     open one, and condemned ones, which go first: their space is of no use until they are freed.
-    `capacity_bytes` is what tenants share. Without a `ranking`, or while `budget` could not pay for
-    what the ranked victim may keep, the segment whose last touch is oldest is taken (segment LRU),
-    whole.
+    `capacity_bytes` is what tenants share, `capacity_blocks` where blocks are `short`. Without a
+    `ranking`, or while `budget` could not pay for what the ranked victim may keep, the segment
+    whose last touch is oldest is taken (segment LRU), whole.
     """
     sealed: dict[bytes, list[SegmentLike]] = {}
     opened: dict[bytes, SegmentLike] = {}
@@ -243,15 +266,16 @@ def choose_victim(
         stream = min(orphans)
         return Victim(sealed[stream][0].segment, VictimReason.ORPHAN, stream)
     over_quota = [tenant for tenant in tenants if tenant.over_quota]
-    for tenant in sorted(over_quota, key=lambda t: (-t.used_bytes / t.quota_bytes, t.stream)):
+    for tenant in sorted(over_quota, key=lambda t: (-t.of_quota, t.stream)):
         if tenant.stream in sealed:
             return pick(tenant.stream, VictimReason.OVER_QUOTA)
         if tenant.stream in opened:
             segment = opened[tenant.stream].segment
             return Victim(segment, VictimReason.OVER_QUOTA_OPEN, tenant.stream)
-    for tenant in sorted(tenants, key=lambda t: (-t.used_bytes / t.weight, t.stream)):
+    capacity = capacity_bytes if short is Short.BYTES else capacity_blocks
+    for tenant in sorted(tenants, key=lambda t: (-t.used(short) / t.weight, t.stream)):
         if tenant.stream in sealed:
-            over = tenant.used_bytes > fair_share_bytes(tenant, tenants, capacity_bytes)
+            over = tenant.used(short) > fair_share(tenant, tenants, capacity, short)
             reason = VictimReason.OVER_SHARE if over else VictimReason.PRESSURE
             return pick(tenant.stream, reason)
     return None
@@ -268,9 +292,11 @@ def _coldest(
     return min(segments, key=lambda each: (each.last_touch, each.sequence)), False
 
 
-def fair_share_bytes(tenant: TenantShare, tenants: Iterable[TenantShare], capacity: int) -> float:
+def fair_share(
+    tenant: TenantShare, tenants: Iterable[TenantShare], capacity: int, short: Short = Short.BYTES
+) -> float:
     """What this tenant may hold when all want more: capacity by weight among those using any."""
-    weights = sum(each.weight for each in tenants if each.used_bytes > 0 or each is tenant)
+    weights = sum(each.weight for each in tenants if each.used(short) > 0 or each is tenant)
     return capacity * tenant.weight / weights
 
 

@@ -27,6 +27,7 @@ GETS, PUTS = 0, 1  # ranks: within one tenant, gets go before puts
 RANKS = 2
 WAITING_MAX = 262_144  # units that wait in one queue, over all tenants
 FLOWS_REMEMBERED_MAX = 1_024  # then tenants whose last unit is past are forgotten
+MEASURED_TARGETS = 4  # a pace is measured over so many times its target
 _SCALE = 1 << 20  # virtual time is whole: cost * _SCALE // weight
 
 
@@ -152,14 +153,14 @@ class Gate(Generic[T]):
         self._begin(cost)
         return True
 
-    def starting(self) -> list[T]:
+    def starting(self) -> list[Unit[T]]:
         """The units whose turn has come; they are in service from here on."""
-        found: list[T] = []
+        found: list[Unit[T]] = []
         while len(self.queue) and self._room(1):
             unit = self.queue.pop()
             if not unit.dropped:
                 self._begin(unit.cost)
-                found.append(unit.item)
+                found.append(unit)
         return found
 
     def done(self, cost: int) -> None:
@@ -174,3 +175,37 @@ class Gate(Generic[T]):
     def _begin(self, cost: int) -> None:
         self.in_service += 1
         self.cost_in_service += cost
+
+
+class Pace:
+    """How much to have in service, so that what comes next waits about `target_ns` for it.
+
+    What a busy resource gets done in `target_ns`: as it is faster or slower, more or less. With too
+    little in service a resource is seen slower than it is; that corrects itself, because it still
+    gets more done in `target_ns` than was in service, as long as its latency is below that.
+    """
+
+    def __init__(self, *, target_ns: int, cost_min: int, cost_max: int) -> None:
+        assert 0 < cost_min <= cost_max, "an amount to have in service"
+        self._target_ns = target_ns
+        self._cost_min = cost_min
+        self._cost_max = cost_max
+        self.cost = cost_min
+        self._since_ns = 0  # of the stretch being measured; it is busy all the time
+        self._done = 0
+
+    def busy(self, now_ns: int) -> None:
+        """Something is in service again, after nothing was."""
+        self._since_ns = now_ns
+        self._done = 0
+
+    def done(self, cost: int, now_ns: int) -> None:
+        """A unit ended."""
+        self._done += cost
+        elapsed_ns = now_ns - self._since_ns
+        if elapsed_ns < MEASURED_TARGETS * self._target_ns:
+            return
+        seen = self._done * self._target_ns // elapsed_ns
+        smoothed = (self.cost + seen) // 2 if seen < self.cost else seen
+        self.cost = min(max(smoothed, self._cost_min), self._cost_max)
+        self.busy(now_ns)

@@ -7,7 +7,7 @@ key after the first gap is served.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from entresol_daemon.core.residency import Residency, Resident, ResidentState
@@ -30,17 +30,13 @@ def plan_fetch(slots: Sequence[int], *, prefix: bool) -> Wanted:
 
     In prefix mode the first absent key is a MISS and everything after it a GAP.
     """
-    wanted = Wanted(deque())
-    gap = False
-    for index, slot in enumerate(slots):
-        if gap:
-            wanted.misses.append((index, Status.GAP))
-        elif slot >= 0:
-            wanted.pending.append(index)
-        else:
-            wanted.misses.append((index, Status.MISS))
-            gap = prefix
-    return wanted
+    gap = next((at for at, slot in enumerate(slots) if slot < 0), -1) if prefix else -1
+    if gap >= 0:
+        misses = [(gap, Status.MISS)] + [(at, Status.GAP) for at in range(gap + 1, len(slots))]
+        return Wanted(deque(range(gap)), misses)
+    miss = Status.MISS
+    misses = [(at, miss) for at, slot in enumerate(slots) if slot < 0]
+    return Wanted(deque(at for at, slot in enumerate(slots) if slot >= 0), misses)
 
 
 @dataclass(slots=True)
@@ -84,7 +80,7 @@ class Shape:
 
 def take_window(
     pending: deque[int],
-    shapes: Sequence[Shape],
+    shapes: Iterable[Shape],
     residency: Residency,
     *,
     namespace_id: bytes,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from entresol_daemon.memory.ranges import align_up
@@ -42,14 +43,16 @@ class Resident:
     from_flash: bool = False  # for the tier of the first answer
 
 
+def _equal(_owner: bytes) -> int:
+    return 1
+
+
 class Residency:
-    """The table of resident blocks, over a slab pool.
+    """The table of resident blocks, over a slab pool. `weight_of` is an owner's share of it."""
 
-    `owner_bytes_max(owner)` is the most memory one owner may hold.
-    """
-
-    def __init__(self, pool: SlabPool) -> None:
+    def __init__(self, pool: SlabPool, weight_of: Callable[[bytes], int] = _equal) -> None:
         self.pool = pool
+        self._weight_of = weight_of
         self._by_slot: dict[int, Resident] = {}
         self._idle: dict[bytes, OrderedDict[int, Resident]] = {}
         self.idle_bytes = 0
@@ -65,8 +68,9 @@ class Residency:
         """Memory for a record, evicting idle residents if needed; None when all is pinned.
 
         An owner at its own limit only displaces its own; otherwise the owner that holds the most
-        memory gives way first, of those with anything idle. A record that cannot fit in any case
-        displaces nothing.
+        memory for its weight gives way first, of those with anything idle, and only to one that
+        holds less: whoever is within its fair share loses nothing to one that pins more than that.
+        A record that cannot fit in any case displaces nothing.
         """
         length = align_up(length_bytes)
         if length > min(owner_bytes_max, self.pool.budget_bytes):
@@ -145,9 +149,11 @@ class Residency:
         self.idle_bytes -= resident.extent.length_bytes
 
     def _giving_way(self, asking: bytes) -> bytes:
-        if not self._idle:
-            return asking
-        return max(self._idle, key=lambda owner: (self.pool.used_bytes(owner), owner))
+        most = max(self._idle, key=lambda owner: (self._held(owner), owner), default=asking)
+        return most if self._held(most) > self._held(asking) else asking
+
+    def _held(self, owner: bytes) -> float:
+        return self.pool.owned_bytes(owner) / self._weight_of(owner)
 
     def _evict_one(self, owner: bytes) -> bool:
         mine = self._idle.get(owner)

@@ -133,9 +133,11 @@ class EventLog:
         event_limits: EventLimits | None = None,
         on_publish: Callable[[Kind], None] | None = None,
         on_gap: Callable[[GapReason], None] | None = None,
+        watchers_max: Callable[[TenantName], int] | None = None,
     ) -> None:
         """`incarnation` is a random or boot-time u64, not 0, new with every start.
 
+        `watchers_max` gives a tenant's own `subscriptions_per_tenant_max`.
         `on_publish` and `on_gap` are called synchronously, for counters; they must not raise.
         """
         if not 0 < incarnation <= INCARNATION_MAX:
@@ -144,6 +146,7 @@ class EventLog:
         self.limits = event_limits or EventLimits()
         self._on_publish = on_publish
         self._on_gap = on_gap
+        self._watchers_max = watchers_max
         self._rings: dict[TenantName, _Ring] = {}
         self._used_bytes = 0
         self._subscriptions: dict[TenantName | None, list[Subscription]] = {}
@@ -160,6 +163,10 @@ class EventLog:
     def subscriptions_count(self) -> int:
         """Open subscriptions of all tenants."""
         return self._subscriptions_count
+
+    def subscriptions_of(self, tenant: TenantName) -> int:
+        """Open subscriptions to one tenant's events."""
+        return len(self._subscriptions.get(tenant, ()))
 
     def tenants(self) -> list[TenantName]:
         """Tenants that ever had an event in this incarnation, sorted."""
@@ -288,7 +295,10 @@ class EventLog:
                 status=Status.BAD_REQUEST,
             )
         existing = self._subscriptions.get(tenant, [])
-        if len(existing) >= self.limits.subscriptions_per_tenant_max:
+        most = self.limits.subscriptions_per_tenant_max
+        if tenant is not None and self._watchers_max is not None:
+            most = self._watchers_max(tenant)
+        if len(existing) >= most:
             raise QuotaError(
                 f"{len(existing)} event subscriptions are open",
                 hint="share one subscription between consumers, or close one",

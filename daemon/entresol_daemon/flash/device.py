@@ -123,6 +123,11 @@ def _runs(ops: Sequence[IoOp], size_bytes: int) -> list[_Run]:
     return runs
 
 
+def write_threads(threads: int) -> int:
+    """How many of them one group of writes may take: gets find the others free for their reads."""
+    return max(1, threads // 4)
+
+
 def _jobs(runs: list[_Run], threads: int) -> list[list[_Run]]:
     """Deal runs to at most `threads` lists of about equal bytes."""
     total = sum(run.length_bytes for run in runs)
@@ -274,7 +279,8 @@ class FileDevice:
         return statuses
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        await self._each(_write_job, _jobs(_runs(ops, self.size_bytes), self._threads), "write")
+        threads = write_threads(self._threads)
+        await self._each(_write_job, _jobs(_runs(ops, self.size_bytes), threads), "write")
 
     async def flush(self) -> None:
         loop = asyncio.get_running_loop()

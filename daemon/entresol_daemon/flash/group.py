@@ -7,9 +7,12 @@ run in a thread while the event loop goes on.
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
+from entresol_daemon.flash.model import GROUP_BYTES_MAX, SHARED_GROUP_BYTES_MAX
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     HeaderState,
@@ -101,3 +104,44 @@ def free_again(superblock: Superblock, segment: Segment) -> list[IoOp]:
     scratch = aligned_buffer(2 * BLOCK)
     pieces = fill(superblock, [], [header], [], scratch)
     return [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]
+
+
+def take_records(queue: deque[Pending], queued_bytes: int) -> list[Pending]:
+    """The records of the next group, taken off the queue: about GROUP_BYTES_MAX of them.
+
+    When more is queued and it is of several streams, each gets its part of a smaller group, so that
+    a stream that has little waits for a group or two and not for all that another has queued. The
+    records of one stream stay in order.
+    """
+    taken: list[Pending] = []
+    size = 0
+    if queued_bytes > SHARED_GROUP_BYTES_MAX:
+        lines: dict[bytes, deque[Pending]] = {}
+        for p in queue:
+            lines.setdefault(p.stream, deque()).append(p)
+        if len(lines) > 1:
+            return _take_in_turns(queue, lines)
+    while queue and (not taken or size + queue[0].extent.nbytes <= GROUP_BYTES_MAX):
+        taken.append(queue.popleft())
+        size += taken[-1].extent.nbytes
+    return taken
+
+
+def _take_in_turns(queue: deque[Pending], lines: dict[bytes, deque[Pending]]) -> list[Pending]:
+    taken: list[Pending] = []
+    size = 0
+    heap = [(0, number, line) for number, line in enumerate(lines.values())]
+    while heap and size < SHARED_GROUP_BYTES_MAX:
+        had, number, line = heap[0]
+        p = line.popleft()
+        taken.append(p)
+        size += p.extent.nbytes
+        if line:
+            heapq.heapreplace(heap, (had + p.extent.nbytes, number, line))
+        else:
+            heapq.heappop(heap)
+    chosen = set(map(id, taken))
+    left = [p for p in queue if id(p) not in chosen]
+    queue.clear()
+    queue.extend(left)
+    return taken

@@ -19,6 +19,7 @@ from entresol_proto.status import ConfigError
 APPEND_TRIES_MAX = 3  # groups a record may fail in before its future says IO_ERROR
 GROUP_FAILURES_MAX = 5  # consecutive failed groups after which the engine pauses writing
 GROUP_BYTES_MAX = 64 << 20  # one group writes at most about this much
+SHARED_GROUP_BYTES_MAX = 16 << 20  # of several streams that have more queued than that
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although its tombstones could not be carried on
 COPY_BYTES_MAX = 16 << 20  # memory that eviction uses to copy kept blocks
@@ -144,6 +145,9 @@ class EngineStats:
     io_error_reads: int = 0
     groups: int = 0
     flushes: int = 0
+    refused_reads: int = 0  # by the device: transfers, however often each is asked again
+    refused_writes: int = 0  # by the device: batches
+    refused_flushes: int = 0  # by the device
     failed_groups: int = 0
     condemned: int = 0  # segments
     written_bytes: int = 0  # everything that went to the device

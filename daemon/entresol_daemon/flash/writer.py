@@ -16,11 +16,10 @@ from collections import deque
 
 from entresol_daemon.compute import Compute, ComputeError
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
-from entresol_daemon.flash.group import Group, Pending, fill, free_again
+from entresol_daemon.flash.group import Group, Pending, fill, free_again, take_records
 from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
     APPEND_TRIES_MAX,
-    GROUP_BYTES_MAX,
     GROUP_FAILURES_MAX,
     TOMBSTONE_RECORDS_PER_GROUP_MAX,
     EngineOptions,
@@ -37,6 +36,7 @@ from entresol_daemon.flash.segment import (
     SegmentHeader,
     Superblock,
     Tombstone,
+    TombstoneKind,
     encode_tombstones,
     extent_bytes,
     footer_bytes,
@@ -188,9 +188,11 @@ class Writer:
 
     async def drain(self) -> None:
         """Wait until everything queued is durable, or the writer has failed or stalled."""
+        wait_s = 0.0005
         while not (self.failed or self.idle or (self._stalled and not self._queue)):
             self.kick()
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.05)
 
     # -- the task
 
@@ -258,12 +260,8 @@ class Writer:
         """Decide what goes out together."""
         self._urgent = False
         group = Group()
-        size = 0
-        while self._queue and (size == 0 or size + self._queue[0].extent.nbytes <= GROUP_BYTES_MAX):
-            p = self._queue.popleft()
-            group.records.append(p)
-            size += p.extent.nbytes
-        self._queued_bytes -= size
+        group.records = take_records(self._queue, self._queued_bytes)
+        self._queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)
         self._inflight = list(group.records)
@@ -452,13 +450,16 @@ class Writer:
         self._queued_bytes += size
 
     def _end(self, p: Pending, status: Status) -> None:
-        """A record that will not become durable: out of the index."""
+        """A record that will not become durable: out of the index. A copy of it may be on flash all
+        the same; buried, it cannot come back after a host was told that it is not there."""
         reason = RemoveReason.NO_SPACE if status is Status.NO_SPACE else RemoveReason.IO_ERROR
         size = p.extent.nbytes
         gone = Removed(p.namespace_id, p.wire_key, p.slot, reason, size, p.stream)
         self._index.remove(p.slot)
         del self.pending[p.slot]
         self._stats.append_failures += 1
+        lsn, cover = self._table.next_lsn(), p.segment.sequence
+        self.bury([Tombstone(TombstoneKind.BLOCK, p.namespace_id, p.wire_key, lsn, cover)])
         _resolve(p, status)
         self._table.on_removed([gone])
 

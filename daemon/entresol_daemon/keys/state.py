@@ -49,20 +49,31 @@ class UnknownVersionError(KeyringError):
 
 @dataclass(frozen=True, slots=True)
 class TenantQuota:
-    """What a tenant may use. 0 bytes means no limit of its own; `weight` is its fair share."""
+    """What a tenant may use. 0 means no number of its own; `weight` is its fair share."""
 
     flash_bytes: int = 0
     dram_bytes: int = 0
     weight: int = 1
+    index_blocks: int = 0
+    get_bytes: int = 0  # leased to its hosts or being staged for them
+    put_bytes: int = 0  # reserved and not yet on flash
+    sessions: int = 0
+    leases: int = 0
+    watchers: int = 0  # consumers of events
 
     def __post_init__(self) -> None:
-        for name, low in (("flash_bytes", 0), ("dram_bytes", 0), ("weight", 1)):
+        for name in self.__slots__:
+            low = 1 if name == "weight" else 0
             value = getattr(self, name)
             if type(value) is not int or not low <= value < _U63:
                 raise KeyringError(
                     f"quota {name} is {value!r}, not a whole number from {low}",
                     status=Status.BAD_REQUEST,
                 )
+
+
+# Written only where they are set, as by a daemon that did not know them.
+_QUOTA_ADDED = ("index_blocks", "get_bytes", "put_bytes", "sessions", "leases", "watchers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +181,7 @@ def encode(state: State) -> bytes:
             "flash_bytes": tenant.quota.flash_bytes,
             "dram_bytes": tenant.quota.dram_bytes,
             "weight": tenant.quota.weight,
+            **{n: found for n in _QUOTA_ADDED if (found := getattr(tenant.quota, n))},
             "naming": tenant.naming.hex(),
             "active": tenant.active,
             "deks": [
@@ -240,7 +252,12 @@ def _tenant(item: dict[str, Any]) -> StoredTenant:
         name=check_tenant_name(item["name"]),
         stream=_raw(item, "stream", STREAM_BYTES, STREAM_BYTES),
         created_unix_s=_whole(item, "created_unix_s"),
-        quota=TenantQuota(item["flash_bytes"], item["dram_bytes"], item["weight"]),
+        quota=TenantQuota(
+            item["flash_bytes"],
+            item["dram_bytes"],
+            item["weight"],
+            *(_whole(item, name) if name in item else 0 for name in _QUOTA_ADDED),
+        ),
         naming=_raw(item, "naming", 1, WRAPPED_STORED_BYTES_MAX),
         deks=deks,
         active=active,

@@ -68,11 +68,12 @@ class SlabPool:
         self._make_buffer = make_buffer
         self._numbers = itertools.count(1)
         self._owned: dict[bytes, list[Slab]] = {}
+        self._owned_bytes: dict[bytes, int] = {}  # of owners that have any
         self.on_close: Callable[[Slab], None] | None = None  # told before a slab's memory goes away
 
     def owned_bytes(self, owner: bytes) -> int:
         """Bytes of slabs this owner holds, used or not."""
-        return sum(slab.ranges.size_bytes for slab in self._owned.get(owner, ()))
+        return self._owned_bytes.get(owner, 0)
 
     def used_bytes(self, owner: bytes) -> int:
         """Bytes of extents this owner holds."""
@@ -147,6 +148,7 @@ class SlabPool:
             return None
         slab = Slab(next(self._numbers), owner, buffer, RangeAllocator(size_bytes))
         self._owned.setdefault(owner, []).append(slab)
+        self._owned_bytes[owner] = self._owned_bytes.get(owner, 0) + size_bytes
         self.mapped_bytes += size_bytes
         return slab
 
@@ -162,7 +164,8 @@ class SlabPool:
             self.on_close(slab)
         slabs = self._owned[slab.owner]
         slabs.remove(slab)
+        self._owned_bytes[slab.owner] -= slab.ranges.size_bytes
         if not slabs:
-            del self._owned[slab.owner]
+            del self._owned[slab.owner], self._owned_bytes[slab.owner]
         self.mapped_bytes -= slab.ranges.size_bytes
         slab.buffer.close()

@@ -32,11 +32,12 @@ from entresol_daemon.events.types import Event
 from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
-from entresol_daemon.keys.keyring import TenantQuota as KeyringQuota
 from entresol_daemon.keys.receipts import Receipt, canonical
-from entresol_daemon.shard.gets import sealed_view
+from entresol_daemon.shard import quotas
 from entresol_daemon.shard.keycare import wipe_from_memory
 from entresol_daemon.shard.shard import Shard
+from entresol_daemon.shard.staging import sealed_view
+from entresol_daemon.shard.turns import BLOCK_COST, EVENT_COST, REQUEST_COST
 from entresol_proto import __version__, limits
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import (
@@ -124,6 +125,12 @@ class ShardAdmin:
             return  # its first session will add it; until then it has nothing to see
         parts.keyring.get(tenant)
 
+    async def event_turn(self, tenant: TenantName, events: int) -> None:
+        parts = self._shard.parts
+        account = parts.accounts.by_name.get(tenant)
+        if account is not None:
+            await parts.turns.loop.take(account, REQUEST_COST + events * EVENT_COST)
+
     async def describe(self) -> ShardDescription:
         config = self._shard.parts.config
         return ShardDescription(
@@ -174,9 +181,8 @@ class ShardAdmin:
         parts = self._shard.parts
 
         def add() -> None:
-            parts.keyring.add_tenant(
-                name, _to_keyring(quota), now_unix_s=parts.unix_ns() // 10**9, after_erase=True
-            )
+            now_unix_s, kept = parts.unix_ns() // 10**9, quotas.to_keyring(quota)
+            parts.keyring.add_tenant(name, kept, now_unix_s=now_unix_s, after_erase=True)
 
         await parts.compute.run(add)
         self._adopt(name)
@@ -184,7 +190,7 @@ class ShardAdmin:
 
     async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
         await self._shard.parts.compute.run(
-            self._shard.parts.keyring.set_quota, name, _to_keyring(quota)
+            self._shard.parts.keyring.set_quota, name, quotas.to_keyring(quota)
         )
         account = self._adopt(name)
         await self._shard.removal.shrink_to_quota(account)
@@ -311,6 +317,7 @@ class ShardAdmin:
         for namespace_id in parts.keyring.namespaces_of(tenant):
             slots = index.slots_of(namespace_id)
             for slot in slots[np.argsort(index.position[slots], kind="stable")].tolist():
+                await self.event_turn(tenant, BLOCK_COST // EVENT_COST)
                 event = await self._stored_event(tenant, namespace_id, slot)
                 if event is not None:
                     yield event
@@ -322,6 +329,9 @@ class ShardAdmin:
         index = parts.engine.index
         if not index.is_live(slot) or index.namespace_of(slot) != namespace_id:
             return None
+        account = parts.accounts.by_name.get(tenant)
+        if account is None:
+            return None
         key = index.key_of(slot)
         resident = parts.residency.get(slot)
         try:
@@ -329,7 +339,11 @@ class ShardAdmin:
                 sealed = memoryview(bytes(sealed_view(resident)[:_HEAD_BYTES_MAX]))
             else:
                 resident = None
-                sealed = await self._head_from_flash(slot)
+                await parts.turns.flash.take(account, limits.ALIGN_BYTES)
+                try:
+                    sealed = await self._head_from_flash(slot)
+                finally:
+                    parts.turns.flash.give(limits.ALIGN_BYTES)
             header = SealedHeader.parse(sealed)
             if header.wire_key != key or header.namespace_id != namespace_id:
                 return None
@@ -394,24 +408,18 @@ class ShardAdmin:
         account = self._adopt(name)
         uses, not_counted, host_sealed = self._shard.keycare.uses(info)
         blocks = parts.engine.index.namespaces()
-        leases = sum(
-            parts.leases.held_by(number)
-            for number, session in self._shard.sessions.items()
-            if session.account is account
-        )
         return TenantRecord(
             name=name,
-            quota=TenantQuota(
-                flash_bytes=info.quota.flash_bytes,
-                dram_bytes=info.quota.dram_bytes,
-                weight=info.quota.weight,
-            ),
+            quota=quotas.from_keyring(info.quota),
             dek_version=info.active_version,
             blocks=sum(blocks.get(ns, 0) for ns in parts.keyring.namespaces_of(name)),
             flash_bytes=account.flash_bytes,
             dram_bytes=parts.residency.pool.owned_bytes(account.stream),
             sessions=account.sessions,
-            leases=leases,
+            leases=account.leases,
+            get_bytes=account.get_bytes,
+            put_bytes=account.put_bytes,
+            watchers=parts.events.subscriptions_of(name),
             key_versions=tuple(
                 KeyVersionRecord(
                     use.version, use.fingerprint, use.created_unix_s, use.blocks, use.sealed_blocks
@@ -421,20 +429,3 @@ class ShardAdmin:
             blocks_not_counted=not_counted,
             blocks_host_sealed=host_sealed,
         )
-
-
-def _to_keyring(quota: TenantQuota) -> KeyringQuota:
-    """The part of a quota that is enforced and kept; the rest must not be asked for.
-
-    Raises: EntresolError (UNSUPPORTED) naming what this version does not enforce.
-    """
-    for name in ("in_flight_bytes", "index_bytes", "sessions", "leases"):
-        if getattr(quota, name):
-            raise EntresolError(
-                f"a quota on {name} is not enforced by this version",
-                hint="use flash_bytes, dram_bytes and weight",
-                status=Status.UNSUPPORTED,
-            )
-    return KeyringQuota(
-        flash_bytes=quota.flash_bytes, dram_bytes=quota.dram_bytes, weight=quota.weight or 1
-    )

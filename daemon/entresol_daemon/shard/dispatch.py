@@ -14,8 +14,14 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.fairness import GETS, PUTS
+from entresol_daemon.shard import lookups
+from entresol_daemon.shard.lookups import KEYS_PER_TURN, KEYS_PER_TURN_BYTES
+from entresol_daemon.shard.reserving import ITEMS_PER_TURN
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.shard import Shard
+from entresol_daemon.shard.turns import ITEM_COST, KEY_COST_SHIFT, REQUEST_COST
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import TenantName
@@ -24,9 +30,35 @@ from entresol_proto.wire import data, opening
 from entresol_proto.wire.frames import FrameType
 from entresol_proto.wire.session import Message, Received, ServerSession, State
 
+BACKLOG_BYTES_MAX = 256 * limits.KIB  # of one session's requests that wait for their turn
+
 log = logging.getLogger("entresol.session")
 
 _NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
+
+
+def _always(_reading: bool) -> None:
+    """For a caller that cannot hold bytes back."""
+
+
+def cost_of(message: Any) -> tuple[int, int]:
+    """About how long a request takes the loop until it waits for the first time, and its rank."""
+    if isinstance(message, data.Fetch | data.Stage):
+        return REQUEST_COST + (len(message.keys) // limits.WIRE_KEY_BYTES >> 1), GETS
+    if isinstance(message, data.Exists | data.Touch | data.Forget):
+        keys = min(KEYS_PER_TURN, len(message.keys) // limits.WIRE_KEY_BYTES)
+        return REQUEST_COST + (keys >> KEY_COST_SHIFT), GETS
+    if isinstance(message, data.Reserve):
+        return REQUEST_COST + min(len(message.items), ITEMS_PER_TURN) * ITEM_COST, PUTS
+    if isinstance(message, data.Commit):
+        return REQUEST_COST + len(message.items) * ITEM_COST, PUTS
+    return REQUEST_COST, GETS
+
+
+def size_of(message: Any) -> int:
+    """About how much memory a request takes while it waits."""
+    keys, items = getattr(message, "keys", b""), getattr(message, "items", ())
+    return 512 + len(keys) + 512 * len(items) + 128 * len(getattr(message, "engine_keys", ()))
 
 
 class SessionHandler:
@@ -39,11 +71,15 @@ class SessionHandler:
         *,
         write: Callable[[bytes], None],
         close: Callable[[], None],
+        read_on: Callable[[bool], None] = _always,
     ) -> None:
+        """`read_on(False)` asks for no more bytes until `read_on(True)`: enough work waits."""
         self._shard = shard
         self._tenant = tenant
         self._write = write
         self._close = close
+        self._read_on = read_on
+        self._backlog_bytes = 0  # of requests that wait for their turn on the loop
         self._machine = ServerSession(now_ns=shard.parts.now_ns())
         self._tasks: set[asyncio.Task[None]] = set()
         self._offers: list[Offer] = []
@@ -118,8 +154,11 @@ class SessionHandler:
             self._fail(request_id, message.TYPE, error)
             return
         work: Coroutine[Any, Any, None] | None = None
+        account = self.session.account if self.session is not None else None
+        cost, rank = cost_of(message)
+        entered = account is None or self._shard.parts.turns.loop.enter(account, cost)
         try:
-            answer = self._answer_now(message)
+            answer = self._answer_now(message) if entered else None
             if answer is None:
                 work = self._work(request_id, message)
         except EntresolError as error:
@@ -133,11 +172,40 @@ class SessionHandler:
             self._shard.parts.metrics.requests[message.TYPE, Status.OK].inc()
             return
         assert work is not None
+        if not entered:
+            assert account is not None
+            work = self._in_turn(account, cost, rank, size_of(message), work)
         task = asyncio.get_running_loop().create_task(
             self._guard(request_id, message.TYPE, work), name=f"session {message.TYPE.name}"
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _in_turn(
+        self,
+        account: Account,
+        cost: int,
+        rank: int,
+        size_bytes: int,
+        work: Coroutine[Any, Any, None],
+    ) -> None:
+        """Begin a request when it is its tenant's turn; read no more than so much ahead."""
+        self._wait_for(size_bytes)
+        try:
+            await self._shard.parts.turns.loop.take(account, cost, rank)
+        except BaseException:
+            work.close()
+            raise
+        finally:
+            self._wait_for(-size_bytes)
+        await work
+
+    def _wait_for(self, more_bytes: int) -> None:
+        before, self._backlog_bytes = self._backlog_bytes, self._backlog_bytes + more_bytes
+        if before <= BACKLOG_BYTES_MAX < self._backlog_bytes:
+            self._read_on(False)
+        elif self._backlog_bytes <= BACKLOG_BYTES_MAX < before:
+            self._read_on(True)
 
     def _answer_now(self, message: Any) -> Message | None:
         if isinstance(message, opening.Ping):
@@ -145,10 +213,10 @@ class SessionHandler:
         session = self.session
         if session is None:
             return None
-        if isinstance(message, data.Exists):
-            return self._shard.exists(session, message)
+        if isinstance(message, data.Exists) and len(message.keys) <= KEYS_PER_TURN_BYTES:
+            return lookups.exists_now(self._shard.parts, session, message)
         if isinstance(message, data.Touch):
-            return data.Done(self._shard.touch(session, message))
+            return data.Done(lookups.touch(self._shard.parts, session, message))
         return None
 
     async def _guard(
@@ -180,6 +248,10 @@ class SessionHandler:
             await self._attach(session, request_id, message)
         elif isinstance(message, data.Fetch):
             await shard.gets.fetch(session, message, lambda grant: self._send(grant, request_id))
+        elif isinstance(message, data.Exists):
+            self._send(await lookups.exists(shard.parts, session, message), request_id)
+        elif isinstance(message, data.Touch):
+            self._send(data.Done(lookups.touch(shard.parts, session, message)), request_id)
         elif isinstance(message, data.Reserve):
             self._send(await shard.puts.reserve(session, message), request_id)
         elif isinstance(message, data.Commit):
@@ -241,6 +313,7 @@ class SessionHandler:
             metrics.sessions[kind].inc()
             metrics.sessions_opened[kind].inc()
         self._withdraw(None)
+        self._shard.opened(session)
         self._send(opening.Attached(message.kind), request_id)
 
     def _withdraw(self, keep: Offer | None) -> None:

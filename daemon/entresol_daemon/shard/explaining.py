@@ -5,11 +5,11 @@ Invariant: it looks at the asking tenant's own namespaces only, and lets others 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_daemon.shard.turns import LOOP_TURN_COST
 from entresol_proto import ids
 from entresol_proto.wire.data import Explain, Explained, Reason
 
@@ -40,7 +40,7 @@ class Explainer:
                 lookups += len(others)
                 if lookups >= EXPLAIN_LOOKUPS_PER_TURN:
                     lookups = 0
-                    await asyncio.sleep(0)
+                    await parts.turns.loop.take(session.account, LOOP_TURN_COST)
                 find = parts.engine.index.find
                 if any(find(ns, ids.wire_key(secret, engine_key)) >= 0 for ns, secret in others):
                     row = (Reason.OTHER_NAMESPACE, 0)

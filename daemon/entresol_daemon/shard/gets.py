@@ -1,10 +1,9 @@
 """The way home of a block: flash → slab → lease, and the end of the lease.
 
-A FETCH is served in windows. What is in memory is granted at once; the rest is read from flash in
-batches and granted as it lands. Reads from flash belong to the shard, not to the request: a session
-that goes away never cancels a read into memory others wait for.
+A FETCH is served in windows, each in a turn of its tenant on the loop. What is in memory is granted
+at once; the rest is read from flash in batches (`staging`) and granted as it lands.
 
-Invariants: a block is granted only after its record and header were verified; every pin taken here
+Invariants: a block is granted only when it is READY (`staging`); every pin taken here
 is given to a lease or undone; a host that stops reading holds memory no longer than its lease.
 """
 
@@ -16,21 +15,23 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-from entresol_daemon.core.census import HOST_SEALED, code_of
 from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
-from entresol_daemon.core.residency import Resident, ResidentState
+from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_daemon.shard.staging import Staging
+from entresol_daemon.shard.turns import BLOCK_COST, REQUEST_COST
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.seal.block import BlockKey, SealedHeader, check_header, derive_block_key
-from entresol_proto.status import EntresolError, SealError, Status
+from entresol_proto.seal.block import BlockKey, derive_block_key
+from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import (
     Fetch,
     Grant,
@@ -44,8 +45,11 @@ from entresol_proto.wire.data import (
 
 LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
 WINDOWS_LANDING_MAX = 4  # batches of one request under way
-WINDOW_BLOCKS_MAX = 256
+WINDOW_BLOCKS_MAX = 64
+WINDOW_COST = REQUEST_COST // 2  # of the loop, beside its blocks
 NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
+MISSES_PER_GRANT_MAX = 1_024
+MISSES_COST = 500  # of the loop, for so many
 _KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
@@ -74,7 +78,7 @@ class GetPath:
         self._parts = parts
         self._removal = removal
         self._opened = OpenedBlocks(parts)
-        self._loading: dict[Resident, asyncio.Future[Status]] = {}
+        self._staging = Staging(parts, removal, self._spawn)
         self._reports = HostReports(parts, removal, self._opened, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
@@ -82,7 +86,7 @@ class GetPath:
     @property
     def loading(self) -> int:
         """Blocks being read from flash."""
-        return len(self._loading)
+        return len(self._staging)
 
     @property
     def serving(self) -> int:
@@ -136,9 +140,16 @@ class GetPath:
         for resident in leased.sealed.values():
             self._parts.residency.unpin(resident)
         self._opened.let_go(leased)
-        leased.session.held_bytes -= leased.held_bytes
-        assert leased.session.held_bytes >= 0, "a lease was let go twice"
-        self._parts.room.notify()
+        if leased.granted:
+            leased.session.account.leases -= 1
+            self._parts.held.leases.refund(1)
+        self._unhold(leased.session, leased.held_bytes)
+        self._parts.room.notify(leased.session.number)
+
+    def _unhold(self, session: Session, length_bytes: int) -> None:
+        session.held_bytes -= length_bytes
+        assert session.held_bytes >= 0, "a lease was let go twice"
+        self._parts.held.let_go(session.account, length_bytes)
 
     def _job(
         self, session: Session, handle: int, open_at: OpenAt, keys: bytes, deadline_ns: int
@@ -174,24 +185,30 @@ class GetPath:
         job.misses = wanted.misses
         landing: dict[asyncio.Task[None], Window] = {}
         known: list[int] | None = slots  # until the first await; slots are reused
+        in_vain = False
+        if len(job.misses) > MISSES_PER_GRANT_MAX:
+            await self._tell_misses(job)
+            known = None
         try:
             while wanted.pending:
                 if len(landing) >= WINDOWS_LANDING_MAX:
                     await self._first_of(landing)
+                if not in_vain and not await self._at_once(job, len(wanted.pending)):
+                    known = None
                 window = self._window(job, wanted.pending, known)
                 known = None
                 job.misses += window.misses
                 if window.waits:
-                    loads = self._loads_of(window)
+                    loads = self._staging.reads_of(window)
                     landing[asyncio.create_task(self._land(job, window, loads))] = window
                 if window.ready:
                     final = not wanted.pending and not landing
                     await self._grant_ready(job, window.ready, final)
                     if final:
                         return
-                elif not len(window) and not await self._wait_for_room(job, landing):
-                    job.misses += [(index, Status.BUSY) for index in wanted.pending]
-                    wanted.pending.clear()
+                elif not len(window) and not await self._wait_for_room(job, landing, in_vain):
+                    self._refuse(job, wanted.pending)
+                in_vain = not len(window)
             while landing:
                 await self._first_of(landing)
             await self._grant(job, [], final=True)
@@ -205,6 +222,36 @@ class GetPath:
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
 
+    async def _tell_misses(self, job: _Job) -> None:
+        """Thousands of absent keys are told in parts, each in a turn on the loop."""
+        parts, account = self._parts, job.session.account
+        while len(job.misses) > MISSES_PER_GRANT_MAX:
+            await parts.turns.loop.take(account, MISSES_COST)
+            now, job.misses = (
+                tuple(job.misses[:MISSES_PER_GRANT_MAX]), job.misses[MISSES_PER_GRANT_MAX:],
+            )  # fmt: skip
+            parts.meters.granted(account.name, (), now, job.open_at)
+            job.emit(Grant(False, 0, job.lease_ns, parts.now_ns() + job.lease_ns, (), now))
+
+    def _refuse(self, job: _Job, pending: deque[int]) -> None:
+        """No room for the rest by the deadline: BUSY, and counted where the tenant holds it."""
+        parts, account = self._parts, job.session.account
+        job.misses += [(index, Status.BUSY) for index in pending]
+        if not self._may_lease(job.session):
+            parts.metrics.quota_refusals[account.name, "leases"].inc(len(pending))
+        elif parts.held.get_room(account, parts.accounts.of_free(account)) <= 0:
+            parts.metrics.quota_refusals[account.name, "get"].inc(len(pending))
+        pending.clear()
+
+    async def _at_once(self, job: _Job, blocks: int) -> bool:
+        """A turn on the loop for the next window; False when others had theirs before."""
+        cost = WINDOW_COST + min(blocks, WINDOW_BLOCKS_MAX) * BLOCK_COST
+        loop_turns, account = self._parts.turns.loop, job.session.account
+        if loop_turns.enter(account, cost):
+            return True
+        await loop_turns.take(account, cost)
+        return False
+
     async def _first_of(self, landing: dict[asyncio.Task[None], Window]) -> None:
         done, _ = await asyncio.wait(landing, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -212,32 +259,45 @@ class GetPath:
         for task in done:
             task.result()
 
-    async def _wait_for_room(self, job: _Job, landing: dict[asyncio.Task[None], Window]) -> bool:
-        left_ns = job.deadline_ns - self._parts.now_ns()
+    async def _wait_for_room(
+        self, job: _Job, landing: dict[asyncio.Task[None], Window], again: bool
+    ) -> bool:
+        """Until it is time to look for room again; False when the deadline comes first."""
+        parts, session = self._parts, job.session
+        left_ns = job.deadline_ns - parts.now_ns()
         if left_ns <= 0:
             return False
         if landing:
             await self._first_of(landing)
             return True
-        return await self._parts.room.wait(left_ns)
+        return await parts.room.wait(
+            session.account, left_ns, session=self._full(session), again=again,
+            cost=WINDOW_COST + BLOCK_COST,
+        )  # fmt: skip
+
+    def _full(self, session: Session) -> int:
+        """The session's number when it holds as much as one session may, else 0."""
+        bounds = self._parts.config.limits
+        full = session.held_bytes >= bounds.inflight_bytes_per_session_max
+        return session.number if full or not self._parts.leases.room(session.number) else 0
 
     def _window(self, job: _Job, pending: deque[int], known: list[int] | None) -> Window:
         """What of `pending` can be served or loaded now; `known` are the slots of all keys."""
         parts = self._parts
+        account = job.session.account
+        room = parts.config.limits.inflight_bytes_per_session_max - job.session.held_bytes
+        room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
+        if room <= 0 or not self._may_lease(job.session):
+            return Window()
         indices = list(itertools.islice(pending, WINDOW_BLOCKS_MAX))
         keys = [job.keys[_KEY * index : _KEY * (index + 1)] for index in indices]
         if known is not None:
             slots = [known[index] for index in indices]
         else:
             slots = parts.engine.index.lookup(job.namespace.namespace_id, b"".join(keys)).tolist()
-        bounds = parts.config.limits
-        room = bounds.inflight_bytes_per_session_max - job.session.held_bytes
-        if room <= 0 or not parts.leases.room(job.session.number):
-            return Window()
-        account = job.session.account
         window = take_window(
             pending,
-            [self._shape(slot, key) for slot, key in zip(slots, keys, strict=True)],
+            (self._shape(slot, key) for slot, key in zip(slots, keys, strict=True)),
             parts.residency,
             namespace_id=job.namespace.namespace_id,
             owner=account.stream,
@@ -247,9 +307,16 @@ class GetPath:
             prefix=job.prefix,
         )
         job.session.held_bytes += window.taken_bytes
+        parts.held.hold(account, window.taken_bytes)
         if window.loads:
-            self._start_load([resident for _, resident in window.loads])
+            self._staging.start(account, [resident for _, resident in window.loads])
         return window
+
+    def _may_lease(self, session: Session) -> bool:
+        parts, account = self._parts, session.account
+        return parts.leases.room(session.number) and parts.held.may_lease(
+            account, parts.accounts.of_free(account)
+        )
 
     def _shape(self, slot: int, key: bytes) -> Shape:
         if slot < 0:
@@ -258,69 +325,6 @@ class GetPath:
         sealed = index.m_sealed_bytes[slot]
         record = extent_bytes(sealed)
         return Shape(slot, key, record, sealed, index.m_plain_bytes[slot])
-
-    def _start_load(self, residents: list[Resident]) -> None:
-        loop = asyncio.get_running_loop()
-        for resident in residents:
-            self._parts.residency.pin(resident)  # the load's own pin
-            self._loading[resident] = loop.create_future()
-        self._spawn(self._load(residents))
-
-    async def _load(self, residents: list[Resident]) -> None:
-        parts = self._parts
-        started_ns = parts.now_ns()
-        futures = [self._loading[resident] for resident in residents]
-        try:
-            statuses = await parts.engine.read([(r.slot, r.extent.view) for r in residents])
-        except Exception:
-            log.exception("event=flash_read_failed blocks=%d", len(residents))
-            statuses = [Status.IO_ERROR] * len(residents)
-        outcomes = []
-        for resident, status, future in zip(residents, statuses, futures, strict=True):
-            if resident.state is ResidentState.DEAD:
-                status = Status.MISS  # removed while it was read; what was read says nothing
-            elif status is Status.OK:
-                status = self._admit(resident)
-            del self._loading[resident]
-            if status in (Status.CORRUPT, Status.CONFLICT):
-                self._removal.corrupt(resident, where="flash")
-            if status is not Status.OK:
-                parts.residency.kill(resident)
-            outcomes.append(status)
-            future.set_result(status)
-            parts.residency.unpin(resident)
-        parts.meters.staged(outcomes, parts.now_ns() - started_ns)
-        parts.room.notify()
-
-    def _admit(self, resident: Resident) -> Status:
-        """Believe a record read from flash only if its header says what the index says."""
-        sealed = sealed_view(resident)
-        try:
-            header = SealedHeader.parse(sealed)
-        except SealError:
-            return Status.CORRUPT
-        status = check_header(
-            header,
-            namespace_id=resident.namespace_id,
-            wire_key=resident.wire_key,
-            plain_bytes=resident.plain_bytes,
-        )
-        if status is Status.OK and header.sealed_bytes != resident.sealed_bytes:
-            status = Status.CORRUPT
-        if status is Status.OK:
-            resident.salt = header.salt
-            resident.dek_version = header.dek_version
-            resident.host_sealed = header.host_sealed
-            code = HOST_SEALED if header.host_sealed else code_of(header.dek_version)
-            self._parts.census.note(resident.slot, resident.owner, code)
-            resident.state = ResidentState.READY
-        return status
-
-    def _loads_of(self, window: Window) -> dict[Resident, asyncio.Future[Status]]:
-        """The reads a window waits for. Taken before the first await: a read that has ended is
-        forgotten, and with it why it failed."""
-        waited = (resident for _, resident in window.loads + window.joins)
-        return {each: self._loading[each] for each in waited if each in self._loading}
 
     async def _land(
         self, job: _Job, window: Window, loads: dict[Resident, asyncio.Future[Status]]
@@ -333,7 +337,7 @@ class GetPath:
         granted = False
         try:
             for index, resident in mine:
-                status = await self._arrival(resident, loads.get(resident), job.deadline_ns)
+                status = await self._staging.arrival(resident, loads.get(resident), job.deadline_ns)
                 if status is Status.OK:
                     arrived.append((index, resident))
                 else:
@@ -349,28 +353,12 @@ class GetPath:
             if not granted:
                 self._undo(job, mine)
 
-    async def _arrival(
-        self, resident: Resident, future: asyncio.Future[Status] | None, deadline_ns: int
-    ) -> Status:
-        if resident.state is ResidentState.READY:
-            return Status.OK
-        if future is None:
-            return Status.MISS
-        if future.done():
-            return Status.MISS if future.result() is Status.OK else future.result()
-        if resident.state is ResidentState.DEAD:
-            return Status.MISS  # removed while it is read
-        left_ns = deadline_ns - self._parts.now_ns()
-        if left_ns <= 0:
-            return Status.DEADLINE
-        done, _ = await asyncio.wait({future}, timeout=left_ns / 1e9)
-        return future.result() if done else Status.DEADLINE
-
     def _undo(self, job: _Job, entries: Sequence[tuple[int, Resident]]) -> None:
         for _, resident in entries:
             self._parts.residency.unpin(resident)
-            job.session.held_bytes -= resident.extent.length_bytes
-        self._parts.room.notify()
+            self._unhold(job.session, resident.extent.length_bytes)
+        if entries:
+            self._parts.room.notify(job.session.number)
 
     async def _grant_ready(self, job: _Job, rest: list[tuple[int, Resident]], final: bool) -> None:
         """Grant what is in memory; of a large window the first part at once."""
@@ -408,24 +396,31 @@ class GetPath:
             lease_id = 0
             if items:
                 lease_id = parts.leases.grant(session.number, leased, expires_ns).lease_id
+                leased.granted = True
+                session.account.leases += 1
+                parts.held.leases.take(1)
         except BaseException:
             self.let_go(leased)
             raise
         if not items and entries:
             self.let_go(leased)
         job.hits += [resident.slot for _, resident in entries]
-        misses, job.misses = job.misses, []
+        misses, job.misses = tuple(sorted(job.misses, key=itemgetter(0))), []
         parts.meters.granted(session.account.name, items, misses, job.open_at)
-        job.emit(
-            Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), tuple(sorted(misses)))
-        )
+        job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
 
     async def _lease_room(self, job: _Job) -> bool:
         """Wait until the session may hold another lease: windows land several at a time."""
         parts = self._parts
-        while not parts.leases.room(job.session.number):
-            if not await parts.room.wait(job.deadline_ns - parts.now_ns()):
+        again = False
+        while not self._may_lease(job.session):
+            left_ns = job.deadline_ns - parts.now_ns()
+            session = self._full(job.session)
+            if not await parts.room.wait(
+                job.session.account, left_ns, session=session, again=again
+            ):
                 return False
+            again = True
         return True
 
     def _openable(
@@ -482,8 +477,3 @@ class GetPath:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("event=task_failed", exc_info=task.exception())
-
-
-def sealed_view(resident: Resident) -> memoryview:
-    """The sealed block inside its record."""
-    return resident.extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + resident.sealed_bytes]

@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -59,8 +60,8 @@ class Meters:
         if items:
             m.payload_bytes[tenant, "get", "plain"].inc(plain)
             m.payload_bytes[tenant, "get", "wire"].inc(wire)
-        for _, status in misses:
-            m.misses[tenant, status].inc()
+        for status, count in Counter(status for _, status in misses).items():
+            m.misses[tenant, status].inc(count)
         totals.blocks_served += len(items)
         totals.blocks_missed += len(misses)
 

@@ -20,6 +20,7 @@ from entresol_daemon.memory.slabs import SlabPool
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, PlainBlock, Session
+from entresol_daemon.shard.turns import compute_in_turns
 from entresol_proto import limits
 from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import BlockKey, SealedHeader, derive_block_key, open_into
@@ -40,6 +41,10 @@ class _Opening:
     namespace_id: bytes
     wire_key: bytes
     block_key: BlockKey
+
+
+def _opening_bytes(job: _Opening) -> int:
+    return job.into.nbytes
 
 
 def _open(job: _Opening) -> tuple[Status, bytes]:
@@ -90,8 +95,13 @@ class OpenedBlocks:
                 continue
             jobs.append((index, resident, PlainBlock(place, extent, resident.plain_bytes)))
         try:
-            opened = await parts.compute.map(
-                _open, [self._opening(session, resident, block) for _, resident, block in jobs]
+            opened = await compute_in_turns(
+                parts.turns.compute,
+                parts.compute,
+                session.account,
+                _open,
+                [self._opening(session, resident, block) for _, resident, block in jobs],
+                _opening_bytes,
             )
         except BaseException:
             for _, _, block in jobs:
@@ -121,9 +131,14 @@ class OpenedBlocks:
         session = leased.session
         endpoint = session.data_path()
         if endpoint.capabilities.revokes:  # one each, taken for all at once or not at all
+            again = False
             while session.exposed_blocks + len(leased.plain) > EXPOSED_BLOCKS_MAX:
-                if not await self._parts.room.wait(deadline_ns - self._parts.now_ns()):
+                left_ns = deadline_ns - self._parts.now_ns()
+                if not await self._parts.room.wait(
+                    session.account, left_ns, session=session.number, again=again
+                ):
                     return []
+                again = True
             leased.exposed_blocks = len(leased.plain)
             session.exposed_blocks += leased.exposed_blocks
         items = []
@@ -205,7 +220,7 @@ class OpenedBlocks:
             if endpoint is not None:
                 await endpoint.revoke(exposure)
         self._unpin(leased)
-        self._parts.room.notify()
+        self._parts.room.notify(leased.session.number)
 
     def _unpin(self, leased: Leased) -> None:
         for block in leased.plain.values():

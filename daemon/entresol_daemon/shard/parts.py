@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.config import Config
-from entresol_daemon.core.accounts import Accounts, PutBudget
+from entresol_daemon.core.accounts import Account, Accounts, Held, PutBudget
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
@@ -25,35 +26,100 @@ from entresol_daemon.memory.slabs import SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
 from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.sessions import Leased
+from entresol_daemon.shard.turns import LoopTurns, SharedTurns
+from entresol_proto.ids import TenantName
+
+RETRY_COST = 20  # of the loop: one who waits looks again
+RETRIES_IN_VAIN_MAX = 4  # of one line, then the others wait for the next notice
+
+
+class _Line:
+    """Those who wait for the same, in order, and how many of them are still to look again."""
+
+    __slots__ = ("in_vain", "looking", "to_look", "waiters")
+
+    def __init__(self) -> None:
+        self.waiters: dict[asyncio.Future[None], None] = {}
+        self.to_look = 0
+        self.in_vain = 0
+        self.looking = False
+
+    def notice(self) -> None:
+        """Something became free."""
+        self.to_look, self.in_vain = len(self.waiters), 0
+        if not self.looking:
+            self.wake_next()
+
+    def wake_next(self) -> None:
+        """Let the next one look, if there is one and it makes sense."""
+        self.looking = False
+        if self.in_vain >= RETRIES_IN_VAIN_MAX:
+            self.to_look = 0
+        while self.to_look and self.waiters and not self.looking:
+            self.to_look -= 1
+            waiter = next(iter(self.waiters))
+            del self.waiters[waiter]
+            if not waiter.done():
+                waiter.set_result(None)
+                self.looking = True
 
 
 class Signal:
-    """Wakes everyone who waits for memory, a lease slot or flash to become free."""
+    """Wakes those who wait for memory, a lease slot or flash to become free.
 
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+    A tenant's waiters look again one after the other, each in a turn of its tenant on the loop, and
+    not many of them in vain: a crowd that one tenant makes wait costs the others nothing. Who waits
+    for its own session to hold less is only told of that.
+    """
 
-    def notify(self) -> None:
-        """Something became free; every waiter looks again."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+    def __init__(self, loop_turns: LoopTurns) -> None:
+        self._turns = loop_turns
+        self._tenants: dict[TenantName, _Line] = {}
+        self._sessions: dict[int, _Line] = {}
 
-    async def wait(self, timeout_ns: int) -> bool:
-        """True when notified, False when `timeout_ns` passed first (or is not positive)."""
+    def notify(self, session: int = 0) -> None:
+        """Something became free, for everybody and for this session."""
+        for line in self._tenants.values():
+            line.notice()
+        if session in self._sessions:
+            self._sessions[session].notice()
+
+    async def wait(
+        self,
+        account: Account,
+        timeout_ns: int,
+        *,
+        session: int = 0,
+        again: bool = False,
+        cost: int = RETRY_COST,
+    ) -> bool:
+        """True when it is time to look again, at once; False when `timeout_ns` passed first.
+
+        `session` waits for what that session holds. `again`: the last look was in vain. Looking
+        costs the loop `cost`. Raises: QuotaError (BUSY) when too much work waits for the loop.
+        """
         if timeout_ns <= 0:
             return False
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        lines: dict[Any, _Line] = self._sessions if session else self._tenants
+        place: Any = session or account.name
+        line = lines.setdefault(place, _Line())
+        line.in_vain += again
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        line.waiters[waiter] = None
         try:
             async with asyncio.timeout(timeout_ns / 1e9):
                 await waiter
+                await self._turns.take(account, cost)
             return True
         except TimeoutError:
             return False
         finally:
-            self._waiters.discard(waiter)
+            line.waiters.pop(waiter, None)
+            if waiter.done() and not waiter.cancelled():
+                loop.call_soon(line.wake_next)  # after this one has looked
+            if not line.waiters and lines.get(place) is line:
+                del lines[place]
 
 
 @dataclass(slots=True)
@@ -69,6 +135,8 @@ class Parts:
     events: EventLog
     accounts: Accounts
     put_budget: PutBudget
+    held: Held
+    turns: SharedTurns
     admission: Admission
     history: History
     census: VersionCensus

@@ -24,7 +24,7 @@ from entresol_proto.seal.block import (
 from entresol_proto.status import SealError, Status
 from entresol_proto.wire.data import Ack, PutItem
 
-PUT_WINDOW_BYTES = 16 * limits.MIB  # read from a host at a time
+PUT_WINDOW_BYTES = 8 * limits.MIB  # read from a host, and sealed, in one turn
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +97,11 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
         reservation.block_key, reservation.salt, namespace.codec_id, meta,
         chunk_bytes,
     )  # fmt: skip
+
+
+def sealing_bytes(job: Sealing) -> int:
+    """What a job costs."""
+    return job.plain.nbytes
 
 
 def seal(job: Sealing) -> SealedHeader | None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
+from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.census import HOST_SEALED, code_of
+from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.flash.engine import Record
@@ -28,21 +29,20 @@ from entresol_daemon.shard.pulls import (
     check_sealed,
     seal,
     sealing,
+    sealing_bytes,
     windows,
     zero_tail,
 )
 from entresol_daemon.shard.removal import Removal
-from entresol_daemon.shard.sessions import OpenedNamespace, Session
-from entresol_proto import limits
+from entresol_daemon.shard.reserving import Reserving
+from entresol_daemon.shard.sessions import Session
+from entresol_daemon.shard.turns import compute_in_turns
 from entresol_proto.fabric.base import ReadOp
-from entresol_proto.ids import EngineKey, short, wire_key
-from entresol_proto.seal.block import derive_block_key, new_salt, sealed_bytes_max
+from entresol_proto.ids import short
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reason, Reserve, Reserved
+from entresol_proto.wire.data import Ack, Commit, PutDone, Reserve, Reserved
 
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
-COMMIT_WAIT_NS_MAX = 30_000_000_000  # a reservation waits so long for its COMMIT, at most
-PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
 
 log = logging.getLogger("entresol.put")
 
@@ -53,129 +53,11 @@ class PutPath:
     def __init__(self, parts: Parts, removal: Removal, keycare: KeyCare) -> None:
         self._parts = parts
         self._removal = removal
-        self._keycare = keycare
-        self._reservations: dict[int, Reservation] = {}
-        self._wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
-        self._next_id = 1
+        self._reserving = Reserving(parts, keycare, self._durable)
+        self._reservations = self._reserving.open
+        self._wanted = self._reserving.wanted
         self._committing = 0
-
-    async def reserve(self, session: Session, request: Reserve) -> Reserved:
-        """Decide item by item; wanted ones carry an id and, for host sealing, their key.
-
-        A key that is stored but not yet durable is waited for when the put asks for `durable`.
-        Items beyond the put budget are BUSY; a RESERVE of which nothing fits waits for room first.
-        """
-        parts = self._parts
-        deadline_ns = parts.now_ns() + request.deadline_ns
-        patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
-        answers, waits = self._decide(session, request, deadline_ns)
-        while not any(answer.status is Status.OK for answer in answers):
-            # Nothing to commit that would make room: wait for what others have under way.
-            if not self._starved(session, request, answers):
-                break
-            if not await parts.room.wait(patience_ns - parts.now_ns()):
-                break
-            answers, waits = self._decide(session, request, deadline_ns)
-        for place, flushing in waits:
-            left_ns = deadline_ns - parts.now_ns()
-            done, _ = await asyncio.wait({flushing}, timeout=max(0, left_ns) / 1e9)
-            if not done or flushing.result() is not Status.OK:
-                answers[place] = Reserved.Item(Status.BUSY)
-        for answer in answers:
-            if answer.status is not Status.OK:
-                parts.meters.put_ended(session.account.name, answer.status)
-        return Reserved(tuple(answers))
-
-    def _decide(
-        self, session: Session, request: Reserve, deadline_ns: int
-    ) -> tuple[list[Reserved.Item], list[tuple[int, asyncio.Future[Status]]]]:
-        """An answer per item, and those of them that wait for a flush under way."""
-        namespace = session.namespace(request.handle)
-        session.data_path()
-        keys = b"".join(item.key for item in request.items)
-        index = self._parts.engine.index
-        slots = index.lookup(namespace.namespace_id, keys).tolist() if keys else []
-        answers = []
-        waits: list[tuple[int, asyncio.Future[Status]]] = []
-        for place, (item, slot) in enumerate(zip(request.items, slots, strict=True)):
-            if slot >= 0:
-                answers.append(Reserved.Item(Status.EXISTS))
-                flushing = self._durable.get(slot)
-                if flushing is not None and request.ack is Ack.DURABLE:
-                    waits.append((place, flushing))
-            else:
-                answers.append(
-                    self._reserve_one(session, namespace, item, request.ack, deadline_ns)
-                )
-        return answers, waits
-
-    def _starved(
-        self, session: Session, request: Reserve, answers: Sequence[Reserved.Item]
-    ) -> bool:
-        """True if some item was refused for want of room, not because it is being stored."""
-        namespace_id = session.namespace(request.handle).namespace_id
-        return any(
-            answer.status is Status.BUSY and (namespace_id, item.key) not in self._wanted
-            for item, answer in zip(request.items, answers, strict=True)
-        )
-
-    def _reserve_one(
-        self,
-        session: Session,
-        namespace: OpenedNamespace,
-        item: PutItem,
-        ack: Ack,
-        deadline_ns: int,
-    ) -> Reserved.Item:
-        parts = self._parts
-        place = (namespace.namespace_id, item.key)
-        if item.plain_bytes < limits.BLOCK_BYTES_MIN:
-            return Reserved.Item(Status.BAD_REQUEST)
-        # Readers whose blocks the daemon opens do not see the whole key: the short name must be it.
-        if wire_key(namespace.secret, EngineKey(item.engine_key)) != item.key:
-            return Reserved.Item(Status.BAD_REQUEST)
-        if item.plain_bytes > parts.config.limits.block_bytes_max:
-            return Reserved.Item(Status.TOO_LARGE)
-        if place in self._wanted:
-            return Reserved.Item(Status.BUSY)  # someone else is storing it right now
-        # What a host sealed under its own key may carry token ids that nobody was told of.
-        tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
-        record_bytes = extent_bytes(
-            sealed_bytes_max(
-                item.plain_bytes,
-                chunk_bytes=parts.config.sealing.chunk_bytes,
-                meta_tokens=tokens,
-                engine_key_bytes=len(item.engine_key),
-            )
-        )
-        alone = len(parts.accounts.by_name) == 1
-        status = parts.put_budget.admit(session.account, record_bytes, alone=alone)
-        if status is not Status.OK:
-            return Reserved.Item(status)
-        # Asked last: a block that had no room must not count as touched when it comes again.
-        if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
-            parts.put_budget.refund(session.account, record_bytes)
-            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
-            return Reserved.Item(Status.NOT_ADMITTED)
-        at_host = namespace.host_sealed or not session.data_path().capabilities.private
-        version, salt, block_key = 0, b"", None
-        if not namespace.host_sealed:
-            version, salt = session.tenant.active_version, new_salt()
-            block_key = derive_block_key(session.tenant.active_dek, salt)
-            self._keycare.reserved(session, version)
-        reservation = Reservation(
-            self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
-            block_key, at_host, min(deadline_ns, parts.now_ns() + COMMIT_WAIT_NS_MAX),
-        )  # fmt: skip
-        self._next_id += 1
-        self._reservations[reservation.put_id] = reservation
-        self._wanted[place] = reservation
-        if not at_host or block_key is None:
-            return Reserved.Item(Status.OK, version, reservation.put_id)
-        return Reserved.Item(
-            Status.OK, version, reservation.put_id, salt, block_key.key, block_key.commitment
-        )
 
     async def commit(self, session: Session, request: Commit) -> PutDone:
         """Read, seal and append the blocks of a COMMIT; answers when all are acknowledged.
@@ -200,9 +82,9 @@ class PutPath:
             else:
                 pulls.append(Pull(reservation, span, place))
         for reservation in gave_up:
-            self._close(reservation)
+            self._reserving.close(reservation)
         for pull in pulls:
-            del self._reservations[pull.reservation.put_id]  # a second COMMIT finds nothing
+            self._reserving.committed(pull.reservation)
         statuses = [Status.OK] * len(request.items)
         waits: list[tuple[Pull, asyncio.Future[Status]]] = []
         self._committing += 1
@@ -218,22 +100,22 @@ class PutPath:
             self._committing -= 1
             for pull in pulls:
                 if not pull.reservation.appended:
-                    self._close(pull.reservation)
+                    self._reserving.close(pull.reservation)
         for status in statuses:
             self._parts.meters.put_ended(session.account.name, status)
         return PutDone(tuple(statuses))
 
+    async def reserve(self, session: Session, request: Reserve) -> Reserved:
+        """See `Reserving.reserve`."""
+        return await self._reserving.reserve(session, request)
+
     def close_session(self, session: Session) -> None:
         """Give up what the session reserved and did not commit."""
-        for reservation in list(self._reservations.values()):
-            if reservation.session is session:
-                self._close(reservation)
+        self._reserving.close_session(session)
 
     def expire(self, now_ns: int) -> None:
         """Give up reservations whose time passed without a COMMIT."""
-        for reservation in list(self._reservations.values()):
-            if reservation.commit_by_ns <= now_ns:
-                self._close(reservation)
+        self._reserving.expire(now_ns)
 
     @property
     def under_way(self) -> int:
@@ -259,41 +141,44 @@ class PutPath:
         self, session: Session, window: list[Pull]
     ) -> list[tuple[Pull, asyncio.Future[Status]]]:
         """Store one window, in as many rounds as its memory comes in; patient while some comes."""
-        waits: list[tuple[Pull, asyncio.Future[Status]]] = []
-        until_ns = self._parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+        parts, waits = self._parts, []
+        until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
         while window:
-            batch, taken = await self._take(session, window, until_ns)
+            batch, taken = await self._take(session, window)
             waits += taken
             window = window[batch:]
-            if taken:
-                until_ns = self._parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+            if batch:
+                until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+                continue
+            left_ns = min(until_ns, window[0].reservation.deadline_ns) - parts.now_ns()
+            if not await parts.room.wait(session.account, left_ns):
+                window[0].status = Status.BUSY
+                window = window[1:]
         return waits
 
     async def _take(
-        self, session: Session, window: list[Pull], until_ns: int
+        self, session: Session, window: list[Pull]
     ) -> tuple[int, list[tuple[Pull, asyncio.Future[Status]]]]:
         """Bring the first blocks of a window into records and append them; returns how many.
 
-        Nobody waits for memory while holding some: as many as have it are taken at once. They go
-        in prefix order, so that nobody hears of a block before its parent; then they are made
-        recent tail first, so that what many sequences share is evicted last.
+        Nobody waits for memory while holding some, or a turn: as many as have it are taken at once.
+        They go in prefix order, so that nobody hears of a block before its parent; then they are
+        made recent tail first, so that what many sequences share is evicted last.
         """
+        parts, account = self._parts, session.account
         try:
-            here: list[Pull] = []
-            batch = 0
-            for pull in window:
-                await self._find_memory(session, pull, 0 if here else until_ns)
-                if pull.status is Status.BUSY and here:
-                    pull.status = Status.OK  # its turn comes in the next round
-                    break
-                batch += 1
-                here += [pull] if pull.status is Status.OK else []
-            await self._read(session, here)
-            here = [pull for pull in here if pull.status is Status.OK]
-            for pull in here:
-                if pull.reservation.at_host:
-                    pull.status = check_sealed(pull)
-            await self._seal([p for p in here if not p.reservation.at_host])
+            cost = max(1, sum(pull.span.length_bytes for pull in window))
+            await parts.turns.pulls.take(account, cost, PUTS)
+            try:
+                batch, here = self._find_memory_for(session, window)
+                await self._read(session, here)
+                here = [pull for pull in here if pull.status is Status.OK]
+                for pull in here:
+                    if pull.reservation.at_host:
+                        pull.status = check_sealed(pull)
+                await self._seal(account, [p for p in here if not p.reservation.at_host])
+            finally:
+                parts.turns.pulls.give(cost)
             waits = []
             for pull in sorted(here, key=lambda p: p.reservation.item.position):
                 if pull.status is Status.OK:
@@ -301,15 +186,26 @@ class PutPath:
                     if flushed is not None:
                         waits.append((pull, flushed))
             stored = [pull.reservation for pull, _ in reversed(waits)]
-            find = self._parts.engine.index.find
+            find = parts.engine.index.find
             slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
-            self._parts.engine.touch([slot for slot in slots if slot >= 0])
+            parts.engine.touch([slot for slot in slots if slot >= 0])
             return batch, waits
         finally:
             for pull in window:
                 self._drop_memory(pull)
 
-    async def _find_memory(self, session: Session, pull: Pull, until_ns: int) -> None:
+    def _find_memory_for(self, session: Session, window: list[Pull]) -> tuple[int, list[Pull]]:
+        """How many of the first blocks are settled, and those of them that have their memory."""
+        here: list[Pull] = []
+        for batch, pull in enumerate(window):
+            found = self._find_memory(session, pull)
+            if not found and pull.status is Status.OK:
+                return batch, here  # its turn comes in the next round
+            here += [pull] if found else []
+        return len(window), here
+
+    def _find_memory(self, session: Session, pull: Pull) -> bool:
+        """Memory for one block, now; False also when its status says why it gets none ever."""
         parts, item = self._parts, pull.reservation.item
         account = session.account
         length = pull.reservation.record_bytes_max
@@ -317,25 +213,20 @@ class PutPath:
             length = extent_bytes(pull.span.length_bytes)
             if length > pull.reservation.record_bytes_max:
                 pull.status = Status.TOO_LARGE
-                return
+                return False
         elif pull.span.length_bytes != item.plain_bytes:
             pull.status = Status.BAD_REQUEST
-            return
-        while True:
-            if pull.extent is None:
-                pull.extent = parts.residency.allocate(
-                    account.stream,
-                    length,
-                    account.dram_quota_bytes or parts.residency.pool.budget_bytes,
-                )
-            if pull.extent is not None and not pull.reservation.at_host and pull.plain is None:
-                pull.plain = parts.scratch.allocate(account.stream, item.plain_bytes)
-            if pull.extent is not None and (pull.reservation.at_host or pull.plain is not None):
-                return
-            until_ns = min(until_ns, pull.reservation.deadline_ns)
-            if not await parts.room.wait(until_ns - parts.now_ns()):
-                pull.status = Status.BUSY
-                return
+            return False
+        most = account.dram_quota_bytes or parts.residency.pool.budget_bytes
+        pull.extent = parts.residency.allocate(account.stream, length, most)
+        if pull.extent is None:
+            return False
+        if not pull.reservation.at_host:
+            pull.plain = parts.scratch.allocate(account.stream, item.plain_bytes)
+            if pull.plain is None:
+                parts.residency.pool.free(pull.extent)
+                pull.extent = None
+        return pull.extent is not None
 
     async def _read(self, session: Session, window: list[Pull]) -> None:
         if not window:
@@ -358,13 +249,15 @@ class PutPath:
             pull.sealed_bytes = pull.span.length_bytes
         self._parts.meters.pulled(session.account.name, sum(p.span.length_bytes for p in window))
 
-    async def _seal(self, window: list[Pull]) -> None:
+    async def _seal(self, account: Account, window: list[Pull]) -> None:
         """Seal pulled plaintext in worker threads; the plaintext is wiped right after."""
         if not window:
             return
-        chunk_bytes = self._parts.config.sealing.chunk_bytes
+        parts, chunk_bytes = self._parts, self._parts.config.sealing.chunk_bytes
         jobs = [sealing(pull, chunk_bytes) for pull in window]
-        sealed = await self._parts.compute.map(seal, jobs)
+        sealed = await compute_in_turns(
+            parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS
+        )
         for pull, header in zip(window, sealed, strict=True):
             if header is None:
                 pull.status = Status.BAD_REQUEST
@@ -382,9 +275,8 @@ class PutPath:
         extent = pull.extent
         zero_tail(extent, RECORD_HEADER_BYTES + pull.sealed_bytes)
         if not await self._removal.make_room(account, extent.length_bytes):
-            quota = account.flash_quota_bytes
-            full = quota and account.flash_bytes + extent.length_bytes > quota
-            pull.status = Status.QUOTA if full else Status.NO_SPACE
+            within = self._removal.within_quota(account, extent.length_bytes)
+            pull.status = Status.NO_SPACE if within else Status.QUOTA
             return None
         namespace_id = reservation.namespace.namespace_id
         if parts.engine.index.find(namespace_id, item.key) >= 0:
@@ -412,6 +304,7 @@ class PutPath:
         )  # fmt: skip
         parts.residency.add(resident)
         account.flash_bytes += extent.length_bytes
+        account.flash_blocks += 1
         parts.history.forget(namespace_id, item.key)
         parts.meters.stored(account.name, header, extent.length_bytes)
         self._publish(reservation, pull.sealed_bytes)
@@ -426,7 +319,7 @@ class PutPath:
     ) -> None:
         if self._durable.get(resident.slot) is done:
             del self._durable[resident.slot]
-        self._close(reservation)
+        self._reserving.close(reservation)
         status = Status.IO_ERROR if done.cancelled() else done.result()
         if status is not Status.OK:
             log.error("event=put_lost block=%s status=%s", short(resident.wire_key), status.label)
@@ -451,6 +344,8 @@ class PutPath:
         )
 
     def _drop_memory(self, pull: Pull) -> None:
+        if pull.plain is None and pull.extent is None:
+            return  # nobody gains: those who wait for memory must not wake each other
         if pull.plain is not None:
             view = pull.plain.view
             view[:] = bytes(len(view))
@@ -459,18 +354,4 @@ class PutPath:
         if pull.extent is not None:
             self._parts.residency.pool.free(pull.extent)
             pull.extent = None
-        self._parts.room.notify()
-
-    def _close(self, reservation: Reservation) -> None:
-        """The put ended, one way or another: its budget and its name are free again."""
-        if reservation.closed:
-            return
-        reservation.closed = True
-        if reservation.block_key is not None:
-            self._keycare.put_ended(reservation.session, reservation.dek_version)
-        self._reservations.pop(reservation.put_id, None)
-        place = (reservation.namespace.namespace_id, reservation.item.key)
-        if self._wanted.get(place) is reservation:
-            del self._wanted[place]
-        self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
         self._parts.room.notify()

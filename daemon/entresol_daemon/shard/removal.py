@@ -19,6 +19,7 @@ from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.eviction import (
     ReinsertBudget,
     SegmentRanking,
+    Short,
     TenantShare,
     VictimReason,
     choose_victim,
@@ -77,17 +78,21 @@ class Removal:
     async def shrink_to_quota(self, account: Account) -> None:
         """Evict a tenant's blocks until its (new) quota holds."""
         async with self._making_room:
-            while not self._within(account, 0):
+            while not self.within_quota(account, 0):
                 if not await self._evict_once(account, 0):
                     return
 
     def _fits(self, account: Account, record_bytes: int) -> bool:
         room = self._parts.engine.room_for(account.stream, record_bytes)
-        return room and self._within(account, record_bytes)
+        return room and self.within_quota(account, record_bytes)
 
-    def _within(self, account: Account, record_bytes: int) -> bool:
-        quota = account.flash_quota_bytes
-        return not quota or account.flash_bytes + record_bytes <= quota
+    def within_quota(self, account: Account, record_bytes: int) -> bool:
+        """Whether one more record of so many bytes (0: none) is within a tenant's own quota."""
+        quota, blocks = account.flash_quota_bytes, account.index_quota_blocks
+        more = 1 if record_bytes else 0
+        return not (quota and account.flash_bytes + record_bytes > quota) and not (
+            blocks and account.flash_blocks + more > blocks
+        )
 
     async def _evict_once(self, account: Account, record_bytes: int) -> bool:
         engine = self._parts.engine
@@ -99,16 +104,19 @@ class Removal:
                 used_bytes=each.flash_bytes + (record_bytes if each is account else 0),
                 quota_bytes=each.flash_quota_bytes,
                 weight=each.weight,
+                used_blocks=each.flash_blocks + (each is account and record_bytes > 0),
+                quota_blocks=each.index_quota_blocks,
             )
             for each in self._parts.accounts.by_name.values()
         ]
         segments = engine.segments()
-        alone = not self._within(account, record_bytes)
+        alone = not self.within_quota(account, record_bytes)
         if alone:  # whatever its own segments look like: a quota costs nobody else anything
             segments = [each for each in segments if each.stream == account.stream]
         victim = choose_victim(
             segments, shares, capacity_bytes=engine.capacity_bytes,
             now_touch=engine.index.now_touch, ranking=self._ranking, budget=self._budget,
+            short=self._short(), capacity_blocks=engine.index.capacity,
         )  # fmt: skip
         if victim is None:
             return not alone and await self._evict_open(shares)
@@ -129,7 +137,7 @@ class Removal:
         older half of it. False when there is none.
         """
         engine = self._parts.engine
-        weighed = {each.stream: each.used_bytes / each.weight for each in shares}
+        weighed = {each.stream: each.used(self._short()) / each.weight for each in shares}
         opened = [
             each
             for each in engine.segments()
@@ -141,6 +149,9 @@ class Removal:
         removed = await engine.evict(chosen.segment, () if engine.index.free else self._newer_half)
         log.info("event=evicted segment=%d blocks=%d reason=open", chosen.segment, len(removed))
         return True
+
+    def _short(self) -> Short:
+        return Short.BYTES if self._parts.engine.index.free else Short.BLOCKS
 
     def _newer_half(self, slots: Slots) -> Slots:
         touched = self._parts.engine.index.last_touch[slots]
@@ -211,7 +222,8 @@ class Removal:
             account = parts.accounts.by_stream.get(row.stream)
             if account is not None:
                 account.flash_bytes -= row.extent_bytes
-                assert account.flash_bytes >= 0, "flash bytes refunded twice"
+                account.flash_blocks -= 1
+                assert min(account.flash_bytes, account.flash_blocks) >= 0, "refunded twice"
         for (stream, namespace_id, cause), keys in groups.items():
             self._publish(stream, namespace_id, cause, tuple(keys), now)
         parts.room.notify()

@@ -57,6 +57,7 @@ class Leased:
     staged: set[int] = field(default_factory=set)  # opened blocks that came up from flash for it
     held_bytes: int = 0
     exposed_blocks: int = 0
+    granted: bool = False  # it counts among the tenant's leases
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +81,7 @@ class Session:
     plain_blocks: dict[tuple[bytes, bytes, bytes], PlainBlock] = field(default_factory=dict)
     held_bytes: int = 0
     exposed_blocks: int = 0  # opened blocks exposed one by one
+    opening: bool = True  # admitted, its data path not settled yet
     closed: bool = False
 
     def namespace(self, handle: int) -> OpenedNamespace:

@@ -16,22 +16,21 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from entresol_daemon.compute import Compute
 from entresol_daemon.config import Config
-from entresol_daemon.core.accounts import Account, Accounts, PutBudget
+from entresol_daemon.core.accounts import Account, Accounts
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
-from entresol_daemon.events.log import EventLimits, EventLog
+from entresol_daemon.events.log import EventLog
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
-from entresol_daemon.keys.keyring import Keyring, TenantInfo, TenantQuota
+from entresol_daemon.keys.keyring import Keyring, TenantInfo
 from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
+from entresol_daemon.shard import quotas
 from entresol_daemon.shard.explaining import Explainer
 from entresol_daemon.shard.gets import GetPath
 from entresol_daemon.shard.keycare import KeyCare
@@ -40,6 +39,7 @@ from entresol_daemon.shard.parts import Parts, Signal
 from entresol_daemon.shard.puts import PutPath
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_daemon.shard.turns import SharedTurns
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, FabricServer, Offer
 from entresol_proto.ids import (
@@ -54,12 +54,9 @@ from entresol_proto.seal.meter import choose_codec
 from entresol_proto.status import EntresolError, QuotaError, Status
 from entresol_proto.wire import opening
 from entresol_proto.wire.data import (
-    Exists,
-    ExistsReply,
     Explain,
     Explained,
     Forget,
-    Touch,
 )
 
 TICK_NS = 50_000_000
@@ -132,6 +129,7 @@ class Shard:
         pool = SlabPool(
             config.memory.dram_bytes, config.memory.slab_bytes, surroundings.make_buffer
         )
+        accounts, turns = Accounts(), SharedTurns.of(config.sealing_threads, surroundings.now_ns)
         parts = Parts(
             config=config,
             engine=engine,
@@ -141,25 +139,26 @@ class Shard:
             meters=Meters(metrics),
             events=EventLog(
                 number,
-                event_limits=EventLimits(tenant_events_max=config.events.history_events_max),
+                event_limits=quotas.event_limits_of(config),
                 on_publish=metrics.event_published,
                 on_gap=metrics.event_gap,
+                watchers_max=lambda name: quotas.watchers_max(config, accounts, name),
             ),
-            accounts=Accounts(),
-            put_budget=PutBudget(
-                config.limits.put_queue_bytes_max, config.limits.put_queue_blocks_max
-            ),
+            accounts=accounts,
+            put_budget=quotas.put_budget_of(config),
+            held=quotas.held_of(config),
+            turns=turns,
             admission=Admission.from_config(
                 config.admission, engine.capacity_bytes, cache_blocks=engine.index.capacity
             ),
             history=History(HISTORY_ENTRIES_MAX),
             census=VersionCensus(engine.index.capacity),
-            residency=Residency(pool),
+            residency=Residency(pool, accounts.weight_of),
             scratch=SlabPool(
                 SCRATCH_BYTES_MAX, config.memory.slab_bytes, surroundings.make_private
             ),
             leases=LeaseTable[Leased](leases_per_session_max=config.limits.leases_per_session_max),
-            room=Signal(),
+            room=Signal(turns.loop),
             make_plain_buffer=surroundings.make_buffer,
             dek_of=_dek_lookup(keyring),
             now_ns=surroundings.now_ns,
@@ -185,6 +184,7 @@ class Shard:
             account = parts.accounts.by_stream.get(segment.stream)
             if account is not None:
                 account.flash_bytes += segment.live_bytes
+                account.flash_blocks += segment.live_blocks
             else:
                 orphans += segment.live_blocks
         if orphans:
@@ -196,9 +196,8 @@ class Shard:
         if found is None:
             found = Account(info.name, info.stream)
             self.parts.accounts.add(found)
-        found.flash_quota_bytes = info.quota.flash_bytes
-        found.dram_quota_bytes = info.quota.dram_bytes
-        found.weight = info.quota.weight
+        quotas.follow(found, info.quota)
+        self.parts.accounts.reweigh()
         return found
 
     # Sessions.
@@ -224,12 +223,7 @@ class Shard:
         return self.adopt_tenant(tenant)
 
     def _add_first_seen(self, name: TenantName) -> TenantInfo:
-        defaults = self.parts.config.tenants
-        quota = TenantQuota(
-            flash_bytes=defaults.flash_bytes,
-            dram_bytes=defaults.dram_bytes,
-            weight=defaults.weight,
-        )
+        quota = quotas.quota_of_new(self.parts.config)
         return self.parts.keyring.add_tenant(
             name, quota, now_unix_s=self.parts.unix_ns() // 1_000_000_000
         ).info
@@ -242,11 +236,11 @@ class Shard:
         if self.draining:
             raise EntresolError("the daemon is draining", status=Status.DRAINING)
         account = await self.admit(name)
-        bounds = self.parts.config.limits
-        if len(self.sessions) >= bounds.sessions_max:
-            raise QuotaError(f"{bounds.sessions_max} sessions are open", status=Status.BUSY)
-        if account.sessions >= bounds.sessions_per_tenant_max:
-            raise QuotaError(f"tenant has {account.sessions} sessions open")
+        try:
+            self.parts.held.may_open_session(account, alone=len(self.parts.accounts.by_name) == 1)
+        except QuotaError:
+            self.parts.metrics.quota_refusals[name, "sessions"].inc()
+            raise
         session = Session(
             number=self._next_session,
             session_id=secrets.token_bytes(16),
@@ -259,7 +253,15 @@ class Shard:
         self._next_session += 1
         self.sessions[session.number] = session
         account.sessions += 1
+        account.sessions_opening += 1
+        self.parts.held.sessions.take(1)
         return session
+
+    def opened(self, session: Session) -> None:
+        """The session has its data path, or none by choice, or has ended. Idempotent."""
+        if session.opening:
+            session.opening = False
+            session.account.sessions_opening -= 1
 
     def offers(self, session: Session) -> list[Offer]:
         """Data paths for a new session; shm only where both ends share a host."""
@@ -295,6 +297,7 @@ class Shard:
         if session.closed:
             return
         session.closed = True
+        self.opened(session)
         endpoint = session.endpoint
         self.puts.close_session(session)
         if endpoint is not None:
@@ -310,6 +313,7 @@ class Shard:
         await self.gets.close_session(session)
         del self.sessions[session.number]
         session.account.sessions -= 1
+        self.parts.held.sessions.refund(1)
         if endpoint is not None:
             self.parts.metrics.sessions[session.fabric].dec()
 
@@ -347,23 +351,6 @@ class Shard:
         return opening.NamespaceOpened(
             handle, namespace_id, secret, codec_id, at_host, config.sealing.chunk_bytes
         )
-
-    def exists(self, session: Session, request: Exists) -> ExistsReply:
-        """Which keys are stored, and the longest stored prefix."""
-        namespace = session.namespace(request.handle)
-        slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
-        present = slots >= 0
-        absent = np.flatnonzero(~present)
-        prefix = int(absent[0]) if absent.size else len(present)
-        return ExistsReply(prefix, np.packbits(present, bitorder="little").tobytes())
-
-    def touch(self, session: Session, request: Touch) -> int:
-        """Make blocks recent, tail first; returns how many were found."""
-        namespace = session.namespace(request.handle)
-        slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
-        found = [slot for slot in slots.tolist() if slot >= 0]
-        self.parts.engine.touch(found[::-1])
-        return len(found)
 
     async def forget(self, session: Session, request: Forget) -> int:
         """Drop blocks; returns when they cannot come back after a crash.

@@ -170,25 +170,29 @@ class StatReply(_message.Message):
     def __init__(self, state: _Optional[_Union[State, str]] = ..., uptime_ns: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., flash_capacity_bytes: _Optional[int] = ..., flash_live_bytes: _Optional[int] = ..., flash_written_bytes: _Optional[int] = ..., blocks_served: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_corrupt: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reasons_not_ready: _Optional[_Iterable[str]] = ..., flash_direct: bool = ...) -> None: ...
 
 class Quota(_message.Message):
-    __slots__ = ("flash_bytes", "dram_bytes", "in_flight_bytes", "index_bytes", "sessions", "leases", "weight")
+    __slots__ = ("flash_bytes", "dram_bytes", "get_bytes", "index_blocks", "sessions", "leases", "weight", "put_bytes", "watchers")
     FLASH_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WATCHERS_FIELD_NUMBER: _ClassVar[int]
     flash_bytes: int
     dram_bytes: int
-    in_flight_bytes: int
-    index_bytes: int
+    get_bytes: int
+    index_blocks: int
     sessions: int
     leases: int
     weight: int
-    def __init__(self, flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+    put_bytes: int
+    watchers: int
+    def __init__(self, flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., get_bytes: _Optional[int] = ..., index_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., weight: _Optional[int] = ..., put_bytes: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
 
 class TenantInfo(_message.Message):
-    __slots__ = ("name", "quota", "dek_version", "blocks", "flash_bytes", "dram_bytes", "sessions", "leases", "key_versions", "blocks_not_counted", "blocks_host_sealed")
+    __slots__ = ("name", "quota", "dek_version", "blocks", "flash_bytes", "dram_bytes", "sessions", "leases", "key_versions", "blocks_not_counted", "blocks_host_sealed", "get_bytes", "put_bytes", "watchers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUOTA_FIELD_NUMBER: _ClassVar[int]
     DEK_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +204,9 @@ class TenantInfo(_message.Message):
     KEY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_NOT_COUNTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HOST_SEALED_FIELD_NUMBER: _ClassVar[int]
+    GET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WATCHERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     quota: Quota
     dek_version: int
@@ -211,7 +218,10 @@ class TenantInfo(_message.Message):
     key_versions: _containers.RepeatedCompositeFieldContainer[KeyVersion]
     blocks_not_counted: int
     blocks_host_sealed: int
-    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., dek_version: _Optional[int] = ..., blocks: _Optional[int] = ..., flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., key_versions: _Optional[_Iterable[_Union[KeyVersion, _Mapping]]] = ..., blocks_not_counted: _Optional[int] = ..., blocks_host_sealed: _Optional[int] = ...) -> None: ...
+    get_bytes: int
+    put_bytes: int
+    watchers: int
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., dek_version: _Optional[int] = ..., blocks: _Optional[int] = ..., flash_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., key_versions: _Optional[_Iterable[_Union[KeyVersion, _Mapping]]] = ..., blocks_not_counted: _Optional[int] = ..., blocks_host_sealed: _Optional[int] = ..., get_bytes: _Optional[int] = ..., put_bytes: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
 
 class KeyVersion(_message.Message):
     __slots__ = ("version", "fingerprint", "created_unix_s", "blocks", "sealed_blocks")

@@ -1,0 +1,220 @@
+"""RESERVE: which blocks of a put are wanted, and what is reserved until its COMMIT.
+
+Invariants: bytes between reservation and durability are within the put budget; a reservation is
+closed exactly once, with its flush, its failure, its session or its time; a RESERVE of thousands
+takes the loop a tenant's turn at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Mapping, Sequence
+
+from entresol_daemon.core.fairness import PUTS
+from entresol_daemon.flash.segment import extent_bytes
+from entresol_daemon.shard import turns
+from entresol_daemon.shard.keycare import KeyCare
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.pulls import Reservation
+from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_proto import limits
+from entresol_proto.ids import EngineKey, wire_key
+from entresol_proto.seal.block import derive_block_key, new_salt, sealed_bytes_max
+from entresol_proto.status import Status
+from entresol_proto.wire.data import Ack, PutItem, Reason, Reserve, Reserved
+
+COMMIT_WAIT_NS_MAX = 30_000_000_000  # a reservation waits so long for its COMMIT, at most
+PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
+ITEMS_PER_TURN = turns.LOOP_TURN_COST // turns.ITEM_COST
+STALE_DEADLINES_MAX = 1_024  # beyond as many as there are reservations; then they are swept out
+_BUSY = Reserved.Item(Status.BUSY)
+
+
+class Reserving:
+    """Reservations of all sessions. `durable` are the flushes under way, by slot."""
+
+    def __init__(
+        self, parts: Parts, keycare: KeyCare, durable: Mapping[int, asyncio.Future[Status]]
+    ) -> None:
+        self._parts = parts
+        self._keycare = keycare
+        self._durable = durable
+        self.open: dict[int, Reservation] = {}  # without a COMMIT yet, by put id
+        self.wanted: dict[tuple[bytes, bytes], Reservation] = {}
+        self._of_session: dict[int, dict[int, Reservation]] = {}
+        self._deadlines: list[tuple[int, int]] = []
+        self._next_id = 1
+
+    async def reserve(self, session: Session, request: Reserve) -> Reserved:
+        """Decide item by item; wanted ones carry an id and, for host sealing, their key.
+
+        A key that is stored but not yet durable is waited for when the put asks for `durable`.
+        Items beyond the put budget are BUSY; a RESERVE of which nothing fits waits for room first.
+        """
+        parts = self._parts
+        deadline_ns = parts.now_ns() + request.deadline_ns
+        patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
+        answers, waits = await self._decide(session, request, deadline_ns)
+        again = False
+        while not any(answer.status is Status.OK for answer in answers):
+            # Nothing to commit that would make room: wait for what others have under way.
+            if not self._starved(session, request, answers):
+                break
+            left_ns = patience_ns - parts.now_ns()
+            if not await parts.room.wait(session.account, left_ns, again=again):
+                break
+            again = True
+            answers, waits = await self._decide(session, request, deadline_ns)
+        for place, flushing in waits:
+            left_ns = deadline_ns - parts.now_ns()
+            done, _ = await asyncio.wait({flushing}, timeout=max(0, left_ns) / 1e9)
+            if not done or flushing.result() is not Status.OK:
+                answers[place] = _BUSY
+        for answer in answers:
+            if answer.status is not Status.OK:
+                parts.meters.put_ended(session.account.name, answer.status)
+        return Reserved(tuple(answers))
+
+    async def _decide(
+        self, session: Session, request: Reserve, deadline_ns: int
+    ) -> tuple[list[Reserved.Item], list[tuple[int, asyncio.Future[Status]]]]:
+        """An answer per item, and those of them that wait for a flush under way.
+
+        After the first that finds no room no further one is looked into: they are BUSY, or EXISTS.
+        """
+        namespace = session.namespace(request.handle)
+        session.data_path()
+        parts, items = self._parts, request.items
+        answers: list[Reserved.Item] = []
+        waits: list[tuple[int, asyncio.Future[Status]]] = []
+        full = False
+        for start in range(0, len(items), ITEMS_PER_TURN):
+            if start and not full:
+                await parts.turns.loop.take(session.account, turns.LOOP_TURN_COST, PUTS)
+            part = items[start : start + ITEMS_PER_TURN]
+            keys = b"".join(item.key for item in part)
+            slots = parts.engine.index.lookup(namespace.namespace_id, keys).tolist()
+            for place, (item, slot) in enumerate(zip(part, slots, strict=True), start):
+                if slot >= 0:
+                    answers.append(Reserved.Item(Status.EXISTS))
+                    flushing = self._durable.get(slot)
+                    if flushing is not None and request.ack is Ack.DURABLE:
+                        waits.append((place, flushing))
+                elif full or (namespace.namespace_id, item.key) in self.wanted:
+                    answers.append(_BUSY)  # or someone else is storing it right now
+                else:
+                    answer = self._reserve_one(session, namespace, item, request.ack, deadline_ns)
+                    full = answer.status is Status.BUSY
+                    answers.append(answer)
+        return answers, waits
+
+    def _starved(
+        self, session: Session, request: Reserve, answers: Sequence[Reserved.Item]
+    ) -> bool:
+        """True if some item was refused for want of room, not because it is being stored."""
+        namespace_id = session.namespace(request.handle).namespace_id
+        return any(
+            answer.status is Status.BUSY and (namespace_id, item.key) not in self.wanted
+            for item, answer in zip(request.items, answers, strict=True)
+        )
+
+    def _reserve_one(
+        self,
+        session: Session,
+        namespace: OpenedNamespace,
+        item: PutItem,
+        ack: Ack,
+        deadline_ns: int,
+    ) -> Reserved.Item:
+        parts = self._parts
+        place = (namespace.namespace_id, item.key)
+        if item.plain_bytes < limits.BLOCK_BYTES_MIN:
+            return Reserved.Item(Status.BAD_REQUEST)
+        # Readers whose blocks the daemon opens do not see the whole key: the short name must be it.
+        if wire_key(namespace.secret, EngineKey(item.engine_key)) != item.key:
+            return Reserved.Item(Status.BAD_REQUEST)
+        if item.plain_bytes > parts.config.limits.block_bytes_max:
+            return Reserved.Item(Status.TOO_LARGE)
+        # What a host sealed under its own key may carry token ids that nobody was told of.
+        tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
+        record_bytes = extent_bytes(
+            sealed_bytes_max(
+                item.plain_bytes,
+                chunk_bytes=parts.config.sealing.chunk_bytes,
+                meta_tokens=tokens,
+                engine_key_bytes=len(item.engine_key),
+            )
+        )
+        alone = len(parts.accounts.by_name) == 1
+        status = parts.put_budget.admit(session.account, record_bytes, alone=alone)
+        if status is not Status.OK:
+            return Reserved.Item(status)
+        # Asked last: a block that had no room must not count as touched when it comes again.
+        if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
+            parts.put_budget.refund(session.account, record_bytes)
+            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
+            return Reserved.Item(Status.NOT_ADMITTED)
+        at_host = namespace.host_sealed or not session.data_path().capabilities.private
+        version, salt, block_key = 0, b"", None
+        if not namespace.host_sealed:
+            version, salt = session.tenant.active_version, new_salt()
+            block_key = derive_block_key(session.tenant.active_dek, salt)
+            self._keycare.reserved(session, version)
+        reservation = Reservation(
+            self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
+            block_key, at_host, min(deadline_ns, parts.now_ns() + COMMIT_WAIT_NS_MAX),
+        )  # fmt: skip
+        self._next_id += 1
+        self._enter(reservation)
+        if not at_host or block_key is None:
+            return Reserved.Item(Status.OK, version, reservation.put_id)
+        return Reserved.Item(
+            Status.OK, version, reservation.put_id, salt, block_key.key, block_key.commitment
+        )
+
+    def _enter(self, reservation: Reservation) -> None:
+        put_id = reservation.put_id
+        self.open[put_id] = reservation
+        self._of_session.setdefault(reservation.session.number, {})[put_id] = reservation
+        place = (reservation.namespace.namespace_id, reservation.item.key)
+        self.wanted[place] = reservation
+        heapq.heappush(self._deadlines, (reservation.commit_by_ns, put_id))
+        if len(self._deadlines) > 2 * len(self.open) + STALE_DEADLINES_MAX:
+            self._deadlines = [row for row in self._deadlines if row[1] in self.open]
+            heapq.heapify(self._deadlines)
+
+    def committed(self, reservation: Reservation) -> None:
+        """Its COMMIT has come: a second one finds nothing."""
+        if self.open.pop(reservation.put_id, None) is None:
+            return
+        mine = self._of_session[reservation.session.number]
+        del mine[reservation.put_id]
+        if not mine:
+            del self._of_session[reservation.session.number]
+
+    def close_session(self, session: Session) -> None:
+        """Give up what the session reserved and did not commit."""
+        for reservation in list(self._of_session.get(session.number, {}).values()):
+            self.close(reservation)
+
+    def expire(self, now_ns: int) -> None:
+        """Give up reservations whose time passed without a COMMIT."""
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            reservation = self.open.get(heapq.heappop(self._deadlines)[1])
+            if reservation is not None:
+                self.close(reservation)
+
+    def close(self, reservation: Reservation) -> None:
+        """The put ended, one way or another: its budget and its name are free again."""
+        if reservation.closed:
+            return
+        reservation.closed = True
+        if reservation.block_key is not None:
+            self._keycare.put_ended(reservation.session, reservation.dek_version)
+        self.committed(reservation)
+        place = (reservation.namespace.namespace_id, reservation.item.key)
+        if self.wanted.get(place) is reservation:
+            del self.wanted[place]
+        self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
+        self._parts.room.notify()

@@ -1,0 +1,161 @@
+"""Flash → slab: the reads that gets wait for.
+
+Reads belong to the shard, not to the request: a session that goes away never cancels a read into
+memory others wait for. They are made in turns of their tenants; what nobody waits for any more when
+its turn comes is not read.
+
+Invariant: a block is READY only after its record and header were verified; every read ends with one
+status for all who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.census import HOST_SEALED, code_of
+from entresol_daemon.core.planning import Window
+from entresol_daemon.core.residency import Resident, ResidentState
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.turns import portions
+from entresol_proto.seal.block import SealedHeader, check_header
+from entresol_proto.status import EntresolError, SealError, Status
+
+log = logging.getLogger("entresol.get")
+
+
+class Staging:
+    """All reads from flash of a shard's gets."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        removal: Removal,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._parts = parts
+        self._removal = removal
+        self._spawn = spawn
+        self._loading: dict[Resident, asyncio.Future[Status]] = {}
+
+    def __len__(self) -> int:
+        """Blocks being read, or waiting for it."""
+        return len(self._loading)
+
+    def start(self, account: Account, residents: Sequence[Resident]) -> None:
+        """Read these, as they are pinned by whoever waits for them."""
+        loop = asyncio.get_running_loop()
+        for resident in residents:
+            self._parts.residency.pin(resident)  # the load's own pin
+            self._loading[resident] = loop.create_future()
+        for portion in portions(residents, _record_bytes, self._parts.turns.flash.portion_bytes):
+            self._spawn(self._load(account, portion))
+
+    def reads_of(self, window: Window) -> dict[Resident, asyncio.Future[Status]]:
+        """The reads a window waits for. Taken before the first await: a read that has ended is
+        forgotten, and with it why it failed."""
+        waited = (resident for _, resident in window.loads + window.joins)
+        return {each: self._loading[each] for each in waited if each in self._loading}
+
+    async def _load(self, account: Account, residents: list[Resident]) -> None:
+        cost = sum(map(_record_bytes, residents))
+        turns, started_ns = self._parts.turns.flash, self._parts.now_ns()
+        try:
+            await turns.take(account, cost)
+        except EntresolError as error:
+            self._end(residents, [error.status] * len(residents), started_ns)
+            return
+        try:
+            waited = [r for r in residents if r.pins > 1 and r.state is ResidentState.LOADING]
+            if len(waited) < len(residents):
+                rest = [r for r in residents if r not in waited]
+                self._end(rest, [Status.MISS] * len(rest), started_ns)
+            if waited:
+                self._end(waited, await self._read(waited), started_ns)
+        finally:
+            turns.give(cost)
+
+    async def _read(self, residents: list[Resident]) -> list[Status]:
+        try:
+            return await self._parts.engine.read([(r.slot, r.extent.view) for r in residents])
+        except Exception:
+            log.exception("event=flash_read_failed blocks=%d", len(residents))
+            return [Status.IO_ERROR] * len(residents)
+
+    def _end(self, residents: list[Resident], statuses: list[Status], started_ns: int) -> None:
+        parts = self._parts
+        outcomes = []
+        freed = False
+        for resident, status in zip(residents, statuses, strict=True):
+            if resident.state is ResidentState.DEAD:
+                status = Status.MISS  # removed while it was read; what was read says nothing
+            elif status is Status.OK:
+                status = self._admit(resident)
+            future = self._loading.pop(resident)
+            if status in (Status.CORRUPT, Status.CONFLICT):
+                self._removal.corrupt(resident, where="flash")
+            if status is not Status.OK:
+                parts.residency.kill(resident)
+            outcomes.append(status)
+            future.set_result(status)
+            parts.residency.unpin(resident)
+            freed |= resident.pins == 0
+        parts.meters.staged(outcomes, parts.now_ns() - started_ns)
+        if freed:
+            parts.room.notify()
+
+    def _admit(self, resident: Resident) -> Status:
+        """Believe a record read from flash only if its header says what the index says."""
+        sealed = sealed_view(resident)
+        try:
+            header = SealedHeader.parse(sealed)
+        except SealError:
+            return Status.CORRUPT
+        status = check_header(
+            header,
+            namespace_id=resident.namespace_id,
+            wire_key=resident.wire_key,
+            plain_bytes=resident.plain_bytes,
+        )
+        if status is Status.OK and header.sealed_bytes != resident.sealed_bytes:
+            status = Status.CORRUPT
+        if status is Status.OK:
+            resident.salt = header.salt
+            resident.dek_version = header.dek_version
+            resident.host_sealed = header.host_sealed
+            code = HOST_SEALED if header.host_sealed else code_of(header.dek_version)
+            self._parts.census.note(resident.slot, resident.owner, code)
+            resident.state = ResidentState.READY
+        return status
+
+    async def arrival(
+        self, resident: Resident, future: asyncio.Future[Status] | None, deadline_ns: int
+    ) -> Status:
+        """How the read of a block ended, for one that waits until `deadline_ns`."""
+        if resident.state is ResidentState.READY:
+            return Status.OK
+        if future is None:
+            return Status.MISS
+        if future.done():
+            return Status.MISS if future.result() is Status.OK else future.result()
+        if resident.state is ResidentState.DEAD:
+            return Status.MISS  # removed while it is read
+        left_ns = deadline_ns - self._parts.now_ns()
+        if left_ns <= 0:
+            return Status.DEADLINE
+        done, _ = await asyncio.wait({future}, timeout=left_ns / 1e9)
+        return future.result() if done else Status.DEADLINE
+
+
+def sealed_view(resident: Resident) -> memoryview:
+    """The sealed block inside its record."""
+    return resident.extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + resident.sealed_bytes]
+
+
+def _record_bytes(resident: Resident) -> int:
+    return resident.extent.length_bytes

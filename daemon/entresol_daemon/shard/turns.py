@@ -1,0 +1,254 @@
+"""Turns at what tenants share: the event loop, flash reads, sealing and opening, pulls from hosts.
+
+The order is `core.fairness`'s; here are the futures of those who wait and the resources' bounds.
+When nobody else wants a resource, a turn costs a few additions and no switch of tasks.
+
+Invariant: every turn taken is given back exactly once, by whoever took it; a task that is cancelled
+while it waits neither holds a turn nor loses one that others could use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from entresol_daemon.compute import Compute
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.fairness import GETS, FairQueue, Gate, Pace
+from entresol_proto import limits
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+WAIT_NS_TARGET = 1_000_000  # what is in service at flash or in pulls is about so long
+FLASH_BYTES_MIN, FLASH_BYTES_MAX = 1 * limits.MIB, 128 * limits.MIB  # handed to the device
+PULL_BYTES_MIN, PULL_BYTES_MAX = 4 * limits.MIB, 128 * limits.MIB  # read from hosts, and sealed
+COUNT_MIN = 2  # units in service at least, whatever their length
+PORTIONS = 4  # what is in service is about so many units
+PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
+COMPUTE_TURN_BYTES = 2 * limits.MIB  # sealed or opened by one thread without a break
+LOOP_TURN_COST = 1_000  # about as many microseconds of requests between two looks at the sockets
+
+# About how many microseconds of the event loop a piece of work takes on one core of today.
+REQUEST_COST = 100
+SESSION_COST = 2_000
+KEY_COST_SHIFT = 2  # a key looked up: a quarter
+BLOCK_COST = 20  # a block granted
+ITEM_COST = 25  # an item of a RESERVE decided
+EVENT_COST = 10  # an event written to one watcher
+
+
+class Turns:
+    """Turns at one resource. Costs are bytes. `pace` says how many may be in service at a time."""
+
+    def __init__(
+        self,
+        *,
+        count_min: int,
+        pace: Pace | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._pace = pace
+        self._now_ns = now_ns
+        self._gate: Gate[asyncio.Future[None]] = Gate(
+            cost_max=1 if pace is None else pace.cost, count_min=count_min
+        )
+
+    @property
+    def portion_bytes(self) -> int:
+        """How long a unit should be: short where the resource is slow."""
+        return min(max(self._gate.cost_max // PORTIONS, PORTION_BYTES_MIN), PORTION_BYTES_MAX)
+
+    @property
+    def waiting(self) -> int:
+        """Units of work that wait for their turn."""
+        return len(self._gate.queue)
+
+    @property
+    def in_service(self) -> int:
+        """Turns taken and not given back."""
+        return self._gate.in_service
+
+    @property
+    def at_once(self) -> int:
+        """Turns there are at least, whatever their cost."""
+        return self._gate.count_min
+
+    async def take(self, account: Account, cost: int, rank: int = GETS) -> None:
+        """Return when it is this tenant's turn; then `give` is owed. Raises: QuotaError (BUSY)."""
+        gate = self._gate
+        if self._pace is not None and not gate.in_service:
+            self._pace.busy(self._now_ns())
+        if gate.enter(account.name, account.weight, cost):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        unit = gate.queue.push(account.name, account.weight, cost, turn, rank)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(cost)
+            else:
+                unit.drop()
+            raise
+
+    def give(self, cost: int) -> None:
+        """The work of a turn has ended."""
+        if self._pace is not None:
+            self._pace.done(cost, self._now_ns())
+            self._gate.cost_max = self._pace.cost
+        self._gate.done(cost)
+        while started := self._gate.starting():
+            for unit in started:
+                if unit.item.done():  # cancelled; its task is about to say so
+                    self._gate.done(unit.cost)
+                else:
+                    unit.item.set_result(None)
+
+
+class LoopTurns:
+    """Turns on the event loop. Costs are microseconds, roughly; there is nothing to give back.
+
+    Between two looks at the sockets at most LOOP_TURN_COST is begun, and one unit more: whoever
+    asks for little is not behind what others have queued.
+    """
+
+    def __init__(self, cost_max: int = LOOP_TURN_COST) -> None:
+        self._cost_max = cost_max
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._begun = 0
+        self._scheduled = False
+
+    @property
+    def waiting(self) -> int:
+        """Stretches of work that wait for their turn."""
+        return len(self._queue)
+
+    def enter(self, account: Account, cost: int) -> bool:
+        """Begin at once if the loop is free and nobody waits; True if so."""
+        if len(self._queue) or (self._begun and self._begun + cost > self._cost_max):
+            return False
+        self._queue.charge(account.name, account.weight, cost)
+        self._begin(cost)
+        return True
+
+    async def take(self, account: Account, cost: int, rank: int = GETS) -> None:
+        """Return when it is this tenant's turn. Raises: QuotaError (BUSY)."""
+        if self.enter(account, cost):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        unit = self._queue.push(account.name, account.weight, cost, turn, rank)
+        self._schedule()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            unit.drop()
+            raise
+
+    def _begin(self, cost: int) -> None:
+        self._begun += cost
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        """Once per turn of the loop while there is work: begin what comes next."""
+        self._scheduled = False
+        self._begun = 0
+        while len(self._queue) and self._begun < self._cost_max:
+            unit = self._queue.pop()
+            if not unit.dropped and not unit.item.done():
+                unit.item.set_result(None)
+                self._begin(unit.cost)
+
+
+@dataclass(slots=True)
+class SharedTurns:
+    """Every resource that tenants of a shard share."""
+
+    loop: LoopTurns
+    flash: Turns
+    compute: Turns
+    pulls: Turns
+
+    @classmethod
+    def of(cls, threads: int, now_ns: Callable[[], int]) -> SharedTurns:
+        """With the bounds above, for so many compute threads."""
+
+        def paced(least: int, most: int) -> Turns:
+            pace = Pace(target_ns=WAIT_NS_TARGET, cost_min=least, cost_max=most)
+            return Turns(count_min=COUNT_MIN, pace=pace, now_ns=now_ns)
+
+        return cls(
+            loop=LoopTurns(),
+            flash=paced(FLASH_BYTES_MIN, FLASH_BYTES_MAX),
+            # One more than threads, so that none of them waits for the loop.
+            compute=Turns(count_min=threads + 1, now_ns=now_ns),
+            pulls=paced(PULL_BYTES_MIN, PULL_BYTES_MAX),
+        )
+
+
+def portions(items: Sequence[T], size_of: Callable[[T], int], bytes_max: int) -> list[list[T]]:
+    """Runs of at most `bytes_max`; a longer item makes its own run."""
+    found: list[list[T]] = []
+    size = 0
+    for item in items:
+        length = size_of(item)
+        if not found or size + length > bytes_max:
+            found.append([])
+            size = 0
+        found[-1].append(item)
+        size += length
+    return found
+
+
+async def compute_in_turns(
+    turns: Turns,
+    compute: Compute,
+    account: Account,
+    fn: Callable[[T], R],
+    items: Sequence[T],
+    size_of: Callable[[T], int],
+    rank: int = GETS,
+) -> list[R]:
+    """`[fn(item) for item in items]` in compute threads, a tenant's turn at a time.
+
+    When this returns or raises, no thread touches the items any more. Raises: what `fn` raises,
+    ComputeError, QuotaError (BUSY).
+    """
+
+    async def one(portion: list[T]) -> list[R]:
+        cost = max(1, sum(map(size_of, portion)))
+        await turns.take(account, cost, rank)
+        try:
+            return await compute.run(_each, fn, portion)
+        finally:
+            turns.give(cost)
+
+    total = sum(map(size_of, items))
+    runs = portions(items, size_of, min(COMPUTE_TURN_BYTES, -(-total // turns.at_once)))
+    if len(runs) == 1:
+        return await one(runs[0])
+    tasks = [asyncio.ensure_future(one(run)) for run in runs]
+    try:
+        if tasks:
+            await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    failed = [error for task in tasks if (error := task.exception()) is not None]
+    if failed:
+        raise failed[0]
+    return [result for task in tasks for result in task.result()]
+
+
+def _each(fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    return [fn(item) for item in items]
