@@ -89,15 +89,18 @@ class Follower:
         return admin.snapshot(tenant)
 
     async def synchronise(self) -> None:
-        """Snapshot; the index changes meanwhile."""
+        """Snapshot; the index changes meanwhile. One that is cut short is none."""
+        place: Position | None = None
         batches = snapshot_batches(self.log, self.snapshot, self.tenant, batch_events=8)
         async with contextlib.aclosing(batches):
             async for batch in batches:
                 if isinstance(batch, Position):
                     self.mirror.restart(batch)
+                    self.mirror.position, place = None, batch
                 else:
                     self.mirror.load(batch)
                     await asyncio.sleep(self.rng.uniform(0, 0.004))
+        self.mirror.position = place
         self.tally.figure("snapshots", 1)
 
     async def follow(self) -> None:
