@@ -30,7 +30,7 @@ from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek
-from entresol_daemon.keys.sweeping import sweep
+from entresol_daemon.keys.sweeping import clear_on_free, sweep
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
 from entresol_daemon.observe import follow_process, follow_shard
@@ -419,6 +419,7 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    clear_on_free()
     daemon = Daemon(config)
     await daemon.start()
     loop.add_signal_handler(signal.SIGHUP, daemon.on_hangup)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Iterator
 
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
-NEW_MEMORY_BYTES = 2 * 1024 * 1024  # the process grew by so much: what was free is taken
+NEW_MEMORY_BYTES = 8 * 1024 * 1024  # the process grew by so much: what was free is taken
 BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see its own size
 BATCH_BYTES = 256 * 1024
 SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
@@ -27,6 +28,25 @@ CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their e
 CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
 LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
 _OBJECT_BYTES = bytes.__basicsize__
+_M_PERTURB = -6  # malloc.h of glibc
+
+
+log = logging.getLogger("entresol.keys")
+
+
+def clear_on_free() -> None:
+    """Make the C library overwrite what it is given back, from now on: frames that carried keys,
+    buffers of compressed blocks. Objects of the interpreter's own pools are not its business.
+
+    M_PERTURB of mallopt(3), glibc. Pieces up to CACHED_BYTES_MAX that it keeps for the next caller
+    are not overwritten; `sweep` takes those.
+    """
+    try:
+        done = ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF)  # to zeros when new, to 0xFF when freed
+    except AttributeError:
+        done = 0
+    if not done:
+        log.warning("event=freed_memory_kept hint='this C library cannot clear it'")
 
 
 def sweep() -> Iterator[None]:

@@ -140,22 +140,25 @@ class Grant:
     misses: tuple[tuple[int, Status], ...]
 
     def encode(self) -> bytes:
-        pack = self._ITEM.pack
-        miss = self._MISS.pack
-        parts = [
-            self._FIXED.pack(
-                self.final, 0, len(self.items), len(self.misses), self.lease_id, self.lease_ns,
-                self.expires_ns,
-            )
-        ]  # fmt: skip
+        # In one piece: an object per item would leave its key in as many places of freed memory.
+        item_bytes, miss_bytes = self._ITEM.size, self._MISS.size
+        at = self._FIXED.size
+        raw = bytearray(at + len(self.items) * item_bytes + len(self.misses) * miss_bytes)
+        self._FIXED.pack_into(
+            raw, 0, self.final, 0, len(self.items), len(self.misses), self.lease_id, self.lease_ns,
+            self.expires_ns,
+        )  # fmt: skip
+        pack = self._ITEM.pack_into
         for i in self.items:
             span = i.span
-            parts.append(
-                pack(i.index, i.tier, span.rkey, span.address, span.length_bytes, i.plain_bytes,
-                     i.key, i.commitment)
-            )  # fmt: skip
-        parts += [miss(index, status) for index, status in self.misses]
-        return b"".join(parts)
+            pack(raw, at, i.index, i.tier, span.rkey, span.address, span.length_bytes,
+                 i.plain_bytes, i.key, i.commitment)  # fmt: skip
+            at += item_bytes
+        miss = self._MISS.pack_into
+        for index, status in self.misses:
+            miss(raw, at, index, status)
+            at += miss_bytes
+        return bytes(raw)
 
     @classmethod
     def decode(cls, raw: bytes) -> Grant:
@@ -309,11 +312,15 @@ class Reserved:
     items: tuple[Item, ...]
 
     def encode(self) -> bytes:
-        pack = self._ITEM.pack
-        rows = [
-            pack(i.status, i.dek_version, i.put_id, i.salt, i.key, i.commitment) for i in self.items
-        ]
-        return _U32.pack(len(rows)) + b"".join(rows)
+        size = self._ITEM.size
+        raw = bytearray(_U32.size + len(self.items) * size)
+        _U32.pack_into(raw, 0, len(self.items))
+        for at, i in enumerate(self.items):
+            self._ITEM.pack_into(
+                raw, _U32.size + at * size,
+                i.status, i.dek_version, i.put_id, i.salt, i.key, i.commitment,
+            )  # fmt: skip
+        return bytes(raw)
 
     @classmethod
     def decode(cls, raw: bytes) -> Reserved:
