@@ -255,7 +255,7 @@ class Keyring(NamespaceNames):
             if len(stored.deks) >= DEK_VERSIONS_PER_TENANT_MAX and not force:
                 raise QuotaError(
                     f"tenant {name} has {DEK_VERSIONS_PER_TENANT_MAX} key versions",
-                    hint="retire the oldest, whose blocks then count as missing",
+                    hint="`entresol tenant rotate --force` ends them, and drops what they sealed",
                 )
             version = stored.deks[-1].version + 1
             dek = self._random(SECRET_BYTES)

@@ -219,7 +219,8 @@ class ShardAdmin:
         dropped = 0
         if account is not None:
             # By what lies in its segments: a namespace may have been opened until a moment ago.
-            dropped = self._shard.removal.drop_namespaces(self._stored_namespaces(account))
+            stored = self._shard.removal.namespaces_of(account.stream)
+            dropped = self._shard.removal.drop_namespaces(stored)
             await parts.engine.barrier()
             parts.accounts.remove(name)
             parts.residency.pool.release_owner(account.stream)
@@ -239,16 +240,6 @@ class ShardAdmin:
             incarnation=self._shard.incarnation,
             signed_receipt=canonical(receipt),
         )
-
-    def _stored_namespaces(self, account: Account) -> list[bytes]:
-        """Every namespace that has a block in this tenant's segments."""
-        engine = self._shard.parts.engine
-        numbers, found = engine.index.namespace_numbers()
-        mine: set[int] = set()
-        for info in engine.segments():
-            if info.stream == account.stream and info.live_blocks:
-                mine.update(np.unique(numbers[engine.segment_slots(info.segment)]).tolist())
-        return [found[number] for number in sorted(mine)]
 
     async def unlock(self, kek_file: str) -> str:
         return await self._unlock(kek_file)

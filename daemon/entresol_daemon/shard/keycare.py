@@ -26,6 +26,7 @@ from entresol_daemon.flash.model import RemoveReason
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.keys.keyring import DEK_VERSIONS_PER_TENANT_MAX, TenantInfo
 from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Session
 from entresol_proto.ids import HostSealedNamespace, TenantName
 from entresol_proto.seal.block import SealedHeader
@@ -65,8 +66,9 @@ async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
 class KeyCare:
     """Of all tenants of a shard."""
 
-    def __init__(self, parts: Parts, sessions: Mapping[int, Session]) -> None:
+    def __init__(self, parts: Parts, removal: Removal, sessions: Mapping[int, Session]) -> None:
         self._parts = parts
+        self._removal = removal
         self._sessions = sessions
         self._putting: Counter[tuple[bytes, int]] = Counter()  # (stream, version): reservations
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,7 +111,7 @@ class KeyCare:
         self._renew_sessions(name)
         if not force:
             return 0
-        dropped = self._drop_older(name)
+        dropped = await self._drop_older(name)
         await parts.engine.barrier()
         await wipe_from_memory(parts, name)
         log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
@@ -133,8 +135,8 @@ class KeyCare:
     def old_blocks(self, info: TenantInfo) -> int:
         """Blocks under other versions than the active one, as far as counted."""
         census = self._parts.census
-        mine = census.blocks(info.stream, code_of(info.active_version))
-        return census.counted(info.stream) - census.blocks(info.stream, HOST_SEALED) - mine
+        others = (code_of(info.active_version), HOST_SEALED, NOT_COUNTED)
+        return census.total(info.stream) - sum(census.blocks(info.stream, c) for c in others)
 
     def not_counted(self, info: TenantInfo) -> int:
         """Blocks found at start whose version nobody has looked at yet."""
@@ -191,8 +193,7 @@ class KeyCare:
         ]
 
     def _not_counted(self, stream: bytes) -> int:
-        live = sum(s.live_blocks for s in self._parts.engine.segments() if s.stream == stream)
-        return max(0, live - self._parts.census.counted(stream))
+        return self._parts.census.blocks(stream, NOT_COUNTED)
 
     async def _rotate_by_itself(self, info: TenantInfo, cause: str) -> None:
         if len(info.fingerprints) >= DEK_VERSIONS_PER_TENANT_MAX:
@@ -248,28 +249,27 @@ class KeyCare:
                 continue
             parts.census.note(slot, account.stream, census_code)
 
-    def _drop_older(self, name: TenantName) -> int:
-        """Forget every block of a tenant that its present key did not seal."""
+    async def _drop_older(self, name: TenantName) -> int:
+        """Forget every block of a tenant that its present key did not seal, by namespace."""
         parts = self._parts
         info = parts.keyring.info(name)
         assert info is not None, name
-        kept = (code_of(info.active_version), HOST_SEALED)
         dropped = 0
-        for segment in parts.engine.segments():
-            if segment.stream != info.stream or not segment.live_blocks:
+        for namespace_id in self._removal.namespaces_of(info.stream):
+            described = parts.keyring.descriptor_of(namespace_id)
+            if isinstance(described, HostSealedNamespace):
                 continue
-            slots = parts.engine.segment_slots(segment.segment)
+            slots = parts.engine.index.slots_of(namespace_id)
             codes = parts.census.codes(slots)
-            for slot in slots[~np.isin(codes, kept)].tolist():
-                if parts.census.code(slot) == NOT_COUNTED and self._host_sealed(slot):
-                    continue
+            doomed = slots[~np.isin(codes, (code_of(info.active_version), HOST_SEALED))].tolist()
+            dropped += len(doomed)
+            if len(doomed) == len(slots):
+                self._removal.drop_namespaces([namespace_id])
+                continue
+            for slot in doomed:  # without a turn of the loop in between: slots are reused
                 parts.engine.remove(slot, RemoveReason.NAMESPACE_DROPPED)
-                dropped += 1
+            await asyncio.sleep(0)
         return dropped
-
-    def _host_sealed(self, slot: int) -> bool:
-        namespace_id = self._parts.engine.index.namespace_of(slot)
-        return isinstance(self._parts.keyring.descriptor_of(namespace_id), HostSealedNamespace)
 
     def _renew_sessions(self, name: TenantName) -> None:
         """Sessions use the keys as they are now. The tenant may have been erased meanwhile."""

@@ -203,6 +203,16 @@ class Removal:
         if self._parts.residency.holds(resident):
             self._parts.engine.remove(resident.slot, RemoveReason.NAMESPACE_DROPPED)
 
+    def namespaces_of(self, stream: bytes) -> list[bytes]:
+        """Every namespace that has a block in a tenant's segments."""
+        engine = self._parts.engine
+        numbers, found = engine.index.namespace_numbers()
+        mine: set[int] = set()
+        for info in engine.segments():
+            if info.stream == stream and info.live_blocks:
+                mine.update(np.unique(numbers[engine.segment_slots(info.segment)]).tolist())
+        return [found[number] for number in sorted(mine)]
+
     def drop_namespaces(self, namespace_ids: Iterable[bytes]) -> int:
         """Drop every block of a tenant's namespaces (erase); returns how many."""
         return sum(len(self._parts.engine.drop_namespace(each)) for each in namespace_ids)

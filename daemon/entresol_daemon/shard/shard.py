@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class Shard:
         self.draining = False
         self.removal = Removal(parts)
         self.gets = GetPath(parts, self.removal)
-        self.keycare = KeyCare(parts, self.sessions)
+        self.keycare = KeyCare(parts, self.removal, self.sessions)
         self.puts = PutPath(parts, self.removal, self.keycare)
         self._explainer = Explainer(parts, self.puts.is_wanted)
         self.host_id = surroundings.host_id
@@ -180,13 +181,16 @@ class Shard:
         for info in parts.keyring.tenants():
             self.adopt_tenant(info)
         orphans = 0
+        blocks: Counter[bytes] = Counter()
         for segment in parts.engine.segments():
+            blocks[segment.stream] += segment.live_blocks
             account = parts.accounts.by_stream.get(segment.stream)
             if account is not None:
                 account.flash_bytes += segment.live_bytes
                 account.flash_blocks += segment.live_blocks
             else:
                 orphans += segment.live_blocks
+        parts.census.found(parts.engine.index.live_slots(), +blocks)
         if orphans:
             log.warning("event=orphan_blocks blocks=%d", orphans)
 
