@@ -44,6 +44,7 @@ FABRICS = tuple(kind.label for kind in FabricKind)
 TIERS = ("memory", "flash")
 OPEN_AT = ("host", "daemon")
 OPERATIONS = ("get", "put")
+FLASH_OPERATIONS = ("read", "write", "flush")
 FORMS = ("plain", "wire", "stored")
 QUEUES = ("loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send")
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
@@ -228,6 +229,12 @@ class Metrics:
             "flash_flushes_total", "Flushes of the flash device.", status=statuses
         )
         self.flash_flush_seconds = self._histogram("flash_flush_seconds", "Time of one flush.")
+        self.flash_refusals = self._counters(
+            "flash_refusals_total",
+            "Transfers that the flash device refused: reads, batches of writes, flushes.",
+            eager=True,
+            operation=Domain(FLASH_OPERATIONS),
+        )
         self.flash_segments = self._gauges(
             "flash_segments", "Segments by state.", state=Domain(SEGMENT_STATES)
         )

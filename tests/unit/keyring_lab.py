@@ -12,6 +12,7 @@ from entresol_daemon.keys.keyring import Keyring, Tenant, TenantQuota
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.keys.state import decode
 from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.status import KeyringError
 
 KEK = FileKek(random.Random(1).randbytes(32), "kek A")
 KEK_B = FileKek(random.Random(2).randbytes(32), "kek B")
@@ -122,3 +123,11 @@ def keys_of(ring: Keyring) -> dict[str, tuple[bytes, dict[int, bytes], int, Tena
             tenant.info.quota,
         )
     return found
+
+
+def open_any_kek(folder: Path) -> Keyring:
+    """After a crash while the KEK was being changed, one of the two opens it."""
+    try:
+        return open_ring(folder, KEK)
+    except KeyringError:
+        return open_ring(folder, KEK_B)

@@ -19,6 +19,7 @@ import numpy as np
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.flash import checkpoint
+from entresol_daemon.flash.counted import CountedDevice, FlushHook
 from entresol_daemon.flash.device import BLOCK, Device
 from entresol_daemon.flash.evict import Evictor, Keep
 from entresol_daemon.flash.group import Pending
@@ -78,17 +79,18 @@ class Engine:
 
     def __init__(
         self,
-        device: Device,
+        device: CountedDevice,
         options: EngineOptions,
         superblock: Superblock,
         compute: Compute,
+        stats: EngineStats,
         log: logging.Logger,
     ) -> None:
         """Use `open`."""
         seed = hashlib.blake2b(superblock.check_key, person=b"entresol-seed").digest()
         self.index = Index(options.blocks_max, seed=seed)
         self.options = options
-        self.stats = EngineStats()
+        self.stats = stats
         self.recovery = RecoveryReport()
         self._device = device
         self._compute = compute
@@ -125,7 +127,9 @@ class Engine:
         """
         began = now_ns()
         logger = log if log is not None else logging.getLogger("entresol.flash")
-        found, copies, agree = await read_superblock(device)
+        stats = EngineStats()
+        counted = CountedDevice(device, stats, now_ns)
+        found, copies, agree = await read_superblock(counted)
         blank = found is None
         if blank and not options.may_format:
             raise FormatError(
@@ -141,7 +145,7 @@ class Engine:
             checkpoint_bytes=0,
             checkpoint_digest=bytes(32),
         )
-        engine = cls(device, options, opened, compute, logger)
+        engine = cls(counted, options, opened, compute, stats, logger)
         engine.recovery.superblock_copies = copies
         handed = Found()
         if blank:
@@ -155,7 +159,7 @@ class Engine:
                 )  # fmt: skip
             handed = await engine._recover(superblock, agree)
         # From here on the old checkpoint is stale; both copies must say so before any other write.
-        await write_superblock(device, opened)
+        await write_superblock(counted, opened)
         engine._writer.start()
         for segment in handed.to_footer:
             engine._writer.owe_footer(segment)
@@ -196,6 +200,10 @@ class Engine:
         It must not raise, nor call back into the engine.
         """
         self._table.on_removed = hook
+
+    def listen_to_flushes(self, hook: FlushHook) -> None:
+        """Call `hook` with the outcome and the nanoseconds of every flush. It must not raise."""
+        self._device.on_flush = hook
 
     # -- room
 

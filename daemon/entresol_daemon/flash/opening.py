@@ -49,8 +49,15 @@ def check_fit(device: Device, superblock: Superblock) -> None:
 async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:
     """(superblock or None for a blank device, valid copies, whether both agree).
 
+    A blank device is about to be formatted: it has to look blank twice.
+
     Raises: FormatError as `choose_superblock`; DeviceError when no copy can be read.
     """
+    found = await _read_superblock(device)
+    return found if found[0] is not None else await _read_superblock(device)
+
+
+async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:
     last = (device.size_bytes & -BLOCK) - BLOCK
     if last < DATA_OFFSET:
         raise DeviceError(

@@ -31,6 +31,7 @@ from entresol_daemon.flash.segment import (
     HeaderState,
     RecordKind,
     Rows,
+    Scan,
     SegmentHeader,
     Superblock,
     Tombstone,
@@ -183,7 +184,10 @@ class Recovery:
             edges = await self._compute.run(_decode_edges, self._superblock, first, heads, tails)
             for n, (header, trailer) in enumerate(edges):
                 segment = self._table.segments[first + n]
-                self._classify(segment, header, trailer, heads[n], tails[n], sealed, to_scan)
+                if not self._classify(
+                    segment, header, trailer, heads[n], tails[n], sealed, to_scan
+                ):
+                    await self._look_again(segment, sealed, to_scan)
         to_scan += await self._read_footers(sealed)
         await self._read_tombstones()
         await self._scan(to_scan)
@@ -200,23 +204,32 @@ class Recovery:
         tail: bytes | None,
         sealed: list[Trailer],
         to_scan: list[tuple[Segment, int]],
-    ) -> None:
-        """See DATA_FILE.md, "Reading a segment's edges"."""
+    ) -> bool:
+        """See DATA_FILE.md, "Opening". False when both edges were read and neither is one."""
         if header is not None and header.state is HeaderState.FREE:
-            return
+            return True
         if trailer is not None and (header is None or header.sequence == trailer.sequence):
             self._adopt(segment, SegmentState.SEALED, trailer.stream, trailer.sequence)
             sealed.append(trailer)
         elif header is not None:
             self._adopt(segment, SegmentState.SEALED, header.stream, header.sequence)
             to_scan.append((segment, header.sequence))
-        elif head is not None and not any(head):
-            return  # never used
         elif head is None or tail is None:
             self._adopt(segment, SegmentState.CONDEMNED, NO_STREAM, 0)
-            segment.shadows = True
-            self._report.segments_unreadable += 1
+            self._leave_alone(segment)
         else:
+            return not any(head)  # never used
+        return True
+
+    async def _look_again(
+        self, segment: Segment, sealed: list[Trailer], to_scan: list[tuple[Segment, int]]
+    ) -> None:
+        """A segment without edges is freed, unless it was the read that was wrong."""
+        start = self._superblock.segment_at(segment.index)
+        end = start + self._superblock.segment_bytes - BLOCK
+        head, tail = await self._blocks([start, end])
+        ((header, trailer),) = _decode_edges(self._superblock, segment.index, [head], [tail])
+        if not self._classify(segment, header, trailer, head, tail, sealed, to_scan):
             self._adopt(segment, SegmentState.SEALED, NO_STREAM, 0)
             self._report.segments_damaged += 1
             self._found.to_free.append(segment)
@@ -303,21 +316,20 @@ class Recovery:
         size = self._superblock.segment_bytes
         buffer = aligned_buffer(size)
         for segment, sequence in segments:
-            start = self._superblock.segment_at(segment.index)
-            await self._read(
-                [
-                    IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
-                    for at in range(0, size, _SCAN_OP_BYTES)
-                ]
-            )
-            scan = await self._compute.run(scan_segment, self._superblock, sequence, buffer)
+            scan, whole = await self._scan_once(segment, sequence, buffer)
+            if whole and (scan.damaged or not scan.table):
+                # What is not found now is freed, or left out of the footer: ask twice.
+                again, whole = await self._scan_once(segment, sequence, buffer)
+                scan = again if len(again.table) > len(scan.table) else scan
             self._report.segments_scanned += 1
             self._report.records_damaged += scan.damaged
             self._tombstones += scan.tombstones
             table = bytes(scan.table)
             self._take_rows(segment, np.frombuffer(table, dtype=ROW))
             segment.used_bytes = scan.used_bytes
-            if not segment.row_count:
+            if not whole:
+                self._leave_alone(segment)
+            elif not segment.row_count:
                 self._found.to_free.append(segment)
             else:
                 segment.rows = scan.table
@@ -327,6 +339,26 @@ class Recovery:
                 "event=segment_scanned segment=%d records=%d damaged=%d",
                 segment.index, segment.row_count, scan.damaged,
             )  # fmt: skip
+
+    async def _scan_once(
+        self, segment: Segment, sequence: int, buffer: memoryview
+    ) -> tuple[Scan, bool]:
+        """What is in a segment, and whether the device gave all of it."""
+        start, size = self._superblock.segment_at(segment.index), len(buffer)
+        good = await self._read(
+            [
+                IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
+                for at in range(0, size, _SCAN_OP_BYTES)
+            ]
+        )
+        scan = await self._compute.run(scan_segment, self._superblock, sequence, buffer)
+        return scan, all(good)
+
+    def _leave_alone(self, segment: Segment) -> None:
+        """The device refuses parts of it now: what is there may be read at another opening."""
+        segment.state = SegmentState.CONDEMNED
+        segment.shadows = True
+        self._report.segments_unreadable += 1
 
     def _build(self) -> None:
         """Decide which records live and put them into the index."""

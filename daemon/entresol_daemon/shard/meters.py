@@ -71,6 +71,11 @@ class Meters:
             self.metrics.staging_reads[status].inc()
         self.metrics.staging_seconds.observe(elapsed_ns / 1e9)
 
+    def flushed(self, status: Status, elapsed_ns: int) -> None:
+        """The flash device ended a flush."""
+        self.metrics.flash_flushes[status].inc()
+        self.metrics.flash_flush_seconds.observe(elapsed_ns / 1e9)
+
     def put_ended(self, tenant: TenantName, status: Status) -> None:
         """One offered block has its answer."""
         self.metrics.put_blocks[tenant, status].inc()
