@@ -71,7 +71,7 @@ def test_words_for_people_name_the_way_back(cli: Cli, tmp_path: Path) -> None:
     assert hashlib.sha256(raw).hexdigest() in said.out
     again = re.search(r"get it back: entresol (.*) -o FILE(.*)", said.out)
     assert again, said.out
-    assert again[2].startswith(" --model 'a model' --salt s")
+    assert again[2].startswith(" --model 'a model' --salt SALT")
     name = again[1].split()[-1]
     out = tmp_path / "out"
     said = cli("get", "--name", name, "-o", str(out), "--model", "a model", "--salt", "s")

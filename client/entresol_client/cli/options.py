@@ -182,7 +182,10 @@ def descriptor(args: argparse.Namespace) -> NamespaceDescriptor:
 
 
 def namespace_words(args: argparse.Namespace) -> str:
-    """The namespace options that are not at their default, to be repeated in a printed command."""
+    """The namespace options that are not at their default, to be repeated in a printed command.
+
+    A salt is not repeated: what a command prints ends in logs of others.
+    """
     import shlex
 
     words = []
@@ -194,6 +197,7 @@ def namespace_words(args: argparse.Namespace) -> str:
     ):  # fmt: skip
         value = getattr(args, name)
         if value != default:
+            value = "SALT" if name == "salt" else value
             words.append(f" --{name.replace('_', '-')} {shlex.quote(str(value))}")
     return "".join(words)
 
