@@ -43,11 +43,11 @@ PATIENCE_S = limits.VERBS_DRAIN_NS / 1e9 + 6.0
 HEALED_S = 30.0
 ENDS = ("rxe_host", "rxe_dpu")
 WORDS = {
-    "loss": "loss 4%",
+    "loss": "loss 10%",
     "delay": "delay 8ms 4ms",
     "reorder": "delay 4ms reorder 25% 50%",
     "duplicate": "duplicate 15%",
-    "corrupt": "corrupt 2%",
+    "corrupt": "corrupt 8%",
     "rate": "rate 40mbit",
     "all of it": "delay 3ms 2ms reorder 20% 50% loss 1% duplicate 3% corrupt 1%",
     "silence": "loss 100%",
