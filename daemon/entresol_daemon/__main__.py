@@ -130,6 +130,8 @@ def _rewrap(config_path: Path, new: Path) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     # gRPC's C core writes refused handshakes straight to stderr, past our log and its filter.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # numpy's algebra is not used; its threads would begin before the sandbox and stay outside.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from entresol_daemon import logs
     from entresol_daemon.config import Config
 
@@ -140,6 +142,9 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.config}: good")
         return 0
     logs.configure(config.log.level, config.log.format)
+    from entresol_daemon import sandbox
+
+    sandbox.enter(config)
     from entresol_daemon.server import serve
 
     _loop_run(serve(config))
@@ -147,7 +152,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_dev(arguments: argparse.Namespace) -> int:
-    from entresol_daemon import dev, logs
+    from entresol_daemon import dev, logs, sandbox
     from entresol_daemon.config_values import parse_size
     from entresol_daemon.server import Daemon, serve
 
@@ -168,6 +173,7 @@ def _run_dev(arguments: argparse.Namespace) -> int:
             print("good")
             return 0
         logs.configure(config.log.level, config.log.format)
+        sandbox.enter(config, dev.sandbox_rules(home))
 
         def ready(daemon: Daemon) -> None:
             dev.write_client_files(home, daemon)

@@ -9,6 +9,7 @@ is removed when the daemon stops.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from entresol_daemon import sandbox
 from entresol_daemon.config import Config
 from entresol_daemon.control import devcerts
 from entresol_daemon.keys.providers import FileKek
@@ -130,6 +132,18 @@ def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -
         scratch.replace(target)
     if pointer:
         _point_to(home.client_toml)
+
+
+def sandbox_rules(home: DevHome) -> list[sandbox.Rule]:
+    """What the dev daemon writes beside its state: client files, the pointer, and its own end."""
+    rules = [sandbox.Rule(home.directory)]
+    folder = pointer_path().parent
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    rules.append(sandbox.Rule(folder))
+    if home.temporary:  # to remove the empty folder itself
+        rules.append(sandbox.Rule(home.directory.parent, sandbox.REMOVE_DIR))
+    return rules
 
 
 def pointer_path() -> Path:
