@@ -21,7 +21,7 @@ from pathlib import Path
 
 from entresol_daemon.compute import ThreadCompute
 from entresol_daemon.config import Config
-from entresol_daemon.control.grpc_server import GrpcServer
+from entresol_daemon.control.grpc_server import GrpcLimits, GrpcServer
 from entresol_daemon.control.http import HttpServer
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.control.listener import ControlListener
@@ -275,6 +275,7 @@ class Daemon:
         self.grpc = GrpcServer(
             self.admin, tls=tls.bundle, trust_domain=config.tls.trust_domain,
             host=listen.grpc_host, port=listen.grpc_port, unix_path=listen.unix_dir / ADMIN_SOCKET,
+            grpc_limits=GrpcLimits(connection_age_max_s=config.tls.session_age_max_ns / 1e9),
         )  # fmt: skip
         await self.grpc.start()
         self._on_close("grpc", self.grpc.close)

@@ -31,6 +31,7 @@ from entresol_daemon.control.grpc_services import (
     operator,
     tenant_of_certificate,
 )
+from entresol_daemon.control.grpc_strict import StrictRequests
 from entresol_daemon.control.identity import PemBundle
 from entresol_proto.status import ConfigError
 from entresol_proto.v1 import entresol_pb2_grpc
@@ -144,8 +145,9 @@ class GrpcServer:
     def _server(self, identify: Identify) -> Any:
         """A server with what both have in common; it is closed by `close` from here on."""
         server = grpc.aio.server(
-            options=_options(self._limits), maximum_concurrent_rpcs=self._limits.calls_max
-        )
+            options=_options(self._limits), maximum_concurrent_rpcs=self._limits.calls_max,
+            interceptors=(StrictRequests(),),
+        )  # fmt: skip
         self._servers.append(server)
         events = EventsService(self._backend, identify)
         self._events.append(events)
