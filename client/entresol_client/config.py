@@ -28,6 +28,7 @@ CONFIG_FILE_BYTES_MAX = 1024 * 1024
 SHARDS_MAX = 1024
 FABRICS = ("auto", "shm", "tcp", "verbs")
 VERBS_MTUS = (0, 256, 512, 1024, 2048, 4096)
+NUMBER_LIMIT = 2**63  # TOML's integers
 MS_NS = 1_000_000
 SECOND_NS = 1_000_000_000
 
@@ -116,7 +117,7 @@ class ClientConfig:
             raise ConfigError(f"{source}: larger than {CONFIG_FILE_BYTES_MAX} bytes")
         try:
             return cls.from_mapping(tomllib.loads(raw.decode()), source)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
             raise ConfigError(f"{source}: not TOML: {error}") from None
 
     @classmethod
@@ -260,6 +261,8 @@ def _convert(name: str, kind: str, value: object, base: Path) -> object:
             value = _quantity(name, value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{value!r} is not a number")
+        if isinstance(value, int) and not -NUMBER_LIMIT <= value < NUMBER_LIMIT:
+            raise ValueError("the number has more than 64 bits")
         if kind == "int" and not isinstance(value, int):
             raise ValueError(f"{value!r} is not a whole number")
         return float(value) if kind == "float" else value

@@ -24,6 +24,7 @@ _SIZE_UNITS |= {"kB": 1000, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000
 _TIME_UNITS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME_UNITS |= {"min": 60_000_000_000, "h": 3_600_000_000_000, "d": 86_400_000_000_000}
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_NUMBER_LIMIT = 2**63  # TOML's integers
 _LIST_ITEMS_MAX = 64
 _TEXT_CHARS_MAX = 4096
 
@@ -142,15 +143,21 @@ def _number(value: object, kind: str) -> int | float:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number")
     if isinstance(value, int):
-        return float(value) if kind == "float" else value
+        return float(_of_64_bits(value)) if kind == "float" else _of_64_bits(value)
     if kind == "float" and isinstance(value, float):
         return value
     if isinstance(value, str) and kind == "size":
-        return parse_size(value)
+        return _of_64_bits(parse_size(value))
     if isinstance(value, str) and kind == "duration":
-        return parse_duration(value)
+        return _of_64_bits(parse_duration(value))
     wanted = {"size": "a size such as 64MiB", "duration": "a duration such as 250ms"}
     raise ValueError(f"{value!r} is not {wanted.get(kind, 'a number')}")
+
+
+def _of_64_bits(value: int) -> int:
+    if not -_NUMBER_LIMIT <= value < _NUMBER_LIMIT:
+        raise ValueError("the number has more than 64 bits")
+    return value
 
 
 def _in_range(value: int | float, about: Setting) -> int | float:

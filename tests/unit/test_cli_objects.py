@@ -111,7 +111,7 @@ def test_sizes(text: str, value: int) -> None:
     assert options.parse_size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 MB", "1m", "1e3", "0x10"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 MB", "1m", "1e3", "0x10", "9" * 400])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         options.parse_size(text)

@@ -193,3 +193,19 @@ def test_every_setting_is_documented() -> None:
         for item in dataclasses.fields(part):
             if item.name not in ("shards", "tls", "breaker"):
                 assert f"`{item.name}`" in text, f"{item.name} is not in client/README.md"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["deadline_ns = " + "9" * 400, "deadline_ns = " + "9" * 5_000, "fabric = " + "[" * 2_000,
+     "deadline_ns = '" + "9" * 400 + "s'", "verbs_devices = " + "[" * 500 + "]" * 500],
+)  # fmt: skip
+def test_what_had_ended_in_a_traceback(tmp_path: Path, extra: str) -> None:
+    """Found by fuzzing (target client_config, seed 1960 and others)."""
+    with pytest.raises(ConfigError):
+        ClientConfig.load(write(tmp_path, extra + MINIMAL))
+
+
+def test_a_weight_beyond_any_float_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="64 bits"):
+        ClientConfig.load(write(tmp_path, MINIMAL + "weight = " + "9" * 400 + "\n"))

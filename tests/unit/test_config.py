@@ -93,6 +93,12 @@ drive_writes_per_day = 1
         ("[admission]\ndrive_writes_per_day = inf", ["not a usable number"]),
         ('[tls]\ncert = ""', ["the path is empty"]),
         ("[log", ["not valid TOML"]),
+        # Found by fuzzing: each had ended in a traceback.
+        ("[flash]\nblocks_max = " + "9" * 400, ["more than 64 bits"]),
+        ("[admission]\ndrive_writes_per_day = " + "9" * 400, ["more than 64 bits"]),
+        ('[flash]\nsize_bytes = "' + "9" * 400 + 'TiB"', ["more than 64 bits"]),
+        ("[flash]\nblocks_max = " + "9" * 5_000, ["not valid TOML"]),
+        ("[flash]\nblocks_max = " + "[" * 2_000, ["not valid TOML"]),
     ],
 )
 def test_refusals_name_file_key_and_fix(tmp_path: Path, text: str, parts: list[str]) -> None:

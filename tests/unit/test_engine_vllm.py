@@ -57,11 +57,14 @@ def test_a_request_names_a_tenant_and_a_salt() -> None:
 
 @pytest.mark.parametrize(
     "mine", ["a", 7, ["a"], {"tenant": ""}, {"tenant": 7}, {"salt": None}, {"salt": "x" * 513},
-             {"tenant": "a", "slat": "x"}],
+             {"tenant": "a", "slat": "x"}, {"salt": "\ud800"}],
 )  # fmt: skip
 def test_parameters_that_make_no_sense_are_never_guessed(mine: Any) -> None:
     with pytest.raises(ParamsError):
         who_asks({"entresol": mine})
+    if mine:
+        with pytest.raises(ParamsError):
+            who_asks([mine])  # type: ignore[arg-type]
 
 
 # Lookups ------------------------------------------------------------------------------------------

@@ -443,3 +443,13 @@ class Relaying(RuleBasedStateMachine):
 
 TestRelaying = Relaying.TestCase
 TestRelaying.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_an_event_whose_keys_do_not_match_is_counted_and_left() -> None:
+    """Found by fuzzing (target events, seed 20261496): it had ended the relay."""
+    mirror = Mirror()
+    mirror.add_space(space())
+    name = space().namespace_id
+    mirror.stored("s", name, [b"w" * 16], [b"e" * 32, b"f" * 32], b"", 0, 0, [])
+    assert mirror.counts["malformed_blocks"] == 1
+    assert mirror.take() == []

@@ -617,3 +617,26 @@ def test_the_window_follows_the_wire() -> None:
     for _ in range(10):
         window = next_window(window, long)
     assert window == limits.VERBS_WINDOW_BYTES_MIN
+
+
+async def test_waiting_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for the device is bounded; an op beyond that is told so, the others go on."""
+    monkeypatch.setattr(limits, "VERBS_READS_QUEUED_MAX", 20)
+    bench = Bench(1, 4096)
+    whole = memoryview(bytearray(4096))
+    spans = [(at, 10) for at in range(21)]
+    first = bench.read(spans[:20], [whole[at : at + 10] for at in range(20)])
+    await asyncio.sleep(0)
+    on_wire = len(bench.rails[0].posted)
+    assert 0 < on_wire < 20
+    second = bench.read(
+        [(at, 10) for at in range(on_wire + 1)],
+        [memoryview(bytearray(10)) for _ in range(on_wire + 1)],
+    )
+    await asyncio.sleep(0)
+    assert await bench.finish(first) == [Status.OK] * 20
+    assert await bench.finish(second) == [Status.OK] * on_wire + [Status.BUSY]
+    over = bench.read([(0, 10)] * 21, [memoryview(bytearray(10)) for _ in range(21)])
+    found = await bench.finish(over)
+    assert found == [Status.OK] * 20 + [Status.BUSY]
+    bench.assert_nothing_held(bounce=1)

@@ -29,6 +29,7 @@ _SIZES = {"": 1, "B": 1} | {
     for tail in ("", "iB")
 }
 _TIMES_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "": 10**9}
+_QUANTITY_CHARS_MAX = 32
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 MODEL_DEFAULT = "entresol-cli"
@@ -210,7 +211,14 @@ def parse_size(text: str) -> int:
     match = _QUANTITY.fullmatch(text.strip())
     if not match or match[2] not in _SIZES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 64KiB, 1MiB, 4GiB")
-    return int(float(match[1]) * _SIZES[match[2]])
+    return _whole(match[1], _SIZES[match[2]])
+
+
+def _whole(number: str, unit: int) -> int:
+    """Raises: ArgumentTypeError for more digits than any quantity has."""
+    if len(number) > _QUANTITY_CHARS_MAX:
+        raise argparse.ArgumentTypeError(f"{number[:20]}... has {len(number)} digits")
+    return int(float(number) * unit)
 
 
 def parse_block_size(text: str) -> int:
@@ -229,7 +237,7 @@ def parse_span_ns(text: str) -> int:
     match = _QUANTITY.fullmatch(text.strip())
     if not match or match[2] not in _TIMES_NS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 500ms, 10s, 2min")
-    found = int(float(match[1]) * _TIMES_NS[match[2]])
+    found = _whole(match[1], _TIMES_NS[match[2]])
     if not 0 < found <= limits.DEADLINE_NS_MAX:
         raise argparse.ArgumentTypeError(
             f"{text!r} is out of range; at most {limits.DEADLINE_NS_MAX // 10**9} s"

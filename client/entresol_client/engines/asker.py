@@ -26,11 +26,22 @@ class Who:
     salt: str = field(default="", repr=False)
 
 
+def _is_utf8(text: str) -> bool:
+    """False for lone surrogates, which JSON can spell and nothing can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def who_asks(params: Mapping[str, Any] | None) -> Who:
     """Read `{"entresol": {"tenant": ..., "salt": ...}}` of a request's `kv_transfer_params`.
 
     Raises: ParamsError when it is there and anything else: guessing could share what must not be.
     """
+    if params is not None and not isinstance(params, Mapping):
+        raise ParamsError("kv_transfer_params is not a table")
     mine = (params or {}).get(PARAMS_KEY)
     if mine is None:
         return Who()
@@ -41,4 +52,6 @@ def who_asks(params: Mapping[str, Any] | None) -> Who:
             raise ParamsError(
                 f"{PARAMS_KEY}.{name} is not a text of 1..{SALT_CHARS_MAX} characters"
             )
+        if not _is_utf8(value):
+            raise ParamsError(f"{PARAMS_KEY}.{name} holds half a character")
     return Who(mine.get("tenant", ""), mine.get("salt", ""))

@@ -193,6 +193,9 @@ class Mirror:
         space = self._spaces.get((shard, namespace_id))
         if space is None:
             return
+        if len(wire_keys) != len(engine_keys):  # no event of ours: which is whose cannot be told
+            self.counts["malformed_blocks"] += len(wire_keys)
+            return
         fits = block_tokens > 0 and len(token_ids) == block_tokens * len(wire_keys)
         before, headless = self._before(space, parent, position)
         new = space.before is None or not space.listed

@@ -140,7 +140,9 @@ def decode(raw: bytes) -> Checkpoint:
             columns={name: numbers[name] for name in _COLUMNS},
             last_touch=numbers["last_touch"].astype(np.uint64),
         )
-    except (pa.ArrowException, KeyError, TypeError, ValueError, IndexError) as error:
+    except (
+        pa.ArrowException, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise FormatError(f"checkpoint is malformed: {error}") from error
 
 

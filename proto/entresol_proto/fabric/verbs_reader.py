@@ -6,7 +6,8 @@ Invariants:
   cut, which destroys the queue pairs and with them every read. Reads that go through the bounce
   buffer do not touch the caller's memory, so nobody waits for those.
 - A status is OK only if every piece of the op completed well.
-- Pieces are posted in the order of their batches, each to the rail with the least on the wire.
+- Pieces are posted in the order of their batches, each to the rail with the least on the wire; at
+  most VERBS_READS_QUEUED_MAX wait, an op beyond that is BUSY.
 """
 
 from __future__ import annotations
@@ -187,6 +188,8 @@ class Reader:
         batch = Batch(loop, len(ops))
         foreign = self._plan(batch, ops, regions)
         if not batch.pieces_left:
+            for landing in foreign:
+                landing.close()
             return batch.statuses
         self._batches.add(batch)
         timer = loop.call_later(deadline_s, batch.end, Status.DEADLINE)
@@ -262,18 +265,23 @@ class Reader:
         landing: Landing | None, remote_address: int,
     ) -> None:  # fmt: skip
         at, length = 0, len(view)
+        pieces: list[Piece] = []
         while at < length:
             take = min(length - at, limits.VERBS_PIECE_BYTES_MAX)
             if landing is not None:
                 take = min(take, landing.room(address + at))
             whole = take == length
-            self._queue.append(
+            pieces.append(
                 Piece(self, batch, index, region, remote_address + at, address + at, take, landing,
                       view if whole else view[at : at + take])
             )  # fmt: skip
-            batch.left[index] += 1
-            batch.pieces_left += 1
             at += take
+        if len(self._queue) + len(pieces) > limits.VERBS_READS_QUEUED_MAX:
+            batch.statuses[index] = Status.BUSY
+            return
+        self._queue.extend(pieces)
+        batch.left[index] += len(pieces)
+        batch.pieces_left += len(pieces)
 
     # -- posting ------------------------------------------------------------------------------
 
