@@ -1,0 +1,1 @@
+"""The targets, one module for each room of the product. Every module has `TARGETS`."""
