@@ -1,7 +1,7 @@
 """Both session machines: every (state, frame) pair, and the two against each other.
 
-`FROM_HOST` and `FROM_DAEMON` are written out from proto/FORMAT.md, not taken from the code: who
-changes the tables in `wire/session.py` has to do so twice, on purpose.
+`FROM_HOST` and `FROM_DAEMON` are those of tests/session_model.py, written out from proto/FORMAT.md.
+Long walks against that model are the line F2 of tests/proof.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from session_model import FROM_DAEMON, FROM_HOST, WORK, WORK_ANSWERS
 from wire_messages import EXAMPLES
 
 from entresol_proto import limits
@@ -28,39 +29,6 @@ from entresol_proto.wire.frames import FrameType, encode_frame
 from entresol_proto.wire.session import ClientSession, Received, ServerSession, State
 
 F, S = FrameType, State
-WORK = {
-    F.OPEN_NAMESPACE, F.FETCH, F.RESERVE, F.COMMIT, F.EXISTS, F.STAGE, F.TOUCH, F.FORGET,
-    F.EXPLAIN, F.PING,
-}  # fmt: skip
-WORK_ANSWERS = {
-    F.NAMESPACE_OPENED, F.GRANT, F.RESERVED, F.PUT_DONE, F.EXISTS_REPLY, F.STAGED, F.DONE,
-    F.EXPLAINED, F.PONG, F.ERROR,
-}  # fmt: skip
-
-FROM_HOST: dict[tuple[State, FrameType], State] = {
-    (S.START, F.HELLO): S.GREETED,
-    (S.WELCOMED, F.ATTACH): S.ATTACHING,
-    **{
-        (state, kind): state
-        for state in (S.OPEN, S.DRAINING)
-        for kind in (*WORK, F.RELEASE)
-    },
-    (S.OPEN, F.GOODBYE): S.DRAINING,
-    (S.DRAINING, F.GOODBYE): S.DRAINING,
-}  # fmt: skip
-FROM_DAEMON: dict[tuple[State, FrameType], State] = {
-    (S.GREETED, F.WELCOME): S.WELCOMED,
-    (S.GREETED, F.ERROR): S.CLOSED,
-    (S.WELCOMED, F.ERROR): S.CLOSED,
-    (S.ATTACHING, F.ATTACHED): S.OPEN,
-    (S.ATTACHING, F.ERROR): S.WELCOMED,
-    (S.GREETED, F.GOODBYE): S.CLOSED,
-    (S.WELCOMED, F.GOODBYE): S.CLOSED,
-    (S.ATTACHING, F.GOODBYE): S.CLOSED,
-    **{(state, kind): state for state in (S.OPEN, S.DRAINING) for kind in WORK_ANSWERS},
-    (S.OPEN, F.GOODBYE): S.DRAINING,
-    (S.DRAINING, F.GOODBYE): S.DRAINING,
-}
 PAIRS = list(itertools.product(State, FrameType))
 PAIR_IDS = [f"{state.value}-{kind.name.lower()}" for state, kind in PAIRS]
 HELLO, WELCOME = EXAMPLES[F.HELLO], EXAMPLES[F.WELCOME]
