@@ -7,115 +7,30 @@ import contextlib
 import os
 import ssl
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import certs
 import pytest
 from daemon_lab import DESCRIPTOR, client_of, get, keys_of, put, raw_of, shape
-from harness import Running, eventually, running_daemon
+from harness import eventually, running_daemon
+from pki_lab import DOMAIN, Pki, config_of, greeted, refused_pairs, without_certificate
 
 from entresol_client.client import AsyncClient
-from entresol_client.config import ClientConfig, TlsFiles
 from entresol_client.results import RequestFailedError
-from entresol_proto.fabric.registry import same_host_id
 from entresol_proto.limits import KIB
 from entresol_proto.status import Status
-from entresol_proto.wire.frames import FrameType, encode_frame
-from entresol_proto.wire.opening import Hello
 
 pytestmark = pytest.mark.daemon
-
-DOMAIN = "entresol.local"
-
-
-@dataclass
-class Pki:
-    """The daemon's CA and shard certificate, made by the test, in the places of the dev PKI."""
-
-    folder: Path
-    ca: certs.TestCA
-
-    @classmethod
-    def at(cls, folder: Path) -> Pki:
-        pki = cls(folder, certs.make_ca("the pod"))
-        pki.install("dev")
-        return pki
-
-    def install(self, shard: str) -> None:
-        """Put CA and shard certificate where the daemon's configuration points."""
-        self.folder.mkdir(exist_ok=True)
-        pair = self.ca.issue(shard, spiffe_uri=f"spiffe://{DOMAIN}/shard/{shard}")
-        for name, raw in (("ca.pem", self.ca.pem), ("shard.key", pair.key_pem),
-                          ("shard.pem", pair.cert_pem)):  # fmt: skip
-            scratch = self.folder / "scratch"
-            scratch.write_bytes(raw)
-            scratch.replace(self.folder / name)
-
-    def change(self, **tls: int) -> Callable[..., object]:
-        changed = shape(tls={
-            "cert": self.folder / "shard.pem", "key": self.folder / "shard.key",
-            "ca": self.folder / "ca.pem", **tls,
-        })  # fmt: skip
-        return changed
-
-
-def config_of(running: Running, pair: certs.CertPair, ca: bytes, folder: Path) -> ClientConfig:
-    paths = pair.write(folder)
-    paths.ca.write_bytes(ca)
-    base = running.client_config("dev", connect_deadline_ns=5_000_000_000)
-    return replace(base, tls=TlsFiles(paths.cert, paths.key, paths.ca, DOMAIN))
-
-
-async def greeted(running: Running, context: ssl.SSLContext) -> bool:
-    """Whether the daemon answers anything at all to a HELLO under this context."""
-    hello = encode_frame(FrameType.HELLO, 1, Hello(1, 1, same_host_id(), 1, "tls").encode())
-    with contextlib.suppress(ssl.SSLError, OSError):
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", running.daemon.control.port, ssl=context
-        )
-        try:
-            writer.write(hello)
-            await writer.drain()
-            async with asyncio.timeout(10):
-                return bool(await reader.read(16))
-        finally:
-            writer.transport.abort()
-            with contextlib.suppress(ssl.SSLError, OSError):
-                await writer.wait_closed()
-    return False
 
 
 async def test_every_kind_of_certificate(tmp_path: Path) -> None:
     pki = Pki.at(tmp_path / "pki")
-    foreign = certs.make_ca("somebody else")
-    good = f"spiffe://{DOMAIN}/tenant/dev"
-    issue = pki.ca.issue
-    refused = {
-        "foreign CA": foreign.issue("x", spiffe_uri=good),
-        "expired": issue("x", spiffe_uri=good, days=-1),
-        "not yet valid": issue("x", spiffe_uri=good, start_days_ago=-0.5, days=2),
-        "a shard's": issue("x", spiffe_uri=f"spiffe://{DOMAIN}/shard/dev"),
-        "another trust domain": issue("x", spiffe_uri="spiffe://other.pod/tenant/dev"),
-        "trust domain in the path": issue("x", spiffe_uri=f"spiffe://evil/{DOMAIN}/tenant/dev"),
-        "no tenant in the path": issue("x", spiffe_uri=f"spiffe://{DOMAIN}/tenant/"),
-        "a deeper path": issue("x", spiffe_uri=good + "/sub"),
-        "a bad name": issue("x", spiffe_uri=f"spiffe://{DOMAIN}/tenant/A%20b"),
-        "a query": issue("x", spiffe_uri=good + "?admin=1"),
-        "upper-case scheme": issue("x", spiffe_uri=good.replace("spiffe", "https")),
-        "no URI": issue("x"),
-        "two tenants": issue("x", uris=[good, f"spiffe://{DOMAIN}/tenant/other"]),
-        "for servers only": issue("x", spiffe_uri=good, client=False),
-    }  # fmt: skip
     async with running_daemon(tmp_path / "d", pki.change()) as running:
-        for what, pair in refused.items():
+        for what, pair in refused_pairs(pki).items():
             assert not await greeted(running, certs.client_context(pair, pki.ca)), what
-        bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        bare.check_hostname = False
-        bare.load_verify_locations(cadata=pki.ca.pem.decode())
-        assert not await greeted(running, bare), "no certificate"
-        allowed = issue("x", spiffe_uri=good)
+        assert not await greeted(running, without_certificate(pki)), "no certificate"
+        allowed = pki.ca.issue("x", spiffe_uri=f"spiffe://{DOMAIN}/tenant/dev")
         assert await greeted(running, certs.client_context(allowed, pki.ca))
         old = certs.client_context(allowed, pki.ca)
         old.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -129,7 +44,7 @@ async def test_every_kind_of_certificate(tmp_path: Path) -> None:
         for spoiled in (
             replace(config, shards=(replace(config.shards[0], name="shard9"),)),
             replace(config, tls=replace(config.tls, trust_domain="other.pod")),
-            config_of(running, allowed, foreign.pem, tmp_path),
+            config_of(running, allowed, certs.make_ca("foreign").pem, tmp_path),
         ):
             with pytest.raises(RequestFailedError) as caught:
                 async with raw_of(running, config=spoiled):
