@@ -100,8 +100,8 @@ class Spy:
         paths = [p for p in root.rglob("*") if p.is_file() and "pki" not in p.parts]
         return _count((_pieces(path) for path in [*paths, self._lab.log]), needles)
 
-    def headers(self) -> list[SealedHeader]:
-        """Of every sealed block on flash."""
+    def headers(self, plain_bytes: int) -> list[SealedHeader]:
+        """Of every sealed block of this length on flash, dropped ones too."""
         found = []
         with open(self._lab.site.config.flash_path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -111,7 +111,7 @@ class Spy:
                 with contextlib.suppress(SealError):
                     raw = os.pread(file.fileno(), 8192, at + RECORD_HEADER_BYTES)
                     found.append(SealedHeader.parse(raw))
-        return found
+        return [header for header in found if header.plain_bytes == plain_bytes]
 
     def opened(self, headers: Iterable[SealedHeader]) -> int:
         """How many of these some key of a stopped daemon opens. Its KEK is at hand."""

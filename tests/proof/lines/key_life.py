@@ -28,6 +28,7 @@ from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import BreakerSettings, ClientConfig
 from entresol_client.results import PutBlock, PutResult
 from entresol_client.tenant_key import TenantKey
+from entresol_daemon.config import Config
 from entresol_daemon.keys.providers import FileKek
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.limits import KIB, MIB
@@ -518,24 +519,27 @@ def host_sealed(part: Slice) -> Tally:
 
 def _host_sealed(part: Slice, *, sealed: bool) -> Tally:
     tally = Tally()
-    for seed in part.seeds:
-        tally.tried += 1
-        folder = part.folder / f"unit-{seed}"
-        folder.mkdir()
-        rng = random.Random(seed)
-        fabric = ("shm", "tcp", "tls")[seed % 3]
-        options: dict[str, Any] = {"tcp_tls": fabric == "tls"}
-        with Lab(folder, fabric="shm", flash=64 * MIB, **options) as lab:
+    with Lab(part.folder, flash=64 * MIB) as lab:
+        for seed in part.seeds:
+            tally.tried += 1
+            before = len(tally.findings)
+            fabric = ("shm", "tcp", "tls")[seed % 3]
+            configure(lab, _on(fabric))
             lab.start()
             ask(lab, "TenantAdd", name="dev")
-            before = len(tally.findings)
-            asyncio.run(_tenant_keeps(_Unit(lab, rng, seed, fabric, sealed, tally)))
+            asyncio.run(_tenant_keeps(_Unit(lab, random.Random(seed), seed, fabric, sealed, tally)))
+            lab.kill()
             if bug := BUGS.search(said := lab.new_log()):
                 tally.crashes += 1
                 tally.found(seed, f"the log says {said[bug.start() : bug.end() + 800]}")
             tally.survived += before == len(tally.findings)
-        shutil.rmtree(folder)
     return tally
+
+
+def _on(fabric: str) -> Callable[[Config], Config]:
+    return lambda config: replace(
+        config, fabric=replace(config.fabric, tcp_tls=fabric == "tls", enabled=("shm", "tcp"))
+    )
 
 
 @dataclass(slots=True)
@@ -571,7 +575,7 @@ class _Unit:
 async def _tenant_keeps(unit: _Unit) -> None:
     """Two hosts, other hosts, a rotation, a death, and a spy."""
     lab, rng, secrets = unit.lab, unit.rng, _Secrets(unit.rng)
-    mine, copy, foreign = (lab.folder / name for name in ("tenant.key", "copy.key", "other.key"))
+    mine, copy, foreign = (lab.folder / f"{name}-{unit.seed}.key" for name in ("a", "b", "c"))
     TenantKey.generate(1_000).save(mine, new=True)
     TenantKey.generate(1_000).save(foreign, new=True)
     shutil.copy(mine, copy)
@@ -648,7 +652,7 @@ async def _after_death(
     lab = unit.lab
     lab.kill()
     _finds_nothing(unit, "files", spy.in_files(secrets.needles(key)))
-    headers = spy.headers()
+    headers = spy.headers(length)
     unit.tally.figure("headers_tried", len(headers))
     unit.check(len(headers) >= 12, f"only {len(headers)} blocks are on flash")
     opened = spy.opened(headers)
