@@ -63,8 +63,16 @@ async def running_daemon(
 class DaemonProcess:
     """`entresold --dev --dir DIR` as a process; `kill` is SIGKILL, `stop` is SIGTERM."""
 
-    def __init__(self, directory: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        program: Sequence[str] = ("-m", "entresol_daemon"),
+    ) -> None:
+        """`program`: what Python runs with `--dev ...`, for those that change something first."""
         self.directory = directory
+        self._program = program
         self.log_path = directory.parent / f"{directory.name}.log"
         self._arguments = arguments
         self._env = env or {}
@@ -77,7 +85,7 @@ class DaemonProcess:
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.directory.parent), **self._env}
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "entresol_daemon", "--dev", "--dir", str(self.directory),
+                [sys.executable, *self._program, "--dev", "--dir", str(self.directory),
                  *self._arguments],
                 stdout=log, stderr=log, env=environment,
             )  # fmt: skip
