@@ -25,6 +25,7 @@ CONFIG_FILE_BYTES_MAX = 1 * MIB
 TIB = 1024 * GIB
 SECOND_NS = 1_000_000_000
 SLABS_MAX = proto_limits.REGIONS_PER_SESSION_MAX // 2  # a session may be shown every one of them
+MODES = ("auto", "on", "off")
 FABRICS = ("shm", "verbs", "tcp")
 VERBS_MTUS = ("auto", "256", "512", "1024", "2048", "4096")
 
@@ -95,8 +96,7 @@ class KeysConfig:
     """The key-encryption key. Without one the daemon starts locked: it seals and opens nothing."""
 
     kek_file: Path | None = setting(
-        None,
-        "File with the 32-byte key-encryption key; $CREDENTIALS_DIRECTORY/kek is allowed.",
+        None, "File with the 32-byte key-encryption key; $CREDENTIALS_DIRECTORY/kek is allowed."
     )
     rotate_blocks: int = setting(
         2**40,
@@ -142,6 +142,9 @@ class FlashConfig:
     )
     checkpoint: Path | None = setting(
         None, "Index checkpoint of a clean stop; left out: index.arrow in the state folder."
+    )
+    scrub_bytes_per_s: int = setting(
+        32 * MIB, "Rate at which stored blocks are verified, all once a day; 0 means never.", low=0
     )
 
 
@@ -307,13 +310,10 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True)
 class SandboxConfig:
-    """What the daemon may still do after it started: Landlock, by itself, without privileges."""
+    """The daemon writes only its own files, starts no program, connects to nobody by TCP."""
 
     mode: str = setting(
-        "auto",
-        "auto: write only its own files, start no program, open no TCP connection, where the "
-        "kernel can; on: refuse to start where it cannot; off.",
-        choices=("auto", "on", "off"),
+        "auto", "Landlock: auto uses it where the kernel can, on insists.", choices=MODES
     )
     writable: tuple[str, ...] = setting((), "Further folders it may write to.")
 
