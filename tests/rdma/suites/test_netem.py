@@ -43,12 +43,12 @@ PATIENCE_S = limits.VERBS_DRAIN_NS / 1e9 + 6.0
 HEALED_S = 30.0
 ENDS = ("rxe_host", "rxe_dpu")
 WORDS = {
-    "loss": "loss 10%",
+    "loss": "loss 25%",
     "delay": "delay 8ms 4ms",
     "reorder": "delay 4ms reorder 25% 50%",
     "duplicate": "duplicate 15%",
     "corrupt": "corrupt 8%",
-    "rate": "rate 40mbit",
+    "rate": "rate 600kbit",
     "all of it": "delay 3ms 2ms reorder 20% 50% loss 1% duplicate 3% corrupt 1%",
     "silence": "loss 100%",
 }
