@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import replace
@@ -16,9 +17,11 @@ from entresol_proto.ids import BadKeyError, EngineKey, HostSealedNamespace, Name
 from entresol_proto.seal.block import (
     HOST_KEY_LABEL,
     BlockIdentity,
+    BlockKey,
     SealedHeader,
     derive_block_key,
     open_into,
+    open_meta,
     seal_into,
     sealed_bytes_max,
 )
@@ -264,3 +267,49 @@ def test_the_flag_is_authenticated(path: Path) -> None:
     header = SealedHeader.parse(sealed_block(seal, b"x" * 5_000))
     assert header.host_sealed
     assert header.aad[8] == 1
+
+
+# Against numbers that other code computed.
+
+
+def test_the_golden_names_keys_and_block(tmp_path: Path) -> None:
+    """What is stored opens for ever, on every host that has the file."""
+    vectors = Path(__file__).parents[1] / "vectors"
+    case = json.loads((vectors / "host_sealed.json").read_text())
+    raw = {name: bytes.fromhex(v) for name, v in case.items() if isinstance(v, str)}
+    versions = {case["version"]: KeyVersion(1, raw["secret"])}
+    path = tmp_path / "golden.key"
+    TenantKey(raw["naming"], versions).save(path, new=True)
+    descriptor = NamespaceDescriptor.parse(raw["descriptor"])
+    seal = HostSeal(KeyFile(path), descriptor)
+    assert seal.canonical == raw["canonical"]
+    assert seal.mask(EngineKey(raw["engine_key"])) == raw["masked_engine_key"]
+    namespace_id = ids.namespace_id(raw["daemons_naming"], seal.canonical)
+    secret = ids.namespace_secret(raw["daemons_naming"], seal.canonical)
+    assert namespace_id == raw["namespace_id"]
+    assert ids.wire_key(secret, EngineKey(raw["masked_engine_key"])) == raw["wire_key"]
+    header = SealedHeader.parse(raw["sealed"])
+    assert header.host_sealed
+    key = seal.key_of(header)
+    assert isinstance(key, BlockKey)
+    assert (key.key, key.commitment) == (raw["block_key"], raw["commitment"])
+    into = bytearray(len(raw["plain"]))
+    status = open_into(
+        memoryview(raw["sealed"]), memoryview(into), namespace_id=namespace_id,
+        wire_key=raw["wire_key"], engine_key=raw["masked_engine_key"], block_key=seal.key_of,
+    )  # fmt: skip
+    assert status is Status.OK
+    assert into == raw["plain"]
+    meta = open_meta(memoryview(raw["sealed"]), header, key)
+    assert (meta.parent, meta.position) == (raw["parent"], case["position"])
+    assert list(meta.token_ids) == case["token_ids"]
+    identity = BlockIdentity(
+        namespace_id, raw["wire_key"], raw["masked_engine_key"], DType.BF16, case["version"],
+        host_sealed=True,
+    )  # fmt: skip
+    out = bytearray(sealed_bytes_max(len(into), meta_tokens=3))
+    again = seal_into(
+        memoryview(out), memoryview(into), identity=identity, block_key=key, salt=raw["salt"],
+        codec_id=0, meta=meta,
+    )  # fmt: skip
+    assert bytes(out[: again.sealed_bytes]) == raw["sealed"], "not byte for byte the same"
