@@ -200,10 +200,9 @@ def run(coroutine: Coroutine[Any, Any, T], seed: int = 0, *, loop: SimLoop | Non
     try:
         return sim.run_until_complete(coroutine)
     finally:
-        left = asyncio.all_tasks(sim)
-        for task in left:
-            task.cancel()
-        if left:
+        while left := asyncio.all_tasks(sim):  # an ending task may begin another one
+            for task in left:
+                task.cancel()
             sim.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         asyncio.set_event_loop(None)
         sim.close()
