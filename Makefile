@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SIZE   ?= commit
+# A file of pinned packages and their digests (.ci/requirements.lock); empty: the newest that fit.
+LOCK   ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-engines test-rdma test-pod-arm64 proof bench lint generate clean
@@ -23,7 +25,12 @@ $(READY): pyproject.toml proto/build_kernel.py proto/entresol_proto/native/kerne
 	    echo "python cannot make virtual environments here; as root: apt-get install python3-venv"; exit 1; \
 	  fi
 	@echo "installing Entresol and its tools into $(VENV) (about a minute)" >&2
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]' >&2
+	@if [ -n "$(LOCK)" ]; then \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r $(LOCK) >&2 && \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . >&2; \
+	else \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]' >&2; \
+	fi
 	@touch $@
 
 demo: $(READY) ## The whole story on real KV, in about a minute

@@ -1,17 +1,22 @@
-"""Build hook: compiles the native kernel into the package where a C compiler is at hand.
+"""Build hook: puts the bill of materials into the wheel, and compiles the native kernel into the
+package where a C compiler is at hand.
 
 Without one the package is built all the same, in pure Python, and says so. `CC` names another
 compiler, `ENTRESOL_NATIVE=0` leaves the kernel out. For another machine than this one, `CC` names a
 cross compiler and `ENTRESOL_TARGET_PLATFORM` the wheel's platform, such as `linux_aarch64`.
+
+Invariant: the same tree, compiler and SOURCE_DATE_EPOCH give the same bytes, wherever the tree is.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +46,8 @@ def compile_kernel(source: Path, library: Path) -> str | None:
     part = library.with_suffix(".part")
     try:
         subprocess.run(
-            [*command, *FLAGS, "-o", str(part), str(source)],
-            check=True, capture_output=True, text=True, timeout=120,
+            [*command, *FLAGS, "-o", str(part.resolve()), source.name],
+            cwd=source.parent, check=True, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         part.unlink(missing_ok=True)
@@ -60,6 +65,8 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Put the library beside its source and into the wheel."""
         if self.target_name != "wheel":
             return
+        if version != "editable":
+            self._add_sbom(build_data)
         folder = Path(self.root, FOLDER)
         library = folder / "_kernel.so"
         problem = compile_kernel(folder / "kernel.c", library)
@@ -72,3 +79,11 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["artifacts"].append(f"{FOLDER}/_kernel.so")
+
+    def _add_sbom(self, build_data: dict[str, Any]) -> None:
+        """Into `.dist-info/sboms`, where PEP 770 says that tools look."""
+        made = runpy.run_path(str(Path(self.root, "proto", "build_sbom.py")))
+        self._folder = tempfile.TemporaryDirectory(prefix="entresol-sbom-")  # as long as the hook
+        path = Path(self._folder.name, made["NAME"])
+        path.write_bytes(made["sbom"](Path(self.root)))
+        build_data["sbom_files"].append(str(path))

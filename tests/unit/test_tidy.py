@@ -72,6 +72,22 @@ MAY_IMPORT_AFTER_ALL = {
 
 BANNED_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "numpy.load", "np.load"}
+# In what we ship, tests and benchmarks aside: programs by way of a shell, names that others can
+# guess, hashes that others can forge, TLS that checks nobody, readers that follow references.
+BANNED_MODULES_SHIPPED = {
+    "multiprocessing", "joblib", "jsonpickle", "telnetlib", "ftplib", "xml", "xmlrpc", "cgi",
+    "imp", "pty", "code", "commands",
+}  # fmt: skip
+BANNED_CALLS_SHIPPED = {
+    "os.system", "os.popen", "os.execv", "os.execvp", "os.spawnv", "tempfile.mktemp", "hashlib.md5",
+    "hashlib.sha1", "hashlib.new", "ssl._create_unverified_context", "ssl.wrap_socket",
+    "yaml.unsafe_load", "yaml.full_load", "logging.config.listen", "random.seed", "compile",
+    "builtins.eval", "builtins.exec", "pandas.read_pickle", "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+}  # fmt: skip
+MAY_CHECK_NO_NAME = {
+    "proto/entresol_proto/identity.py": "the SPIFFE id takes the host name's place",
+}
 WILDCARD_ADDRESSES = {"0.0.0.0", "::"}
 MAY_NAME_WILDCARDS = {
     "proto/entresol_proto/fabric/tcp.py": "recognises them, to offer a real address instead",
@@ -261,6 +277,44 @@ def test_nothing_unpickles_or_evaluates() -> None:
     assert not found
 
 
+def is_shipped(path: Path) -> bool:
+    return name_of(path).split("/")[0] in ("daemon", "client", "proto")
+
+
+def test_what_we_ship_uses_no_dangerous_call() -> None:
+    found = set()
+    for path in filter(is_shipped, files()):
+        for name in imports_of(path):
+            if name.split(".")[0] in BANNED_MODULES_SHIPPED:
+                found.add(f"{name_of(path)} imports {name}")
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            if dotted(node.func) in BANNED_CALLS_SHIPPED:
+                found.add(f"{name_of(path)}:{node.lineno} calls {dotted(node.func)}")
+            for keyword in node.keywords:
+                value = getattr(keyword.value, "value", None)
+                if (keyword.arg, value) in (("shell", True), ("verify", False)):
+                    found.add(f"{name_of(path)}:{node.lineno} passes {keyword.arg}={value}")
+    assert not found
+
+
+def test_what_we_ship_verifies_its_peers() -> None:
+    found = set()
+    for path in filter(is_shipped, files()):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in ("CERT_NONE", "CERT_OPTIONAL"):
+                found.add(f"{name_of(path)}:{node.lineno} names {node.attr}")
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Attribute)
+                and node.targets[0].attr == "check_hostname"
+                and name_of(path) not in MAY_CHECK_NO_NAME
+            ):
+                found.add(f"{name_of(path)}:{node.lineno} sets check_hostname")
+    assert not found
+
+
 def test_nothing_binds_every_interface() -> None:
     found = {
         f"{name_of(path)}:{node.lineno}"
@@ -374,6 +428,11 @@ SINS = {
     "test_nothing_unpickles_or_evaluates": "import pickle",
     "test_nothing_unpickles_or_evaluates ": "x = eval('1')",
     "test_nothing_unpickles_or_evaluates  ": "import numpy as np\nx = np.load('x')",
+    "test_what_we_ship_uses_no_dangerous_call": "import os\nos.system('x')",
+    "test_what_we_ship_uses_no_dangerous_call ": "import xml.sax",
+    "test_what_we_ship_uses_no_dangerous_call  ": "run('x', shell=True)",
+    "test_what_we_ship_verifies_its_peers": "x.verify_mode = ssl.CERT_NONE",
+    "test_what_we_ship_verifies_its_peers ": "x.check_hostname = False",
     "test_nothing_binds_every_interface": "HOST = '0.0.0.0'",
     "test_no_paths_of_one_machine": f"x = '{MACHINE_PATHS[0]}x'",
     "test_nothing_is_left_for_later": "x = 1  # TO" + "DO later",
