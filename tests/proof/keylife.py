@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,13 @@ from entresol_daemon.config import Config
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek
-from entresol_proto.limits import ALIGN_BYTES, MIB
+from entresol_proto.limits import ALIGN_BYTES
 from entresol_proto.seal.block import SealedHeader, derive_block_key
 from entresol_proto.seal.keys import HOST_KEY_LABEL, KEY_LABEL
 from entresol_proto.status import SealError
 from tests.daemon.life_lab import Lab
+from tests.proof.memory_scan import Search
 
-STEP_BYTES = 8 * MIB
 PATIENCE_S = 60.0
 
 
@@ -86,19 +87,24 @@ class Spy:
 
     def in_memory(self, needles: dict[str, bytes]) -> dict[str, int]:
         """How often each is in the daemon's memory, which stands still meanwhile."""
-        pid = self._lab.pid
-        os.kill(pid, signal.SIGSTOP)
+        search = Search({needle: name for name, needle in needles.items()})
+        os.kill(self._lab.pid, signal.SIGSTOP)
         try:
-            return _count(_memory_of(pid), needles)
+            found = search.in_process(self._lab.pid)
         finally:
-            os.kill(pid, signal.SIGCONT)
+            os.kill(self._lab.pid, signal.SIGCONT)
+        return {name: found.get(needle, Counter()).total() for name, needle in needles.items()}
 
     def in_files(self, needles: dict[str, bytes]) -> dict[str, int]:
         """How often each is in the daemon's files: flash, state, logs. Certificates are the
         tenants'."""
+        search = Search({needle: name for name, needle in needles.items()})
         root = self._lab.site.directory
         paths = [p for p in root.rglob("*") if p.is_file() and "pki" not in p.parts]
-        return _count((_pieces(path) for path in [*paths, self._lab.log]), needles)
+        found: Counter[bytes] = Counter()
+        for path in [*paths, self._lab.log]:
+            found += search.in_file(path)
+        return {name: found[needle] for name, needle in needles.items()}
 
     def headers(self, plain_bytes: int) -> list[SealedHeader]:
         """Of every sealed block of this length on flash, dropped ones too."""
@@ -132,45 +138,3 @@ class Spy:
             )
             for header in headers
         )
-
-
-def _memory_of(pid: int) -> Iterator[Iterator[bytes]]:
-    """Every readable mapping of a process, each in pieces."""
-    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
-        for line in maps:
-            span, mode, _, _, inode, *path = line.split()
-            name = path[0] if path else ""
-            program = inode != "0" and (name.endswith((".so", ".pyc")) or ".so." in name)
-            if "r" not in mode or name in ("[vvar]", "[vsyscall]", "[vdso]") or program:
-                continue
-            begin, _, end = span.partition("-")
-            yield _mapping(memory.fileno(), int(begin, 16), int(end, 16))
-
-
-def _mapping(fd: int, begin: int, end: int) -> Iterator[bytes]:
-    for at in range(begin, end, STEP_BYTES):
-        try:
-            yield os.pread(fd, min(STEP_BYTES, end - at), at)
-        except OSError:
-            return  # a guard page, or memory behind the end of a file
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while piece := file.read(STEP_BYTES):
-            yield piece
-
-
-def _count(sources: Iterable[Iterator[bytes]], needles: dict[str, bytes]) -> dict[str, int]:
-    found = dict.fromkeys(needles, 0)
-    overlap = max(map(len, needles.values())) - 1
-    for source in sources:
-        tail = b""
-        for piece in source:
-            raw = tail + piece
-            for name, needle in needles.items():
-                # What lies in the tail as a whole was counted before.
-                seen = raw.count(needle) - tail.count(needle)
-                found[name] += max(0, seen)
-            tail = raw[-overlap:] if overlap else b""
-    return found
