@@ -225,9 +225,7 @@ class LimitsConfig:
     sessions_max: int = setting(4096, "Open sessions.", low=1, high=65_536)
     sessions_per_tenant_max: int = setting(1024, "Open sessions of one tenant.", low=1, high=65_536)
     tenants_max: int = setting(1024, "Tenants in the keyring.", low=1, high=65_536)
-    namespaces_per_tenant_max: int = setting(
-        1024, "Namespaces remembered per tenant.", low=1, high=65_536
-    )
+    namespaces_per_tenant_max: int = setting(1024, "Namespaces of a tenant.", low=1, high=65_536)
     block_bytes_max: int = setting(
         16 * MIB,
         "Longest block accepted; at most half a slab and a quarter of a segment.",
@@ -252,8 +250,11 @@ class LimitsConfig:
     inflight_bytes_per_session_max: int = setting(
         256 * MIB, "Bytes one session may have leased or being staged for it.", low=1 * MIB
     )
+    gets_at_once_max: int = setting(
+        256, "Gets served at a time; others wait a little, then they are busy.", low=1, high=65_536
+    )
     put_queue_bytes_max: int = setting(
-        256 * MIB, "Bytes of puts accepted and not yet on flash.", low=1 * MIB
+        256 * MIB, "Bytes of puts not yet on flash; half of dram_bytes at most.", low=1 * MIB
     )
     put_queue_blocks_max: int = setting(
         65_536, "Puts reserved or accepted and not yet on flash.", low=1, high=1_048_576

@@ -46,7 +46,7 @@ OPEN_AT = ("host", "daemon")
 OPERATIONS = ("get", "put")
 FLASH_OPERATIONS = ("read", "write", "flush")
 FORMS = ("plain", "wire", "stored")
-QUEUES = ("loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send")
+QUEUES = ("get", "loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send")
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
 SEGMENT_STATES = ("free", "open", "sealed", "condemned")
 CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label)
@@ -287,6 +287,7 @@ class Metrics:
         self.loop_lag_max_seconds = self._gauge(
             "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
         )
+        self.tasks = self._gauge("tasks", "Tasks of the event loop.")
         self.loop_stalls = self._counter(
             "event_loop_stalls_total", "Times the event loop hung; the log says where."
         )

@@ -5,6 +5,7 @@ Invariant: reading metrics changes nothing and never fails the page.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import Counter
 
@@ -54,6 +55,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(dram["free"], lambda: pool.mapped_bytes - pool.allocated_bytes)
     follow(dram[ResidentState.READY.value], lambda: pool.allocated_bytes)
 
+    follow(metrics.queue_depth["get"], lambda: shard.gets.door.waiting)
     follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)
     follow(metrics.staging_in_flight, lambda: shard.gets.loading)
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
@@ -66,6 +68,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:
     """Connect what is said of the process as a whole."""
     metrics.follow(metrics.loop_lag_max_seconds, lambda: watch.longest_ns / 1e9)
+    metrics.follow(metrics.tasks, lambda: len(asyncio.all_tasks()))
     metrics.follow(metrics.loop_stalls, lambda: watch.stalls)
     metrics.follow(metrics.process_starved, lambda: watch.starved)
     metrics.follow(metrics.log_lines_dropped, logs.lines_dropped)

@@ -579,6 +579,34 @@ async def test_a_lying_host_cannot_delete_good_blocks(
 # -- erasure
 
 
+async def test_a_receipt_counts_the_leases_of_its_tenant_only(tmp_path: Path) -> None:
+    """What others lease meanwhile is theirs: the count was of all, and could go below zero."""
+    async with (
+        running_daemon(tmp_path / "d", shape()) as running,
+        raw_of(running) as mine,
+        raw_of(running, "other") as theirs,
+        client_of(running) as my_client,
+        client_of(running, "other") as their_client,
+    ):
+        keys = keys_of(3)
+        for client in (my_client, their_client):
+            assert (await put(await client.namespace(DESCRIPTOR), keys, 4 * KIB)).ok
+        own, foreign = await mine.namespace(), await theirs.namespace()
+        assert await mine.fetch(own.handle, run_of(own, keys))
+        admin = running.daemon.admin
+        end_sessions = admin._end_sessions
+
+        async def meanwhile(name: TenantName) -> int:
+            for _ in range(4):
+                assert await theirs.fetch(foreign.handle, run_of(foreign, keys))
+            return await end_sessions(name)
+
+        admin._end_sessions = meanwhile
+        receipt = await admin.tenant_erase(TenantName("dev"))
+        assert receipt.leases_revoked == 1
+        assert len(receipt.digest()) == 32
+
+
 async def test_an_erased_tenant_is_gone_and_the_other_is_not(tmp_path: Path) -> None:
     site = Site.prepare(tmp_path / "d")
     keys = keys_of(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from daemon_lab import (
     put,
     put_item,
     raw_of,
+    run_of,
     shape,
 )
 from harness import running_daemon
@@ -191,6 +193,42 @@ async def test_too_many_requests_in_flight_end_only_that_session(tmp_path: Path)
             assert set(seen) <= {"ok", "busy"}, seen
             assert seen["ok"] > 1_000, seen
             assert (await get(space, keys, 64 * KIB)).ok
+        await assert_idle(running.daemon)
+
+
+async def test_a_ping_waits_behind_nothing(tmp_path: Path) -> None:
+    """A host that asks for much hears all the same, at once, that somebody is here."""
+    async with running_daemon(tmp_path / "d", shape(block_max=1 * MIB)) as running:
+        async with client_of(running) as client, raw_of(running) as raw:
+            space = await client.namespace(DESCRIPTOR)
+            keys = keys_of(64)
+            assert (await put(space, keys, 4 * KIB)).ok
+            namespace = await raw.namespace()
+            run = run_of(namespace, keys)
+            asked = [asyncio.create_task(raw.fetch(namespace.handle, run)) for _ in range(100)]
+            for _ in range(10):
+                await asyncio.sleep(0)
+                assert await raw.connection.ping(time.monotonic_ns() + 60_000_000_000) > 0
+            await asyncio.gather(*asked)
+        await assert_idle(running.daemon)
+
+
+async def test_gets_at_once_at_their_limit_and_far_over_it(tmp_path: Path) -> None:
+    """Everything is served or busy, and counted alike on both sides; then all are served again."""
+    change = shape(gets_at_once_max=2)
+    async with running_daemon(tmp_path / "d", change) as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        keys = keys_of(32)
+        assert (await put(space, keys, 4 * KIB)).ok
+        results = await asyncio.gather(*(get(space, keys, 4 * KIB) for _ in range(60)))
+        seen = counts(status for result in results for status in result.statuses)
+        assert set(seen) <= {"ok", "busy"}, seen
+        assert seen["ok"] >= 2 * 32, seen
+        assert seen["busy"], seen
+        metrics = running.daemon.metrics
+        assert metrics.misses["dev", Status.BUSY]._value.get() == seen["busy"]
+        assert client.stats()["misses"] == {"busy": seen["busy"]}
+        assert (await get(space, keys, 4 * KIB)).ok
         await assert_idle(running.daemon)
 
 

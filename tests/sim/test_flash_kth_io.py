@@ -99,6 +99,31 @@ def test_after_too_many_failures_writes_stop_and_reads_go_on() -> None:
     simloop.run(life())
 
 
+def test_a_put_that_failed_does_not_come_back_after_a_barrier() -> None:
+    """Its bytes may be on flash all the same: a forget that found nothing must hold."""
+
+    async def life() -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(SEGMENTS), plan=plan)
+        engine = await open_engine(device)
+        name = (NAMESPACES[0], key_of(1))
+        plan.rates = {Fault.FLUSH_FAIL: 1.0}
+        assert await put(engine, name, b"payload")[1] is Status.IO_ERROR
+        plan.rates = {}
+        assert engine.index.find(*name) == ABSENT
+        await engine.barrier()
+        await engine.close(clean=False)
+        engine = await open_engine(device)
+        assert engine.index.find(*name) == ABSENT
+        assert await put(engine, name, b"payload")[1] is Status.OK
+        await engine.close(clean=False)
+        engine = await open_engine(device)
+        assert engine.index.find(*name) != ABSENT
+        await engine.close(clean=False)
+
+    simloop.run(life())
+
+
 def test_writes_go_on_when_the_device_is_well_again() -> None:
     """What was forgotten while nothing could be written does not come back either."""
 

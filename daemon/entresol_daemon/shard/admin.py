@@ -208,14 +208,14 @@ class ShardAdmin:
             return parts.keyring.erase(name, now_unix_s=now_ns // 10**9)
 
         receipt = await parts.compute.run(erase)
-        leases = self._shard.leases_held()
+        account = parts.accounts.by_name.get(name)
+        leases = 0 if account is None else account.leases
         secrets = [
             space.secret
             for session in self._shard.sessions.values() if session.account.name == name
             for space in session.namespaces.values()
         ]  # fmt: skip
         sessions = await self._end_sessions(name)
-        account = parts.accounts.by_name.get(name)
         dropped = 0
         if account is not None:
             # By what lies in its segments: a namespace may have been opened until a moment ago.
@@ -234,7 +234,7 @@ class ShardAdmin:
             erased_unix_ns=now_ns,
             dek_versions_destroyed=tuple(row["version"] for row in receipt["erased"]),
             blocks_dropped=dropped,
-            leases_revoked=leases - self._shard.leases_held(),
+            leases_revoked=leases,
             sessions_closed=sessions,
             shard=parts.config.shard.name,
             incarnation=self._shard.incarnation,

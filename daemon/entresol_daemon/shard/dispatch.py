@@ -37,6 +37,10 @@ log = logging.getLogger("entresol.session")
 _NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
 
 
+def _nothing(_task: object) -> None:
+    """For a request whose end nobody waits for."""
+
+
 def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
 
@@ -156,7 +160,12 @@ class SessionHandler:
         work: Coroutine[Any, Any, None] | None = None
         account = self.session.account if self.session is not None else None
         cost, rank = cost_of(message)
-        entered = account is None or self._shard.parts.turns.loop.enter(account, cost)
+        # A PING asks whether anybody is here: its answer waits for nothing.
+        entered = (
+            account is None
+            or isinstance(message, opening.Ping)
+            or self._shard.parts.turns.loop.enter(account, cost)
+        )
         try:
             answer = self._answer_now(message) if entered else None
             if answer is None:
@@ -172,6 +181,10 @@ class SessionHandler:
             self._shard.parts.metrics.requests[message.TYPE, Status.OK].inc()
             return
         assert work is not None
+        leave = self._arrive(request_id, message, account)
+        if leave is None:
+            work.close()
+            return
         if not entered:
             assert account is not None
             work = self._in_turn(account, cost, rank, size_of(message), work)
@@ -180,6 +193,21 @@ class SessionHandler:
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(leave)
+
+    def _arrive(
+        self, request_id: int, message: Any, account: Account | None
+    ) -> Callable[[object], None] | None:
+        """What to call when the request is over; None when it was refused, for a frame's price."""
+        if account is None or not isinstance(message, data.Fetch):
+            return _nothing
+        door = self._shard.gets.door
+        try:
+            door.arrive(account, len(message.keys) // limits.WIRE_KEY_BYTES)
+        except EntresolError as error:
+            self._fail(request_id, message.TYPE, error)
+            return None
+        return lambda _task: door.depart(account)
 
     async def _in_turn(
         self,
@@ -329,7 +357,9 @@ class SessionHandler:
 
     def _fail(self, request_id: int, kind: FrameType, error: EntresolError) -> None:
         self._shard.parts.metrics.requests[kind, error.status].inc()
-        log.info(
+        # A shard that sheds load must not spend what it saves on saying so.
+        log.log(
+            logging.DEBUG if error.status is Status.BUSY else logging.INFO,
             "event=request_refused tenant=%s type=%s status=%s reason=%s",
             self._tenant, kind.name.lower(), error.status.label, error,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Any
 from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.shard.door import Door, Visit
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
@@ -69,6 +70,7 @@ class _Job:
     prefix: bool = False
     misses: list[tuple[int, Status]] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)  # slots, in order of the request
+    visit: Visit = field(init=False)
 
 
 class GetPath:
@@ -82,6 +84,7 @@ class GetPath:
         self._reports = HostReports(parts, removal, self._opened, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
+        self.door = Door(parts.config.limits.gets_at_once_max, parts.meters, parts.now_ns)
 
     @property
     def loading(self) -> int:
@@ -172,11 +175,14 @@ class GetPath:
         return _Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
 
     async def _serve(self, job: _Job) -> None:
+        left_ns, blocks = job.deadline_ns - self._parts.now_ns(), len(job.keys) // _KEY
+        job.visit = await self.door.enter(job.session.account, left_ns, blocks)
         self._serving += 1
         try:
             await self._serve_windows(job)
         finally:
             self._serving -= 1
+            job.visit.leave()
 
     async def _serve_windows(self, job: _Job) -> None:
         index = self._parts.engine.index
@@ -206,7 +212,9 @@ class GetPath:
                     await self._grant_ready(job, window.ready, final)
                     if final:
                         return
-                elif not len(window) and not await self._wait_for_room(job, landing, in_vain):
+                elif not len(window) and not await job.visit.outside(
+                    self._wait_for_room(job, landing, in_vain)
+                ):
                     self._refuse(job, wanted.pending)
                 in_vain = not len(window)
             while landing:

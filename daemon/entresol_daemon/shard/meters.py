@@ -65,6 +65,12 @@ class Meters:
         totals.blocks_served += len(items)
         totals.blocks_missed += len(misses)
 
+    def shed(self, tenant: TenantName, blocks: int) -> None:
+        """A whole request was refused at the door."""
+        self.metrics.misses[tenant, Status.BUSY].inc(blocks)
+        self.metrics.queue_shed["get"].inc()
+        self.totals.blocks_missed += blocks
+
     def staged(self, statuses: Sequence[Status], elapsed_ns: int) -> None:
         """A batch of reads from flash ended."""
         for status in statuses:

@@ -46,8 +46,9 @@ def from_keyring(quota: TenantQuota) -> AskedQuota:
 
 
 def put_budget_of(config: Config) -> PutBudget:
-    """Puts between reservation and durability."""
-    return PutBudget(config.limits.put_queue_bytes_max, config.limits.put_queue_blocks_max)
+    """Puts between reservation and durability: they need memory, and gets need some of it too."""
+    bytes_max = min(config.limits.put_queue_bytes_max, config.memory.dram_bytes // 2)
+    return PutBudget(bytes_max, config.limits.put_queue_blocks_max)
 
 
 def held_of(config: Config) -> Held:

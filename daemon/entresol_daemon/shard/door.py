@@ -1,0 +1,154 @@
+"""The door before the get path: so many gets are served at a time, the others wait briefly.
+
+Without it every get that arrives is begun, and under more load than the shard can carry all of them
+are served late. With it what is served is served in time; the rest is refused as BUSY, which a host
+reads as a miss, before it cost more than its frame. Tenants enter in the order of `core.fairness`.
+
+Invariants: at most `at_once` are inside, and of each tenant at most as many more are on their way
+or wait; whoever entered leaves exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.fairness import FairQueue
+from entresol_daemon.core.patience import Patience
+from entresol_daemon.shard.meters import Meters
+from entresol_proto.ids import TenantName
+from entresol_proto.status import QuotaError, Status
+
+T = TypeVar("T")
+
+_ONE = 1  # every get costs the same here: blocks and bytes are bounded behind the door
+
+
+class Visit:
+    """One get inside. `leave` ends it."""
+
+    __slots__ = ("_account", "_door", "_inside")
+
+    def __init__(self, door: Door, account: Account) -> None:
+        self._door = door
+        self._account = account
+        self._inside = True
+
+    def leave(self) -> None:
+        """The get is over. Idempotent."""
+        if self._inside:
+            self._inside = False
+            self._door._left()
+
+    async def outside(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Wait for something of the get's own, and hold up nobody meanwhile; then come in again.
+
+        It was begun, so it is not refused any more.
+        """
+        self.leave()
+        self._door._present[self._account.name] -= 1
+        try:
+            found = await waiting
+        finally:
+            self._door._present[self._account.name] += 1
+        await self._door._enter_again(self._account)
+        self._inside = True
+        return found
+
+
+class Door:
+    """See the module. All calls belong to one event loop."""
+
+    def __init__(self, at_once: int, meters: Meters, now_ns: Callable[[], int]) -> None:
+        self.at_once = at_once
+        self.inside = 0  # gets being served
+        self.waiting = 0  # gets before the door
+        self._present: Counter[TenantName] = Counter()
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._patience = Patience()
+        self._meters = meters
+        self._now_ns = now_ns
+
+    def arrive(self, account: Account, blocks: int) -> None:
+        """A get has come, and nothing of it is begun; `depart` is owed when it is over.
+
+        Raises: QuotaError (BUSY) when so many of its tenant are here that it would wait in vain.
+        """
+        if self._present[account.name] >= 2 * self.at_once:
+            raise self._refusal(account, blocks)
+        self._present[account.name] += 1
+
+    def depart(self, account: Account) -> None:
+        """A get that arrived is over, wherever it was."""
+        self._present[account.name] -= 1
+        assert self._present[account.name] >= 0, "a get departed twice"
+        if not self._present[account.name]:
+            del self._present[account.name]
+
+    def _refusal(self, account: Account, blocks: int) -> QuotaError:
+        self._meters.shed(account.name, blocks)
+        return QuotaError(
+            f"{self.inside} gets are being served and {self.waiting} wait",
+            hint="the shard is overloaded: take it as a miss",
+            status=Status.BUSY,
+        )
+
+    async def enter(self, account: Account, left_ns: int, blocks: int) -> Visit:
+        """Return when a get of so many blocks may be served. Waits as long as there is patience,
+        and at most `left_ns`.
+
+        Raises: QuotaError (BUSY) when too many are before it.
+        """
+        now_ns = self._now_ns()
+        if not self.waiting:
+            self._patience.seen_empty(now_ns)
+        if self._at_once(account):
+            return Visit(self, account)
+        wait_ns = min(left_ns, self._patience.wait_ns(now_ns))
+        try:
+            async with asyncio.timeout(max(0, wait_ns) / 1e9):
+                await self._turn(account)
+        except TimeoutError:
+            raise self._refusal(account, blocks) from None
+        return Visit(self, account)
+
+    async def _enter_again(self, account: Account) -> None:
+        if not self._at_once(account):
+            await self._turn(account)
+
+    def _at_once(self, account: Account) -> bool:
+        if self.waiting or self.inside >= self.at_once:
+            return False
+        if not len(self._queue):  # those who gave up are still in it
+            self._queue.charge(account.name, account.weight, _ONE)
+        self.inside += 1
+        return True
+
+    async def _turn(self, account: Account) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        unit = self._queue.push(account.name, account.weight, _ONE, turn)
+        self.waiting += 1
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._left()  # it was our turn in this very moment
+            else:
+                unit.drop()
+                self.waiting -= 1
+            raise
+
+    def _left(self) -> None:
+        self.inside -= 1
+        assert self.inside >= 0, "a get left twice"
+        while self.inside < self.at_once and len(self._queue):
+            unit = self._queue.pop()
+            if not unit.dropped and not unit.item.done():
+                self.inside += 1
+                self.waiting -= 1
+                unit.item.set_result(None)
+        if not self.waiting:
+            self._patience.seen_empty(self._now_ns())
