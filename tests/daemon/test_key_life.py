@@ -31,6 +31,8 @@ from harness import Running, eventually
 
 from entresol_client.client import AsyncClient
 from entresol_client.connection import RequestFailedError
+from entresol_daemon.events.types import Event, Kind
+from entresol_daemon.events.types import Reason as EventReason
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.server import Daemon
 from entresol_daemon.shard import keycare
@@ -76,6 +78,13 @@ def versions(running: Running) -> dict[int, int]:
     info = running.daemon.shard.parts.keyring.info(DEV)
     assert info is not None
     return {use.version: use.blocks for use in running.daemon.shard.keycare.uses(info)[0]}
+
+
+def events_of(running: Running) -> list[Event]:
+    """What followers of the tenant were told."""
+    found = running.daemon.shard.parts.events._read(DEV, 0, 1_000)
+    assert found is not None
+    return found
 
 
 def kek_path(site: Site) -> Path:
@@ -177,6 +186,7 @@ async def test_versions_that_run_out_end_with_the_oldest(site: Site) -> None:
             )
         assert len(versions(running)) == most
         assert (await get(space, keys_of(1, "0"), 4096)).statuses == [Status.ERASED]
+        assert events_of(running)[-1].reason is EventReason.ERASED
         assert all_are(await get(space, keys_of(1, "1"), 4096), Status.OK)
         assert not (await space.exists(keys_of(1, "0"))).present[0], "it was only in the way"
         assert care.versions_ended >= 1
@@ -192,6 +202,9 @@ async def test_a_forced_rotation_drops_what_was_there(running: Running) -> None:
         assert [use.version for use in row.key_versions] == [2]
         result = await get(space, keys, SIZE)
         assert all_are(result, Status.MISS), result.statuses
+        gone = [e for e in events_of(running) if e.kind is Kind.REMOVED]
+        assert {event.reason for event in gone} == {EventReason.ERASED}
+        assert sum(len(event.wire_keys) for event in gone) == len(keys), "followers must hear of it"
         (why,) = await space.explain(keys[:1])
         assert why.reason is not None
         assert why.reason.label == "erased"
@@ -227,6 +240,8 @@ async def test_blocks_found_at_start_are_counted_and_orphans_dropped(site: Site)
     async with site.running() as running, client_of(running) as client:
         await eventually(lambda: versions(running) == {2: 3}, what="the blocks to be counted")
         assert len(running.daemon.shard.parts.engine.index) == 3
+        gone = [e for e in events_of(running) if e.kind is Kind.REMOVED]
+        assert sum(len(event.wire_keys) for event in gone) == 5
         space = await client.namespace(DESCRIPTOR)
         assert all_are(await get(space, keys_of(3, "new"), SIZE), Status.OK)
         assert all_are(await put(space, keys_of(5, "old"), SIZE), Status.OK)

@@ -332,11 +332,12 @@ class Engine:
         self._table.on_removed([gone])
         return gone
 
-    def drop_namespace(self, namespace_id: bytes) -> list[Removed]:
+    def drop_namespace(
+        self, namespace_id: bytes, reason: RemoveReason = RemoveReason.NAMESPACE_DROPPED
+    ) -> list[Removed]:
         """Forget all blocks of a namespace at once, under one tombstone."""
         index = self.index
         slots = index.slots_of(namespace_id)
-        reason = RemoveReason.NAMESPACE_DROPPED
         removed = []
         for slot in slots.tolist():
             size = extent_bytes(index.m_sealed_bytes[slot])

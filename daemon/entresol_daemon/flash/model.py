@@ -31,6 +31,7 @@ class RemoveReason(enum.StrEnum):
 
     FORGOTTEN = "forgotten"
     NAMESPACE_DROPPED = "namespace_dropped"
+    UNREADABLE = "unreadable"  # nobody can open it any more, says the caller
     EVICTED = "evicted"
     CORRUPT = "corrupt"
     IO_ERROR = "io_error"

@@ -245,7 +245,7 @@ class KeyCare:
             elif header.dek_version in info.fingerprints:
                 census_code = code_of(header.dek_version)
             else:
-                parts.engine.remove(slot, RemoveReason.NAMESPACE_DROPPED)
+                parts.engine.remove(slot, RemoveReason.UNREADABLE)
                 continue
             parts.census.note(slot, account.stream, census_code)
 
@@ -264,10 +264,10 @@ class KeyCare:
             doomed = slots[~np.isin(codes, (code_of(info.active_version), HOST_SEALED))].tolist()
             dropped += len(doomed)
             if len(doomed) == len(slots):
-                self._removal.drop_namespaces([namespace_id])
+                parts.engine.drop_namespace(namespace_id, RemoveReason.UNREADABLE)
                 continue
             for slot in doomed:  # without a turn of the loop in between: slots are reused
-                parts.engine.remove(slot, RemoveReason.NAMESPACE_DROPPED)
+                parts.engine.remove(slot, RemoveReason.UNREADABLE)
             await asyncio.sleep(0)
         return dropped
 

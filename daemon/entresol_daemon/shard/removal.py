@@ -40,6 +40,7 @@ _REASONS = {
     RemoveReason.FORGOTTEN: (Reason.FORGOTTEN, events.Reason.FORGOTTEN),
     RemoveReason.CORRUPT: (Reason.CORRUPT, events.Reason.FLASH),
     RemoveReason.NAMESPACE_DROPPED: (Reason.ERASED, events.Reason.ERASED),
+    RemoveReason.UNREADABLE: (Reason.ERASED, events.Reason.ERASED),
     RemoveReason.IO_ERROR: (Reason.LOST, events.Reason.LOST),
     RemoveReason.NO_SPACE: (Reason.LOST, events.Reason.LOST),
 }
@@ -201,7 +202,7 @@ class Removal:
     def without_key(self, resident: Resident) -> None:
         """Drop a block whose key version was destroyed: it could only stand in another's way."""
         if self._parts.residency.holds(resident):
-            self._parts.engine.remove(resident.slot, RemoveReason.NAMESPACE_DROPPED)
+            self._parts.engine.remove(resident.slot, RemoveReason.UNREADABLE)
 
     def namespaces_of(self, stream: bytes) -> list[bytes]:
         """Every namespace that has a block in a tenant's segments."""
