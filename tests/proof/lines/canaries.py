@@ -56,19 +56,22 @@ from tests.daemon.canary_lab import (
 from tests.daemon.daemon_lab import client_of
 from tests.harness import DaemonProcess
 from tests.proof.line import Line, Size, Slice, Tally
-from tests.proof.lines.erase import BLOCK_KEY, harvest, headers_on, no_memory_of_others
+from tests.proof.lines.erase import (
+    BLOCK_KEY,
+    harvest,
+    headers_on,
+    no_memory_of_others,
+    program_of,
+)
 from tests.proof.memory_scan import Search, regions_of
 from tests.proof.tenancy import OTHER, OWN, run_on_loop
 
 BLOCKS = 120  # of each of three rounds
 DAMAGED = 12
 LOUD = """
-import sys
 from entresol_daemon import logs
 real = logs.configure
 logs.configure = lambda level, form, **more: real("debug", form, **more)
-from entresol_daemon.__main__ import main
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -111,7 +114,7 @@ def run(part: Slice) -> Tally:
 
 def _life(folder: Path, look: Look) -> None:
     process = DaemonProcess(folder / "d", "--flash", "512MiB", "--codec", "raw",
-                            program=("-c", LOUD))  # fmt: skip
+                            program=program_of(look.seed, LOUD))  # fmt: skip
     with process:
         run_on_loop(_used(process, look))
         _commands(process, folder, look)
@@ -331,20 +334,18 @@ def _files(folder: Path, secrets: dict[bytes, str], look: Look) -> None:
 
 # -- the bug
 
-CHATTY = LOUD.replace(
-    "from entresol_daemon.__main__",
-    """
+CHATTY = (
+    LOUD
+    + """
 import logging
-from entresol_daemon.shard import pulls
+from entresol_daemon.shard import pulls, puts
 real_sealing = pulls.sealing
 def sealing(pull, chunk_bytes):
     job = real_sealing(pull, chunk_bytes)
     logging.getLogger("entresol.put").debug("event=sealing head=%s", str(job.plain[:40], "latin1"))
     return job
-pulls.sealing = sealing
-from entresol_daemon.shard import puts
-puts.sealing = sealing
-from entresol_daemon.__main__""",
+pulls.sealing = puts.sealing = sealing
+"""
 )
 
 

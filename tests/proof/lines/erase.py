@@ -54,7 +54,21 @@ BLOCKS = 1_000  # of the tenant that is erased, per unit
 OTHERS = 200  # of the one that stays
 DESCRIPTORS = (DESCRIPTOR, salted("a salt"))
 BLOCK_KEY = "key of a block"
-PROGRAM: Sequence[str] = ("-m", "entresol_daemon")
+PLANTED = ""  # a canary's bug, in Python
+OPEN_AIR = """
+from entresol_daemon import sandbox
+sandbox.enter = lambda *more: None
+"""
+START = """
+import sys
+from entresol_daemon.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def program_of(seed: int, before: str = "") -> Sequence[str]:
+    """What runs as the daemon: every other one without its sandbox, which lets no core file out."""
+    return ("-c", before + (OPEN_AIR if seed % 2 else "") + START)
 
 
 @dataclass
@@ -78,7 +92,7 @@ def run(part: Slice) -> Tally:
 def _one(folder: Path, seed: int, tally: Tally) -> None:
     folder.mkdir()
     arguments = ("--flash", "512MiB", "--codec", "zstd")
-    process = DaemonProcess(folder / "d", *arguments, program=PROGRAM)
+    process = DaemonProcess(folder / "d", *arguments, program=program_of(seed, PLANTED))
     with contextlib.chdir(folder), process:  # where a core file goes
         run_on_loop(_use(process, seed))
         doomed = harvest(folder / "d")
@@ -92,7 +106,7 @@ def _one(folder: Path, seed: int, tally: Tally) -> None:
         _look(search, search.in_process(process.process.pid), "memory", seed, tally)
         _files(folder, doomed, search, seed, tally)
         run_on_loop(_others_are_served(process, seed, tally))
-        _core(process, folder, search, seed, tally)
+        _core(process, folder, search, seed, tally, written=bool(seed % 2))
     readable = _reopened(folder, seed, tally)
     tally.tried += doomed.blocks
     tally.survived += doomed.blocks - readable
@@ -234,8 +248,13 @@ async def _others_are_served(process: DaemonProcess, seed: int, tally: Tally) ->
             tally.found(seed, f"the other tenant was given {served} of {len(keys)}: {got.statuses}")
 
 
-def _core(process: DaemonProcess, folder: Path, search: Search, seed: int, tally: Tally) -> None:
-    """End it so that the kernel writes a core file, if it may: the whole image, freed and all."""
+def _core(
+    process: DaemonProcess, folder: Path, search: Search, seed: int, tally: Tally, *, written: bool
+) -> None:
+    """End it so that the kernel writes a core file, if it may: the whole image, freed and all.
+
+    Where cores go to is the machine's choice (core_pattern): there may be none to search.
+    """
     child = process.process
     assert child is not None
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -246,7 +265,10 @@ def _core(process: DaemonProcess, folder: Path, search: Search, seed: int, tally
     Path(f"/proc/{child.pid}/coredump_filter").write_text("0x7f")  # shared memory and files, too
     process.signal(signal.SIGABRT)
     child.wait(60)
-    for core in folder.glob("core*"):
+    cores = list(folder.glob("core*"))
+    if cores and not written:
+        tally.found(seed, "a core file came out of the sandbox")
+    for core in cores:
         tally.figure("cores", 1)
         tally.figure("core_bytes", core.stat().st_size)
         _look(search, search.in_file(core), "core", seed, tally)
@@ -284,7 +306,6 @@ async def _readable(process: DaemonProcess, seed: int, tally: Tally) -> int:
 
 
 KEEPING = """
-import sys
 from entresol_daemon.keys import keyring
 from entresol_daemon.shard import admin
 keyring.Keyring.wipe_destroyed = lambda self, name: 0
@@ -294,15 +315,13 @@ def erase(self, name, **more):
     kept.extend(self.get(name).deks.values())
     return real(self, name, **more)
 keyring.Keyring.erase = erase
-from entresol_daemon.__main__ import main
-sys.exit(main(sys.argv[1:]))
 """
 
 
 @contextlib.contextmanager
 def a_key_is_kept() -> Iterator[None]:
     """The bug: something, say a cache, holds on to the data keys of an erased tenant."""
-    with mock.patch(f"{__name__}.PROGRAM", ("-c", KEEPING)):
+    with mock.patch(f"{__name__}.PLANTED", KEEPING):
         yield
 
 
