@@ -188,20 +188,19 @@ async def whole_world(fabric: str, folder: Path) -> AsyncIterator[Sessions]:
     change = shape(fabrics=fabrics, tcp_tls=fabric == "tls", lease_ns=LEASE_NS)
     async with contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(running_daemon(folder, change))
-        keys = keys_of(8, fabric)
-        for tenant in ("dev", "other"):
+        keys, others = keys_of(8, "victim"), keys_of(8, "stranger")
+        for tenant, own in (("dev", keys), ("other", others)):
             async with client_of(running, tenant, fabric) as client:
                 space = await client.namespace(DESCRIPTOR)
-                assert (await space.put(blocks(keys, BLOCK_BYTES))).ok
+                assert (await space.put(blocks(own, BLOCK_BYTES))).ok
         raws = [
             await stack.enter_async_context(raw_of(running, tenant, fabric))
             for tenant in ("dev", "dev", "other")
         ]
         spaces = [await raw.namespace() for raw in raws]
         handles = {"victim": spaces[0].handle, "stranger": spaces[2].handle}
-        own = await raws[2].fetch(handles["stranger"], run_of(spaces[2], keys))
-        for grant in own:  # so that the stranger has memory of its own tenant
-            raws[2].connection.release(grant.lease_id)
+        for grant in await raws[2].fetch(handles["stranger"], run_of(spaces[2], others)):
+            raws[2].connection.release(grant.lease_id)  # it has seen memory of its own tenant
         victim, sibling, stranger = raws
         names = run_of(spaces[0], keys)
         yield Sessions(running, victim, sibling, stranger, keys, handles, names)
