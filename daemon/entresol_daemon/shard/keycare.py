@@ -58,7 +58,7 @@ async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
     No session may hold them any more. Lets others run in between.
     """
     parts.keyring.wipe_destroyed(name)
-    gc.collect()  # what only its own cycles keep is freed now, and swept with the rest
+    gc.collect(1)  # what lately only its own cycles keep is freed now, and swept with the rest
     for _ in parts.sweep():
         await asyncio.sleep(0)
 
