@@ -349,7 +349,8 @@ def _sealed_words(payload: memoryview, record: RecordHeader | np.void) -> tuple[
         return BAD_SEAL, ""
     return (
         GOOD,
-        f"{codec} {header.dtype.label} chunks={header.chunk_count} dek={header.dek_version}",
+        f"{codec} {header.dtype.label} chunks={header.chunk_count} dek={header.dek_version}"
+        + (" host-sealed" if header.host_sealed else ""),
     )
 
 

@@ -111,7 +111,7 @@ class KeyCare:
         self._renew_sessions(name)
         if not force:
             return 0
-        dropped = await self._drop_older(name)
+        dropped = await self._drop_unreadable(name)
         await parts.engine.barrier()
         await wipe_from_memory(parts, name)
         log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
@@ -199,6 +199,7 @@ class KeyCare:
         if len(info.fingerprints) >= DEK_VERSIONS_PER_TENANT_MAX:
             # The oldest has had its time: so many rotations of it ago.
             await self._end_versions(info.name, [min(info.fingerprints)])
+            await self._drop_unreadable(info.name)
         await self.rotate(info.name, cause=cause)
         log.info("event=key_rotated_by_itself tenant=%s cause=%s", info.name, cause)
 
@@ -249,19 +250,26 @@ class KeyCare:
                 continue
             parts.census.note(slot, account.stream, census_code)
 
-    async def _drop_older(self, name: TenantName) -> int:
-        """Forget every block of a tenant that its present key did not seal, by namespace."""
+    async def _drop_unreadable(self, name: TenantName) -> int:
+        """Forget every block of a tenant whose key version is gone, a namespace at a time.
+
+        Those found at start and not looked at yet are older than the only version, if there is but
+        one; otherwise their turn comes when they are counted.
+        """
         parts = self._parts
         info = parts.keyring.info(name)
-        assert info is not None, name
+        if info is None:
+            return 0
+        kept = [HOST_SEALED, *map(code_of, info.fingerprints)]
+        if len(info.fingerprints) > 1:
+            kept.append(NOT_COUNTED)
         dropped = 0
         for namespace_id in self._removal.namespaces_of(info.stream):
             described = parts.keyring.descriptor_of(namespace_id)
             if isinstance(described, HostSealedNamespace):
                 continue
             slots = parts.engine.index.slots_of(namespace_id)
-            codes = parts.census.codes(slots)
-            doomed = slots[~np.isin(codes, (code_of(info.active_version), HOST_SEALED))].tolist()
+            doomed = slots[~np.isin(parts.census.codes(slots), kept)].tolist()
             dropped += len(doomed)
             if len(doomed) == len(slots):
                 parts.engine.drop_namespace(namespace_id, RemoveReason.UNREADABLE)
