@@ -424,8 +424,8 @@ async def test_host_sealed_blocks_with_a_wrong_header_are_refused(tmp_path: Path
             good = bytes(forger.memory[:length])
         forger.memory[length : length + 64] = bytes(64)
         assert await forger.commit(grant, length + 64) is not Status.OK
-        # Every byte of the header, one random bit each.
-        for at in range(header.header_bytes):
+        # One random bit in some bytes of the header (in every one, and much else: proof line S2).
+        for at in rng.sample(range(header.header_bytes), 24):
             grant = await forger.reserve(key_of(200 + at))
             length = forger.seal(key_of(200 + at), grant)
             forger.memory[at] ^= 1 << rng.randrange(8)
