@@ -85,7 +85,18 @@ class PutBudget:
     used_blocks: int = 0
 
     def admit(self, account: Account, record_bytes: int, *, alone: bool = True) -> Status:
-        """Charge one put if it fits. QUOTA when it never can, BUSY when not now.
+        """Charge one put if it fits; see `judge`."""
+        status = self.judge(account, record_bytes, alone=alone)
+        if status is not Status.OK:
+            return status
+        self.used_bytes += record_bytes
+        self.used_blocks += 1
+        account.put_bytes += record_bytes
+        account.put_blocks += 1
+        return Status.OK
+
+    def judge(self, account: Account, record_bytes: int, *, alone: bool) -> Status:
+        """Whether a put would fit: QUOTA when it never can, BUSY when not now.
 
         Unless it is `alone`, a tenant may hold PUTS_OF_FREE times what is free.
         """
@@ -105,10 +116,6 @@ class PutBudget:
                 free_bytes - record_bytes
             ) or account.put_blocks >= PUTS_OF_FREE * (free_blocks - 1):
                 return Status.BUSY
-        self.used_bytes += record_bytes
-        self.used_blocks += 1
-        account.put_bytes += record_bytes
-        account.put_blocks += 1
         return Status.OK
 
     def refund(self, account: Account, record_bytes: int) -> None:

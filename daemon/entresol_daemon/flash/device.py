@@ -17,6 +17,7 @@ import mmap
 import os
 import stat
 import struct
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ BLOCK = 4096  # alignment of offsets, lengths and (with O_DIRECT) buffer address
 RUN_BYTES_MAX = (
     4 << 20
 )  # one preadv/pwritev moves at most this, so that threads share large batches
+READS_LATELY_S = 0.02  # so long after a read the next one is expected
+WRITE_BATCH_BYTES = 4 << 20  # then it is looked again whether somebody reads
 RUN_VIEWS_MAX = 512  # below IOV_MAX (1024)
 IO_THREADS_MAX = 256
 _JOB_BYTES_MIN = 512 << 10  # below this a second thread costs more than it brings
@@ -123,9 +126,23 @@ def _runs(ops: Sequence[IoOp], size_bytes: int) -> list[_Run]:
     return runs
 
 
-def write_threads(threads: int) -> int:
-    """How many of them one group of writes may take: gets find the others free for their reads."""
-    return max(1, threads // 4)
+def write_batches(runs: list[_Run]) -> list[list[_Run]]:
+    """A group of writes in parts of about WRITE_BATCH_BYTES, so that it can give way to reads."""
+    batches: list[list[_Run]] = []
+    size = WRITE_BATCH_BYTES
+    for run in runs:
+        if size >= WRITE_BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(run)
+        size += run.length_bytes
+    return batches
+
+
+def write_threads(threads: int, *, reads: bool) -> int:
+    """How many of them one batch of writes may take. While there are reads, which somebody waits
+    for: one, so that they find the others free, and most of the drive's time theirs."""
+    return 1 if reads else max(1, threads // 2)
 
 
 def _jobs(runs: list[_Run], threads: int) -> list[list[_Run]]:
@@ -239,6 +256,8 @@ class FileDevice:
         self._fd = fd
         self._pool = pool
         self._threads = threads
+        self._reading = 0  # batches of reads in service
+        self._read_at = -READS_LATELY_S  # when the last one ended
 
     @classmethod
     async def open(
@@ -273,14 +292,21 @@ class FileDevice:
     async def read(self, ops: Sequence[IoOp]) -> list[Status]:
         jobs = _jobs(_runs(ops, self.size_bytes), self._threads)
         statuses = [Status.OK] * len(ops)
-        for failed in await self._each(_read_job, jobs, "read"):
-            for number in failed:
-                statuses[number] = Status.IO_ERROR
+        self._reading += 1
+        try:
+            for failed in await self._each(_read_job, jobs, "read"):
+                for number in failed:
+                    statuses[number] = Status.IO_ERROR
+        finally:
+            self._reading -= 1
+            self._read_at = time.monotonic()
         return statuses
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        threads = write_threads(self._threads)
-        await self._each(_write_job, _jobs(_runs(ops, self.size_bytes), threads), "write")
+        for batch in write_batches(_runs(ops, self.size_bytes)):
+            lately = self._reading > 0 or time.monotonic() - self._read_at < READS_LATELY_S
+            threads = write_threads(self._threads, reads=lately)
+            await self._each(_write_job, _jobs(batch, threads), "write")
 
     async def flush(self) -> None:
         loop = asyncio.get_running_loop()

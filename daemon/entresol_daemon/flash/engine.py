@@ -218,6 +218,11 @@ class Engine:
         return self._writer.failed
 
     @property
+    def spare_segments(self) -> int:
+        """Free segments that the next tenants to write may open; the engine's own not counted."""
+        return len(self._table.free) - self.options.free_segments_min
+
+    @property
     def segment_bytes(self) -> int:
         """Segment size of this data file."""
         return self._superblock.segment_bytes

@@ -12,7 +12,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
-from entresol_daemon.flash.model import GROUP_BYTES_MAX, SHARED_GROUP_BYTES_MAX
+from entresol_daemon.flash.model import (
+    GROUP_BYTES_MAX,
+    SHARED_GROUP_BYTES_MAX,
+    SHARED_GROUP_RECORDS_MAX,
+)
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     HeaderState,
@@ -115,7 +119,7 @@ def take_records(queue: deque[Pending], queued_bytes: int) -> list[Pending]:
     """
     taken: list[Pending] = []
     size = 0
-    if queued_bytes > SHARED_GROUP_BYTES_MAX:
+    if queued_bytes > SHARED_GROUP_BYTES_MAX or len(queue) > SHARED_GROUP_RECORDS_MAX:
         lines: dict[bytes, deque[Pending]] = {}
         for p in queue:
             lines.setdefault(p.stream, deque()).append(p)
@@ -131,7 +135,7 @@ def _take_in_turns(queue: deque[Pending], lines: dict[bytes, deque[Pending]]) ->
     taken: list[Pending] = []
     size = 0
     heap = [(0, number, line) for number, line in enumerate(lines.values())]
-    while heap and size < SHARED_GROUP_BYTES_MAX:
+    while heap and size < SHARED_GROUP_BYTES_MAX and len(taken) < SHARED_GROUP_RECORDS_MAX:
         had, number, line = heap[0]
         p = line.popleft()
         taken.append(p)

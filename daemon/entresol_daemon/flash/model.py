@@ -20,6 +20,7 @@ APPEND_TRIES_MAX = 3  # groups a record may fail in before its future says IO_ER
 GROUP_FAILURES_MAX = 5  # consecutive failed groups after which the engine pauses writing
 GROUP_BYTES_MAX = 64 << 20  # one group writes at most about this much
 SHARED_GROUP_BYTES_MAX = 16 << 20  # of several streams that have more queued than that
+SHARED_GROUP_RECORDS_MAX = 128  # or more than so many records
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although its tombstones could not be carried on
 COPY_BYTES_MAX = 16 << 20  # memory that eviction uses to copy kept blocks

@@ -17,11 +17,17 @@ from typing import Any
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.fairness import GETS, PUTS
 from entresol_daemon.shard import lookups
-from entresol_daemon.shard.lookups import KEYS_PER_TURN, KEYS_PER_TURN_BYTES
 from entresol_daemon.shard.reserving import ITEMS_PER_TURN
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.shard import Shard
-from entresol_daemon.shard.turns import ITEM_COST, KEY_COST_SHIFT, REQUEST_COST
+from entresol_daemon.shard.turns import (
+    ITEM_COST,
+    KEY_COST_SHIFT,
+    KEYS_PER_TURN,
+    KEYS_PER_TURN_BYTES,
+    REQUEST_COST,
+    SESSION_COST,
+)
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import TenantName
@@ -47,9 +53,7 @@ def _always(_reading: bool) -> None:
 
 def cost_of(message: Any) -> tuple[int, int]:
     """About how long a request takes the loop until it waits for the first time, and its rank."""
-    if isinstance(message, data.Fetch | data.Stage):
-        return REQUEST_COST + (len(message.keys) // limits.WIRE_KEY_BYTES >> 1), GETS
-    if isinstance(message, data.Exists | data.Touch | data.Forget):
+    if isinstance(message, data.Fetch | data.Stage | data.Exists | data.Touch | data.Forget):
         keys = min(KEYS_PER_TURN, len(message.keys) // limits.WIRE_KEY_BYTES)
         return REQUEST_COST + (keys >> KEY_COST_SHIFT), GETS
     if isinstance(message, data.Reserve):
@@ -306,6 +310,9 @@ class SessionHandler:
                 hint="upgrade the older side",
                 status=Status.UNSUPPORTED,
             )
+        known = shard.parts.accounts.by_name.get(self._tenant)
+        weight = known.weight if known is not None else 1
+        await shard.parts.turns.loop.take_as(self._tenant, weight, SESSION_COST)
         session = await shard.open_session(self._tenant, hello)
         self.session = session
         self._offers = shard.offers(session)

@@ -13,7 +13,7 @@ from entresol_daemon.shard.turns import LOOP_TURN_COST
 from entresol_proto import ids
 from entresol_proto.wire.data import Explain, Explained, Reason
 
-EXPLAIN_LOOKUPS_PER_TURN = 512  # in other namespaces, before the loop runs other work
+EXPLAIN_LOOKUPS_PER_TURN = 128  # in other namespaces, before the loop runs other work
 
 
 class Explainer:

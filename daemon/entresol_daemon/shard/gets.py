@@ -22,13 +22,17 @@ from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fet
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.door import Door, Visit
+from entresol_daemon.shard.lookups import slots_of
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
 from entresol_daemon.shard.staging import Staging
-from entresol_daemon.shard.turns import BLOCK_COST, REQUEST_COST
+from entresol_daemon.shard.turns import (
+    BLOCK_COST,
+    REQUEST_COST,
+)
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.seal.block import BlockKey, derive_block_key
@@ -49,8 +53,9 @@ WINDOWS_LANDING_MAX = 4  # batches of one request under way
 WINDOW_BLOCKS_MAX = 64
 WINDOW_COST = REQUEST_COST // 2  # of the loop, beside its blocks
 NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
-MISSES_PER_GRANT_MAX = 1_024
-MISSES_COST = 500  # of the loop, for so many
+MISSES_PER_GRANT_MAX = 256
+MISSES_COST = 80  # of the loop, for so many
+WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 _KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
@@ -186,11 +191,11 @@ class GetPath:
 
     async def _serve_windows(self, job: _Job) -> None:
         index = self._parts.engine.index
-        slots = index.lookup(job.namespace.namespace_id, job.keys).tolist()
+        slots, fresh = await slots_of(self._parts, job.session, job.namespace, job.keys)
         wanted = plan_fetch(slots, prefix=job.prefix)
         job.misses = wanted.misses
         landing: dict[asyncio.Task[None], Window] = {}
-        known: list[int] | None = slots  # until the first await; slots are reused
+        known: list[int] | None = slots if fresh else None  # until the first await from here
         in_vain = False
         if len(job.misses) > MISSES_PER_GRANT_MAX:
             await self._tell_misses(job)
@@ -253,8 +258,9 @@ class GetPath:
 
     async def _at_once(self, job: _Job, blocks: int) -> bool:
         """A turn on the loop for the next window; False when others had theirs before."""
-        cost = WINDOW_COST + min(blocks, WINDOW_BLOCKS_MAX) * BLOCK_COST
         loop_turns, account = self._parts.turns.loop, job.session.account
+        most = WINDOW_BLOCKS_IN_TURN if loop_turns.waiting else WINDOW_BLOCKS_MAX
+        cost = WINDOW_COST + min(blocks, most) * BLOCK_COST
         if loop_turns.enter(account, cost):
             return True
         await loop_turns.take(account, cost)
@@ -297,7 +303,8 @@ class GetPath:
         room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
         if room <= 0 or not self._may_lease(job.session):
             return Window()
-        indices = list(itertools.islice(pending, WINDOW_BLOCKS_MAX))
+        most = WINDOW_BLOCKS_IN_TURN if parts.turns.loop.waiting else WINDOW_BLOCKS_MAX
+        indices = list(itertools.islice(pending, most))
         keys = [job.keys[_KEY * index : _KEY * (index + 1)] for index in indices]
         if known is not None:
             slots = [known[index] for index in indices]

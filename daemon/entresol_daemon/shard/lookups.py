@@ -1,4 +1,4 @@
-"""EXISTS and TOUCH: what only asks the index.
+"""EXISTS and TOUCH, and the first step of a FETCH: what only asks the index.
 
 Invariant: an absent key and one of another tenant take the same path; thousands of keys take the
 loop a tenant's turn at a time.
@@ -10,13 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.shard.parts import Parts
-from entresol_daemon.shard.sessions import Session
-from entresol_daemon.shard.turns import KEY_COST_SHIFT, LOOP_TURN_COST
-from entresol_proto import limits
+from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_daemon.shard.turns import KEYS_PER_TURN_BYTES, LOOP_TURN_COST
 from entresol_proto.wire.data import Exists, ExistsReply, Touch
-
-KEYS_PER_TURN = LOOP_TURN_COST << KEY_COST_SHIFT
-KEYS_PER_TURN_BYTES = KEYS_PER_TURN * limits.WIRE_KEY_BYTES
 
 
 def exists_now(parts: Parts, session: Session, request: Exists) -> ExistsReply:
@@ -35,6 +31,19 @@ async def exists(parts: Parts, session: Session, request: Exists) -> ExistsReply
             await parts.turns.loop.take(session.account, LOOP_TURN_COST)
         found.append(lookup(namespace.namespace_id, keys[at : at + KEYS_PER_TURN_BYTES]) >= 0)
     return _existing(np.concatenate(found) if found else np.zeros(0, np.bool_))
+
+
+async def slots_of(
+    parts: Parts, session: Session, namespace: OpenedNamespace, keys: bytes
+) -> tuple[list[int], bool]:
+    """The slots of all keys, -1 for absent ones; and whether that took one turn on the loop, so
+    that all of them are so right now."""
+    lookup, space = parts.engine.index.lookup, namespace.namespace_id
+    slots: list[int] = lookup(space, keys[:KEYS_PER_TURN_BYTES]).tolist()
+    for at in range(KEYS_PER_TURN_BYTES, len(keys), KEYS_PER_TURN_BYTES):
+        await parts.turns.loop.take(session.account, LOOP_TURN_COST)
+        slots += lookup(space, keys[at : at + KEYS_PER_TURN_BYTES]).tolist()
+    return slots, len(keys) <= KEYS_PER_TURN_BYTES
 
 
 def touch(parts: Parts, session: Session, request: Touch) -> int:

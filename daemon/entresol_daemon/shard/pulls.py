@@ -25,6 +25,7 @@ from entresol_proto.status import SealError, Status
 from entresol_proto.wire.data import Ack, PutItem
 
 PUT_WINDOW_BYTES = 8 * limits.MIB  # read from a host, and sealed, in one turn
+PUT_WINDOW_BLOCKS = 32  # of those
 
 
 @dataclass(slots=True, eq=False)
@@ -146,11 +147,15 @@ def check_sealed(pull: Pull) -> Status:
 
 
 def windows(pulls: Sequence[Pull]) -> list[list[Pull]]:
-    """Runs of at most PUT_WINDOW_BYTES (a longer block makes its own run)."""
+    """Runs of at most PUT_WINDOW_BYTES and PUT_WINDOW_BLOCKS (a longer block is its own run)."""
     windows: list[list[Pull]] = []
     size = 0
     for pull in pulls:
-        if not windows or size + pull.span.length_bytes > PUT_WINDOW_BYTES:
+        if (
+            not windows
+            or size + pull.span.length_bytes > PUT_WINDOW_BYTES
+            or len(windows[-1]) >= PUT_WINDOW_BLOCKS
+        ):
             windows.append([])
             size = 0
         windows[-1].append(pull)

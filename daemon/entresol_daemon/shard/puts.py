@@ -36,13 +36,16 @@ from entresol_daemon.shard.pulls import (
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reserving import Reserving
 from entresol_daemon.shard.sessions import Session
-from entresol_daemon.shard.turns import compute_in_turns
+from entresol_daemon.shard.turns import LOOP_TURN_COST, compute_in_turns
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import short
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, Reserve, Reserved
 
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
+
+APPEND_COST = 80  # of the loop: a block entered into index, books and event log
+APPENDS_PER_TURN = max(1, LOOP_TURN_COST // APPEND_COST)
 
 log = logging.getLogger("entresol.put")
 
@@ -180,11 +183,15 @@ class PutPath:
             finally:
                 parts.turns.pulls.give(cost)
             waits = []
-            for pull in sorted(here, key=lambda p: p.reservation.item.position):
-                if pull.status is Status.OK:
-                    flushed = await self._append(pull)
-                    if flushed is not None:
-                        waits.append((pull, flushed))
+            here = [pull for pull in here if pull.status is Status.OK]
+            here.sort(key=lambda p: p.reservation.item.position)
+            for number, pull in enumerate(here):
+                if number % APPENDS_PER_TURN == 0:
+                    cost = APPEND_COST * min(APPENDS_PER_TURN, len(here) - number)
+                    await parts.turns.loop.take(account, cost, PUTS)
+                flushed = await self._append(pull)
+                if flushed is not None:
+                    waits.append((pull, flushed))
             stored = [pull.reservation for pull, _ in reversed(waits)]
             find = parts.engine.index.find
             slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
@@ -308,7 +315,7 @@ class PutPath:
         parts.history.forget(namespace_id, item.key)
         parts.meters.stored(account.name, header, extent.length_bytes)
         self._publish(reservation, pull.sealed_bytes)
-        self._removal.inserted(extent.length_bytes)
+        self._removal.inserted(account, extent.length_bytes)
         self._durable[slot] = flushed
         reservation.appended = True
         flushed.add_done_callback(lambda done: self._flushed(reservation, resident, done))

@@ -45,6 +45,9 @@ _REASONS = {
     RemoveReason.NO_SPACE: (Reason.LOST, events.Reason.LOST),
 }
 
+SPARE_SEGMENTS_MAX = 4  # kept free ahead of need
+SEGMENTS_PER_SPARE = 16  # of a small data file fewer
+
 log = logging.getLogger("entresol.removal")
 
 
@@ -57,11 +60,36 @@ class Removal:
         self._budget = ReinsertBudget()
         self._ranking = SegmentRanking(self._median_of)
         self._reported_by_host = False
+        self._ahead: asyncio.Task[None] | None = None
+        self._stopped = False
+        segments = parts.engine.capacity_bytes // parts.engine.segment_bytes
+        self._spare = min(SPARE_SEGMENTS_MAX, segments // SEGMENTS_PER_SPARE)
         parts.engine.listen(self.gone)
 
-    def inserted(self, record_bytes: int) -> None:
-        """A new record was appended: reinsertion may follow in proportion."""
+    def inserted(self, account: Account, record_bytes: int) -> None:
+        """A new record was appended: reinsertion may follow in proportion, and room for the next
+        is made ahead, so that nobody's put waits for what another one's fills up."""
         self._budget.inserted(record_bytes)
+        if self._ahead is None and self._parts.engine.spare_segments < self._spare:
+            self._ahead = asyncio.get_running_loop().create_task(self._evict_ahead(account))
+
+    async def _evict_ahead(self, account: Account) -> None:
+        engine = self._parts.engine
+        try:
+            while engine.spare_segments < self._spare and not self._stopped:
+                async with self._making_room:
+                    if not await self._evict_once(account, 0):
+                        return
+        except Exception:
+            log.exception("event=evict_ahead_failed")
+        finally:
+            self._ahead = None
+
+    async def stop(self) -> None:
+        """Make no more room ahead; return when nothing of that is under way."""
+        self._stopped = True
+        if self._ahead is not None:
+            await asyncio.wait({self._ahead})
 
     async def make_room(self, account: Account, record_bytes: int) -> bool:
         """Make a record of this tenant appendable now, evicting if needed.

@@ -56,15 +56,12 @@ class Reserving:
         deadline_ns = parts.now_ns() + request.deadline_ns
         patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
         answers, waits = await self._decide(session, request, deadline_ns)
-        again = False
         while not any(answer.status is Status.OK for answer in answers):
             # Nothing to commit that would make room: wait for what others have under way.
             if not self._starved(session, request, answers):
                 break
-            left_ns = patience_ns - parts.now_ns()
-            if not await parts.room.wait(session.account, left_ns, again=again):
+            if not await self._room_for_one(session, request, patience_ns):
                 break
-            again = True
             answers, waits = await self._decide(session, request, deadline_ns)
         for place, flushing in waits:
             left_ns = deadline_ns - parts.now_ns()
@@ -75,6 +72,18 @@ class Reserving:
             if answer.status is not Status.OK:
                 parts.meters.put_ended(session.account.name, answer.status)
         return Reserved(tuple(answers))
+
+    async def _room_for_one(self, session: Session, request: Reserve, until_ns: int) -> bool:
+        """Wait until the put budget would take an item; False when `until_ns` comes first."""
+        parts, account = self._parts, session.account
+        least = self._record_bytes(session.namespace(request.handle), request.items[0])
+        again = False
+        while await parts.room.wait(account, until_ns - parts.now_ns(), again=again):
+            alone = len(parts.accounts.by_name) == 1
+            if parts.put_budget.judge(account, least, alone=alone) is not Status.BUSY:
+                return True
+            again = True
+        return False
 
     async def _decide(
         self, session: Session, request: Reserve, deadline_ns: int
@@ -89,10 +98,11 @@ class Reserving:
         answers: list[Reserved.Item] = []
         waits: list[tuple[int, asyncio.Future[Status]]] = []
         full = False
-        for start in range(0, len(items), ITEMS_PER_TURN):
-            if start and not full:
+        start = 0
+        while start < len(items):
+            if start:
                 await parts.turns.loop.take(session.account, turns.LOOP_TURN_COST, PUTS)
-            part = items[start : start + ITEMS_PER_TURN]
+            part = items[start : start + (turns.KEYS_PER_TURN if full else ITEMS_PER_TURN)]
             keys = b"".join(item.key for item in part)
             slots = parts.engine.index.lookup(namespace.namespace_id, keys).tolist()
             for place, (item, slot) in enumerate(zip(part, slots, strict=True), start):
@@ -107,6 +117,7 @@ class Reserving:
                     answer = self._reserve_one(session, namespace, item, request.ack, deadline_ns)
                     full = answer.status is Status.BUSY
                     answers.append(answer)
+            start += len(part)
         return answers, waits
 
     def _starved(
@@ -136,16 +147,7 @@ class Reserving:
             return Reserved.Item(Status.BAD_REQUEST)
         if item.plain_bytes > parts.config.limits.block_bytes_max:
             return Reserved.Item(Status.TOO_LARGE)
-        # What a host sealed under its own key may carry token ids that nobody was told of.
-        tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
-        record_bytes = extent_bytes(
-            sealed_bytes_max(
-                item.plain_bytes,
-                chunk_bytes=parts.config.sealing.chunk_bytes,
-                meta_tokens=tokens,
-                engine_key_bytes=len(item.engine_key),
-            )
-        )
+        record_bytes = self._record_bytes(namespace, item)
         alone = len(parts.accounts.by_name) == 1
         status = parts.put_budget.admit(session.account, record_bytes, alone=alone)
         if status is not Status.OK:
@@ -171,6 +173,19 @@ class Reserving:
             return Reserved.Item(Status.OK, version, reservation.put_id)
         return Reserved.Item(
             Status.OK, version, reservation.put_id, salt, block_key.key, block_key.commitment
+        )
+
+    def _record_bytes(self, namespace: OpenedNamespace, item: PutItem) -> int:
+        """The longest record that a block can become."""
+        # What a host sealed under its own key may carry token ids that nobody was told of.
+        tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
+        return extent_bytes(
+            sealed_bytes_max(
+                item.plain_bytes,
+                chunk_bytes=self._parts.config.sealing.chunk_bytes,
+                meta_tokens=tokens,
+                engine_key_bytes=len(item.engine_key),
+            )
         )
 
     def _enter(self, reservation: Reservation) -> None:

@@ -411,6 +411,7 @@ class Shard:
         await self.keycare.close()
         if clean:
             await self.puts.drain()
+        await self.removal.stop()
         await self.parts.engine.close(clean=clean)
         if self._background:
             await asyncio.wait(self._background)

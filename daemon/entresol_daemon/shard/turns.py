@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,18 +24,23 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 WAIT_NS_TARGET = 1_000_000  # what is in service at flash or in pulls is about so long
-FLASH_BYTES_MIN, FLASH_BYTES_MAX = 1 * limits.MIB, 128 * limits.MIB  # handed to the device
+FLASH_BYTES_MIN, FLASH_BYTES_MAX = 2 * limits.MIB, 128 * limits.MIB  # handed to the device
 PULL_BYTES_MIN, PULL_BYTES_MAX = 4 * limits.MIB, 128 * limits.MIB  # read from hosts, and sealed
 COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
 COMPUTE_TURN_BYTES = 2 * limits.MIB  # sealed or opened by one thread without a break
-LOOP_TURN_COST = 1_000  # about as many microseconds of requests between two looks at the sockets
+LOOP_TURN_COST = 50  # about as many microseconds of work without a break
+LOOP_ROUND_COST = 1_000  # begun between two looks at the sockets while one tenant is alone
+CONTENDED_S = 0.1  # so long after two tenants took turns only LOOP_TURN_COST is begun
 
 # About how many microseconds of the event loop a piece of work takes on one core of today.
 REQUEST_COST = 100
-SESSION_COST = 2_000
+SESSION_COST = 500  # admitted and entered
+HANDSHAKE_COST = 1_500  # certificates and keys, before anybody is known
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
+KEYS_PER_TURN = LOOP_TURN_COST << KEY_COST_SHIFT
+KEYS_PER_TURN_BYTES = KEYS_PER_TURN * limits.WIRE_KEY_BYTES
 BLOCK_COST = 20  # a block granted
 ITEM_COST = 25  # an item of a RESERVE decided
 EVENT_COST = 10  # an event written to one watcher
@@ -112,15 +117,17 @@ class Turns:
 class LoopTurns:
     """Turns on the event loop. Costs are microseconds, roughly; there is nothing to give back.
 
-    Between two looks at the sockets at most LOOP_TURN_COST is begun, and one unit more: whoever
-    asks for little is not behind what others have queued.
+    Between two looks at the sockets so much is begun, and one unit more: whoever asks for little is
+    not behind what others have queued. An answer takes several looks, so these come often while
+    more than one tenant is busy.
     """
 
-    def __init__(self, cost_max: int = LOOP_TURN_COST) -> None:
-        self._cost_max = cost_max
+    def __init__(self) -> None:
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
         self._begun = 0
         self._scheduled = False
+        self._last: Hashable = None  # whose turn was the last one
+        self._contended_until = 0.0
 
     @property
     def waiting(self) -> int:
@@ -129,24 +136,38 @@ class LoopTurns:
 
     def enter(self, account: Account, cost: int) -> bool:
         """Begin at once if the loop is free and nobody waits; True if so."""
-        if len(self._queue) or (self._begun and self._begun + cost > self._cost_max):
-            return False
-        self._queue.charge(account.name, account.weight, cost)
-        self._begin(cost)
-        return True
+        return self._enter(account.name, account.weight, cost)
 
     async def take(self, account: Account, cost: int, rank: int = GETS) -> None:
         """Return when it is this tenant's turn. Raises: QuotaError (BUSY)."""
-        if self.enter(account, cost):
+        await self.take_as(account.name, account.weight, cost, rank)
+
+    async def take_as(self, flow: Hashable, weight: int, cost: int, rank: int = GETS) -> None:
+        """A turn of somebody who is no tenant, or not known as one yet."""
+        if self._enter(flow, weight, cost):
             return
         turn = asyncio.get_running_loop().create_future()
-        unit = self._queue.push(account.name, account.weight, cost, turn, rank)
+        unit = self._queue.push(flow, weight, cost, turn, rank)
         self._schedule()
         try:
             await turn
         except asyncio.CancelledError:
             unit.drop()
             raise
+
+    def _enter(self, flow: Hashable, weight: int, cost: int) -> bool:
+        if flow != self._last:
+            self._contended_until = asyncio.get_running_loop().time() + CONTENDED_S
+            self._last = flow
+        if len(self._queue) or (self._begun and self._begun + cost > self._round_cost()):
+            return False
+        self._queue.charge(flow, weight, cost)
+        self._begin(cost)
+        return True
+
+    def _round_cost(self) -> int:
+        contended = asyncio.get_running_loop().time() < self._contended_until
+        return LOOP_TURN_COST if contended else LOOP_ROUND_COST
 
     def _begin(self, cost: int) -> None:
         self._begun += cost
@@ -161,7 +182,8 @@ class LoopTurns:
         """Once per turn of the loop while there is work: begin what comes next."""
         self._scheduled = False
         self._begun = 0
-        while len(self._queue) and self._begun < self._cost_max:
+        most = self._round_cost()
+        while len(self._queue) and self._begun < most:
             unit = self._queue.pop()
             if not unit.dropped and not unit.item.done():
                 unit.item.set_result(None)

@@ -1,0 +1,190 @@
+"""One tenant floods a real daemon while another measures its own gets: Q5, and its processes.
+
+    python -m tests.proof.fair_daemon victim|flood ARGUMENTS    (the line starts these)
+
+The host's processors are shared too, and what the flood's own process burns must not count against
+the daemon: the daemon and the victim are pinned to one processor, the flood to another, at the
+lowest priority. Calm and storm alternate within one run; what counts is the median of the rounds'
+ratios, because two busy cores are noisy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from entresol_client.client import AsyncClient
+from entresol_client.results import PutBlock
+from entresol_proto.status import EntresolError, Status
+from entresol_proto.wire.data import Exists
+from tests.daemon import daemon_lab as lab
+from tests.harness import DaemonProcess
+from tests.proof.line import NotRunError
+
+VICTIM, FLOODER = "dev", "other"
+BLOCK_BYTES = 64 * 1024
+BLOCKS = 64
+GET_BLOCKS = 8
+GAP_S = 0.01
+ROUNDS, ROUND_S, WARM_S = 3, 1.5, 0.7
+SESSIONS, AT_ONCE = 4, 8
+
+
+async def victim(config: Any) -> None:
+    """A get every GAP_S, for as long as stdin asks: one line of results per line of input."""
+    loop = asyncio.get_running_loop()
+    async with await AsyncClient.open(config) as client:
+        space = await client.namespace(lab.DESCRIPTOR)
+        keys = lab.keys_of(BLOCKS, "victim")
+        await space.put(lab.blocks(keys, BLOCK_BYTES), ack="durable")
+        buffers = [bytearray(BLOCK_BYTES) for _ in range(GET_BLOCKS)]
+        print("ready", flush=True)
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            until = time.monotonic() + float(line)
+            seconds: list[float] = []
+            asked = got = at = 0
+            while time.monotonic() < until:
+                await asyncio.sleep(GAP_S)
+                at = (at + GET_BLOCKS) % BLOCKS
+                start = time.perf_counter()
+                found = await space.get_into(keys[at : at + GET_BLOCKS], buffers)
+                seconds.append(time.perf_counter() - start)
+                asked += GET_BLOCKS
+                got += sum(status is Status.OK for status in found.statuses)
+            ordered = sorted(seconds)
+            p99 = ordered[int(len(ordered) * 0.99)] if ordered else 99.0
+            print(json.dumps({"p99": p99, "asked": asked, "got": got}), flush=True)
+
+
+async def _puts(config: Any) -> None:
+    async with await AsyncClient.open(config) as client:
+        space = await client.namespace(lab.DESCRIPTOR)
+        plain = os.urandom(BLOCK_BYTES)
+        while True:
+            blocks = [PutBlock(os.urandom(32), plain, position=at) for at in range(64)]
+            await space.put(blocks)
+
+
+async def _absent(config: Any) -> None:
+    async with await AsyncClient.open(config) as client:
+        space = await client.namespace(lab.DESCRIPTOR)
+        buffers = [bytearray(64)] * 4_096
+        while True:
+            await space.get_into([os.urandom(32) for _ in range(4_096)], buffers)
+
+
+async def _exists(config: Any) -> None:
+    class Host:
+        def client_config(self, *_: Any, **__: Any) -> Any:
+            return config
+
+    async with lab.raw_of(Host(), FLOODER, "shm", config) as raw:
+        namespace = await raw.namespace()
+        keys = os.urandom(16) * 65_536
+        while True:
+            await raw.ask(Exists(namespace.handle, keys))
+
+
+async def _sessions(config: Any) -> None:
+    while True:
+        async with await AsyncClient.open(config) as client:
+            await client.namespace(lab.DESCRIPTOR)
+
+
+FLOODS: dict[str, Callable[[Any], Coroutine[Any, Any, None]]] = {
+    "look-ups": _exists, "absent keys": _absent, "puts": _puts, "sessions": _sessions,
+}  # fmt: skip
+
+
+async def flood(config: Any, kind: str) -> None:
+    """At full speed until killed."""
+
+    async def go_on() -> None:
+        while True:
+            try:
+                await FLOODS[kind](config)
+            except EntresolError:
+                await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(go_on() for _ in range(SESSIONS * AT_ONCE)))
+
+
+def measure(folder: Path, kind: str, program: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    """A row per round: p99 calm and in the storm, and the share of blocks got in the storm.
+
+    Raises: NotRunError where there is one processor only.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < 2:
+        raise NotRunError("one processor: the flood's own work could not be kept off the daemon's")
+    rows = []
+    arguments = (folder / "d", "--tenant", VICTIM, "--tenant", FLOODER)
+    daemon = DaemonProcess(*arguments, program=program) if program else DaemonProcess(*arguments)
+    with daemon:
+        assert daemon.process is not None
+        os.sched_setaffinity(daemon.process.pid, {processors[0]})
+        for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {processors[0]})
+        with _role(folder, "victim", VICTIM, processors[0]) as calm:
+            assert calm.stdout is not None
+            assert calm.stdout.readline().strip() == "ready"
+            _ask(calm, WARM_S)
+            for _ in range(ROUNDS):
+                before = _ask(calm, ROUND_S)
+                with _role(folder, "flood", FLOODER, processors[1], kind) as storm:
+                    _ask(calm, WARM_S)
+                    during = _ask(calm, ROUND_S)
+                    storm.kill()
+                rows.append(
+                    {"calm_s": before["p99"], "storm_s": during["p99"],
+                     "share": during["got"] / max(1, during["asked"]),
+                     "pace": during["asked"] / max(1, before["asked"])}
+                )  # fmt: skip
+                time.sleep(0.3)
+            calm.kill()
+    return rows
+
+
+def ratio_of(rows: list[dict[str, float]]) -> float:
+    """The median over the rounds."""
+    return statistics.median(row["storm_s"] / row["calm_s"] for row in rows)
+
+
+def _role(folder: Path, role: str, tenant: str, processor: int, *more: str) -> Any:
+    name = "client.toml" if tenant == "dev" else f"client-{tenant}.toml"
+    nice = 19 if role == "flood" else 0
+
+    def settle() -> None:
+        os.sched_setaffinity(0, {processor})
+        os.nice(nice)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.proof.fair_daemon", role, str(folder / "d" / name), *more],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=settle,
+    )  # fmt: skip
+
+
+def _ask(process: Any, seconds: float) -> dict[str, float]:
+    process.stdin.write(f"{seconds}\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise AssertionError("the victim died")
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
+if __name__ == "__main__":
+    from entresol_client.config import ClientConfig
+
+    known = ClientConfig.load(Path(sys.argv[2]))
+    asyncio.run(victim(known) if sys.argv[1] == "victim" else flood(known, sys.argv[3]))

@@ -1,0 +1,596 @@
+"""A shard whose flash, fabric, compute threads and event loop all take time, on a virtual clock.
+
+The shard, engine and session machines are the real ones. What they run on has rates instead of
+being instant: a device and a link that share their bytes among what is in service, compute threads
+that are busy for as long as a block is long, and an event loop that is busy for as long as its work
+takes (measured once on one core, rounded up). So shares and latencies come out exact, and the same
+for the same seed.
+
+Guests are hosts that count and time; they do not open blocks (other lines do). Floods are guests
+that want to hurt. Invariant: what is measured is what a guest sees, from its first byte sent to the
+last byte of its answer or block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from entresol_daemon.config import Config, FlashConfig, LimitsConfig, MemoryConfig, SealingConfig
+from entresol_daemon.flash import device
+from entresol_daemon.flash.device import IoOp
+from entresol_daemon.flash.engine import Engine, EngineOptions
+from entresol_daemon.flash.sim import SimDevice
+from entresol_daemon.keys.keyring import Keyring, TenantQuota
+from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.metrics import Metrics
+from entresol_daemon.shard.dispatch import SessionHandler
+from entresol_daemon.shard.shard import Shard, Surroundings
+from entresol_proto.fabric.base import Capabilities, Exposure, FabricKind, Offer, ReadOp
+from entresol_proto.ids import EngineKey, NamespaceDescriptor, TenantName, wire_key
+from entresol_proto.status import EntresolError, Status
+from entresol_proto.wire import data, opening
+from entresol_proto.wire.session import ClientSession
+from tests.sim.shardlab import SimBuffer
+from tests.simloop import SimLoop
+
+KIB, MIB = 1024, 1024 * 1024
+SECOND_NS = 1_000_000_000
+DEVICE_BYTES_PER_S = 1_000_000_000
+LINK_BYTES_PER_S = 3_000_000_000
+IO_THREADS = 8
+THREADS = 4
+SEAL_BYTES_PER_S = 1_000_000_000  # one thread
+LINK_LATENCY_S = 30e-6
+DEVICE_LATENCY_S = 20e-6  # of a thread's run, beside its bytes
+PIECE_BYTES = 256 * KIB  # of the control stream that the loop reads at a time
+SEGMENT_BYTES = 4 * MIB
+SLAB_BYTES = 512 * KIB
+
+# Seconds of the event loop.
+FRAME_S = 40e-6  # to receive or send one
+FRAME_BYTE_S = 1e-9
+KEY_S = 0.2e-6  # to look one up
+MISS_S = 0.25e-6  # to answer one
+BLOCK_S = 15e-6  # to grant one
+ITEM_S = 20e-6  # to reserve one
+APPEND_S = 100e-6  # to enter one into the index and the log
+OPEN_S = 0.5e-3  # a session, after its TLS handshake
+
+
+class BusyLoop(SimLoop):
+    """A loop on which work takes time."""
+
+    def busy(self, seconds: float) -> None:
+        """The callback that runs now takes so much longer."""
+        self._now += seconds
+
+
+def busy(seconds: float) -> None:
+    """The running callback takes so much longer."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, BusyLoop)
+    loop.busy(seconds)
+
+
+class Pipe:
+    """Something with a rate that so many transfers share at a time; the others wait in order.
+
+    It goes on by itself while the loop is busy: what ended meanwhile ended when it did, and what
+    waited for it began then.
+    """
+
+    def __init__(self, bytes_per_s: float, at_once: int = 1_000_000) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._at_once = at_once
+        self._active: dict[asyncio.Future[None], float] = {}  # bytes left
+        self._queue: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def carry(self, length_bytes: float) -> None:
+        """Return when so many bytes are through."""
+        loop = asyncio.get_running_loop()
+        self._advance(loop.time())
+        done = loop.create_future()
+        self._queue.append((done, length_bytes))
+        self._fill()
+        self._plan(loop)
+        await done
+
+    def _fill(self) -> None:
+        while self._queue and len(self._active) < self._at_once:
+            done, left = self._queue.popleft()
+            self._active[done] = left
+
+    def _advance(self, now: float) -> None:
+        while self._active:
+            rate = self._bytes_per_s / len(self._active)
+            done = min(self._active, key=self._active.__getitem__)
+            ends = self._at + self._active[done] / rate
+            passed = (min(ends, now) - self._at) * rate
+            for each in self._active:
+                self._active[each] -= passed
+            if ends > now:
+                break
+            self._at = ends
+            del self._active[done]
+            if not done.done():
+                done.set_result(None)
+            self._fill()
+        self._at = max(self._at, now)
+
+    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._active:
+            left = min(self._active.values()) * len(self._active) / self._bytes_per_s
+            self._timer = loop.call_at(self._at + left, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        self._advance(loop.time() + 1e-12)
+        self._plan(loop)
+
+
+class RatedDevice(SimDevice):
+    """Threads that read and write as those of the real device do, over one drive they share."""
+
+    def __init__(self, size_bytes: int, seed: int) -> None:
+        super().__init__(size_bytes, seed=seed)
+        self._threads = Pipe(DEVICE_BYTES_PER_S, IO_THREADS)
+        self._reading = 0
+        self._read_at = -1.0
+
+    async def read(self, ops: Sequence[IoOp]) -> list[Status]:
+        self._reading += 1
+        await self._work(device._jobs(device._runs(ops, self.size_bytes), IO_THREADS))
+        self._reading -= 1
+        self._read_at = asyncio.get_running_loop().time()
+        return [self._read_one(op) for op in ops]
+
+    async def write(self, ops: Sequence[IoOp]) -> None:
+        for batch in device.write_batches(device._runs(ops, self.size_bytes)):
+            since = asyncio.get_running_loop().time() - self._read_at
+            lately = self._reading > 0 or since < device.READS_LATELY_S
+            threads = device.write_threads(IO_THREADS, reads=lately)
+            await self._work(device._jobs(batch, threads))
+        await super().write(ops)
+
+    async def flush(self) -> None:
+        await self._threads.carry(DEVICE_LATENCY_S * DEVICE_BYTES_PER_S)
+        await super().flush()
+
+    async def _work(self, jobs: Sequence[Sequence[Any]]) -> None:
+        latency_bytes = DEVICE_LATENCY_S * DEVICE_BYTES_PER_S
+        await asyncio.gather(
+            *(
+                self._threads.carry(sum(run.length_bytes + latency_bytes for run in job))
+                for job in jobs
+                if job
+            )
+        )
+
+
+def _bytes_of(value: Any) -> int:
+    """How long the longest buffers of a job are."""
+    if isinstance(value, memoryview):
+        return value.nbytes
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_of, value))
+    if hasattr(value, "plain"):
+        return _bytes_of(value.plain)
+    return _bytes_of(getattr(value, "into", ()))
+
+
+class RatedCompute:
+    """Threads that are busy for as long as a job's buffers are long; first come, first served."""
+
+    def __init__(self) -> None:
+        self._free_at = [0.0] * THREADS
+
+    async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        thread = min(range(THREADS), key=lambda each: (self._free_at[each], each))
+        start = max(loop.time(), self._free_at[thread])
+        self._free_at[thread] = start + 5e-6 + _bytes_of(args) / SEAL_BYTES_PER_S
+        await asyncio.sleep(self._free_at[thread] - loop.time())
+        return fn(*args)
+
+    async def map(self, fn: Callable[..., Any], items: Sequence[Any]) -> list[Any]:
+        return list(await asyncio.gather(*(self.run(fn, item) for item in items)))
+
+    async def close(self) -> None:
+        pass
+
+
+class Endpoint:
+    """One end of a guest's data path; the daemon's side pulls through the shared link."""
+
+    kind = FabricKind.TCP
+    capabilities = Capabilities(revokes=True, private=True, same_host=False, maps=False)
+
+    def __init__(self, pipe: Pipe | None) -> None:
+        self._pipe = pipe
+        self.peer: Endpoint
+        self.exposed: dict[int, memoryview] = {}
+        self._next = 1
+
+    async def expose(self, buffer: Any) -> Exposure:
+        view = buffer if isinstance(buffer, memoryview) else buffer.view
+        self._next += 1
+        self.exposed[self._next] = view
+        return Exposure(self._next, 0, view.nbytes)
+
+    async def revoke(self, exposure: Exposure) -> None:
+        self.exposed.pop(exposure.rkey, None)
+
+    async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
+        await asyncio.sleep(LINK_LATENCY_S)
+        if self._pipe is not None:
+            await asyncio.gather(*(self._pipe.carry(op.into.nbytes) for op in ops))
+        statuses = []
+        for op in ops:
+            view = self.peer.exposed.get(op.span.rkey)
+            if view is None:
+                statuses.append(Status.LEASE_EXPIRED)
+                continue
+            op.into[:] = view[op.span.address : op.span.address + op.span.length_bytes]
+            statuses.append(Status.OK)
+        return statuses
+
+    async def close(self) -> None:
+        self.exposed.clear()
+
+
+class Fabric:
+    """The daemon's side: its pulls share one link."""
+
+    kind = FabricKind.TCP
+
+    def __init__(self) -> None:
+        self.pipe = Pipe(LINK_BYTES_PER_S)
+        self._brought: dict[bytes, Endpoint] = {}
+        self._next = 0
+
+    async def start(self) -> None:
+        pass
+
+    def offer(self, *, peer: object | None = None) -> Offer:
+        self._next += 1
+        return Offer(self.kind, self._next.to_bytes(8, "little"))
+
+    def bring(self, offer: Offer, endpoint: Endpoint) -> None:
+        self._brought[offer.params] = endpoint
+
+    async def accept(self, offer: Offer, reply: bytes, deadline_ns: int) -> Any:
+        return self._brought.pop(offer.params)
+
+    def withdraw(self, offer: Offer) -> None:
+        self._brought.pop(offer.params, None)
+
+    async def close(self) -> None:
+        self._brought.clear()
+
+
+@dataclass(slots=True)
+class Place:
+    """A shard on rated hardware."""
+
+    shard: Shard
+    fabric: Fabric
+    drive: RatedDevice
+    keyring: Keyring
+    rng: random.Random
+
+    @classmethod
+    async def open(
+        cls, folder: Path, seed: int, tenants: dict[str, int], *, flash_segments: int = 40,
+        dram_bytes: int = 16 * MIB, blocks_max: int = 20_000,
+    ) -> Place:  # fmt: skip
+        """With these tenants and weights."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, BusyLoop)
+        rng = random.Random(seed)
+        size_bytes = 64 * KIB + flash_segments * SEGMENT_BYTES
+        drive = RatedDevice(size_bytes, seed)
+        keyring = Keyring.open(folder, FileKek(bytes(range(32))), random=rng.randbytes)
+        for name, weight in tenants.items():
+            keyring.add_tenant(name, TenantQuota(weight=weight), now_unix_s=1)
+        compute: Any = RatedCompute()
+        engine = await Engine.open(
+            drive,
+            EngineOptions(
+                segment_bytes=SEGMENT_BYTES, blocks_max=blocks_max, group_commit_ns=2_000_000,
+                group_commit_bytes=4 * MIB,
+            ),
+            compute=compute, now_ns=loop.now_ns, random_bytes=rng.randbytes,
+        )  # fmt: skip
+        fabric = Fabric()
+        shard = await Shard.open(
+            _config(size_bytes, dram_bytes), engine=engine, keyring=keyring, compute=compute,
+            metrics=Metrics(), fabrics={FabricKind.TCP: fabric}, incarnation=1,
+            surroundings=Surroundings(
+                make_buffer=SimBuffer, make_private=SimBuffer, host_id=bytes(16),
+                now_ns=loop.now_ns, unix_ns=loop.now_ns,
+            ),
+        )  # fmt: skip
+        _charge(shard)
+        return cls(shard, fabric, drive, keyring, rng)
+
+    async def close(self) -> None:
+        """Without waiting for anything."""
+        await self.shard.close(clean=False)
+        self.keyring.close()
+
+
+def _config(size_bytes: int, dram_bytes: int) -> Config:
+    return replace(
+        Config(),
+        flash=FlashConfig(size_bytes=size_bytes, segment_bytes=SEGMENT_BYTES),
+        memory=MemoryConfig(dram_bytes=dram_bytes, slab_bytes=SLAB_BYTES),
+        sealing=SealingConfig(codec="raw", threads=THREADS),
+        limits=LimitsConfig(
+            block_bytes_max=256 * KIB,
+            lease_ns=SECOND_NS,
+            inflight_bytes_per_session_max=8 * MIB,
+            put_queue_bytes_max=32 * MIB,
+            put_queue_blocks_max=4096,
+            leases_max=4096,
+            sessions_max=512,
+            sessions_per_tenant_max=256,
+        ),
+    )
+
+
+def _charge(shard: Shard) -> None:
+    """What the loop does for a shard takes time. Instead of methods, so that it is all the work."""
+    index, gets, puts = shard.parts.engine.index, shard.gets, shard.puts
+    lookup, grant, reserve_one = index.lookup, gets._grant, puts._reserving._reserve_one
+    append, open_session = puts._append, shard.open_session
+    granted = shard.parts.meters.granted
+
+    def slow_lookup(namespace_id: bytes, keys: bytes) -> Any:
+        busy(2e-6 + len(keys) / 16 * KEY_S)
+        return lookup(namespace_id, keys)
+
+    async def slow_grant(job: Any, entries: Any, *, final: bool) -> None:
+        busy(len(entries) * BLOCK_S)
+        await grant(job, entries, final=final)
+
+    def slow_reserve(*args: Any) -> Any:
+        busy(ITEM_S)
+        return reserve_one(*args)
+
+    def slow_granted(tenant: Any, items: Any, misses: Any, open_at: Any) -> None:
+        busy(len(misses) * MISS_S)
+        granted(tenant, items, misses, open_at)
+
+    async def slow_append(pull: Any) -> Any:
+        busy(APPEND_S)
+        return await append(pull)
+
+    async def slow_open(name: Any, hello: Any) -> Any:
+        busy(OPEN_S)
+        return await open_session(name, hello)
+
+    index.lookup = slow_lookup  # type: ignore[method-assign,assignment]
+    gets._grant = slow_grant  # type: ignore[method-assign]
+    puts._reserving._reserve_one = slow_reserve  # type: ignore[method-assign,assignment]
+    puts._append = slow_append  # type: ignore[method-assign]
+    shard.parts.meters.granted = slow_granted  # type: ignore[method-assign]
+    shard.open_session = slow_open  # type: ignore[method-assign]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What came of a guest's calls."""
+
+    seconds: list[float] = field(default_factory=list)
+    done_bytes: int = 0
+    blocks: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def note(self, statuses: Sequence[Status], block_bytes: int, seconds: float) -> None:
+        good = sum(s in (Status.OK, Status.EXISTS) for s in statuses)
+        self.blocks += good
+        self.done_bytes += good * block_bytes
+        self.seconds.append(seconds)
+        for status in statuses:
+            if status not in (Status.OK, Status.EXISTS):
+                self.refused[status.label] = self.refused.get(status.label, 0) + 1
+
+    def p99(self) -> float:
+        """Seconds; the slowest but one in a hundred."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] if ordered else 0.0
+
+
+class Guest:
+    """One host with one session. Calls raise EntresolError when refused as a whole."""
+
+    def __init__(self, place: Place, tenant: str) -> None:
+        self.place = place
+        self.tenant = tenant
+        self._loop = asyncio.get_running_loop()
+        self._machine = ClientSession(now_ns=self._now())
+        self._handler = SessionHandler(
+            place.shard, TenantName(tenant), write=self._to_host, close=self._hang_up,
+            read_on=self._reads,
+        )  # fmt: skip
+        self.mine = Endpoint(None)
+        self.theirs = Endpoint(place.fabric.pipe)
+        self.mine.peer, self.theirs.peer = self.theirs, self.mine
+        self._waiting: dict[int, asyncio.Queue[Any]] = {}
+        self._unread: list[bytes] = []
+        self._reading = True
+        self._up = True
+        self._up_at = 0.0
+        self.handle = 0
+        self.secret = b""
+
+    def _now(self) -> int:
+        return int(self._loop.time() * 1e9)
+
+    def _send(self, message: Any) -> int:
+        request_id, raw = self._machine.send(message)
+        for at in range(0, len(raw), PIECE_BYTES):
+            self._up_at = max(self._up_at + 1e-9, self._loop.time() + LINK_LATENCY_S)
+            self._loop.call_at(self._up_at, self._arrive, raw[at : at + PIECE_BYTES])
+        return request_id
+
+    def _arrive(self, raw: bytes) -> None:
+        if not self._up:
+            return
+        if not self._reading or self._unread:
+            self._unread.append(raw)  # in the peer's socket
+            return
+        self._receive(raw)
+
+    def _receive(self, raw: bytes) -> None:
+        busy(FRAME_S + len(raw) * FRAME_BYTE_S)
+        self._handler.receive(raw)
+
+    def _reads(self, reading: bool) -> None:
+        self._reading = reading
+        if reading and self._unread:
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if self._up and self._reading and self._unread:
+            self._receive(self._unread.pop(0))
+            if self._reading and self._unread:
+                self._loop.call_soon(self._read_on)
+
+    def _to_host(self, raw: bytes) -> None:
+        busy(FRAME_S + len(raw) * FRAME_BYTE_S)
+        self._loop.call_later(LINK_LATENCY_S, self._arrive_at_host, raw)
+
+    def _arrive_at_host(self, raw: bytes) -> None:
+        if self._up:
+            for item in self._machine.receive(raw, self._now()):
+                queue = self._waiting.get(item.request_id)
+                if queue is not None:
+                    queue.put_nowait(item.message)
+
+    def _hang_up(self) -> None:
+        """The daemon closes: what it said before still arrives."""
+        self._loop.call_later(2 * LINK_LATENCY_S, self._cut)
+
+    def _cut(self) -> None:
+        self._up = False
+        for queue in self._waiting.values():
+            queue.put_nowait(None)
+
+    async def gone(self) -> None:
+        """The link breaks; return when the daemon has cleaned up."""
+        self._cut()
+        await self._handler.finish()
+
+    async def _answers(self, message: Any) -> Any:
+        if not self._up:
+            raise EntresolError("cut", status=Status.DISCONNECTED)
+        request_id = self._send(message)
+        queue = self._waiting[request_id] = asyncio.Queue()
+        try:
+            while True:
+                answer = await queue.get()
+                if answer is None:
+                    raise EntresolError("cut", status=Status.DISCONNECTED)
+                if isinstance(answer, opening.ErrorReply):
+                    raise EntresolError(answer.message, status=answer.status)
+                yield answer
+                if getattr(answer, "final", True):
+                    return
+        finally:
+            del self._waiting[request_id]
+
+    async def call(self, message: Any) -> Any:
+        """The first answer."""
+        async for answer in self._answers(message):
+            return answer
+        raise AssertionError("no answer and no error")
+
+    async def open(self, *, attach: bool = True) -> None:
+        """Session, data path and a namespace."""
+        welcome = await self.call(opening.Hello(1, 1, bytes(16), 2, "fair"))
+        if not attach:
+            return
+        offer = welcome.offers[0]
+        self.place.fabric.bring(offer, self.theirs)
+        await self.call(opening.Attach(offer.kind))
+        opened = await self.call(
+            opening.OpenNamespace(NamespaceDescriptor(model="fair").canonical())
+        )
+        self.handle, self.secret = opened.handle, opened.secret
+
+    def names(self, keys: Sequence[bytes]) -> bytes:
+        """Wire keys, joined."""
+        return b"".join(wire_key(self.secret, EngineKey(key)) for key in keys)
+
+    async def put(
+        self, keys: Sequence[bytes], block_bytes: int, *, ack: data.Ack = data.Ack.DURABLE
+    ) -> list[Status]:
+        """Store blocks of nothing in particular."""
+        names = [wire_key(self.secret, EngineKey(key)) for key in keys]
+        items = tuple(
+            data.PutItem(name, key, block_bytes, at, b"", ())
+            for at, (name, key) in enumerate(zip(names, keys, strict=True))
+        )
+        plain = memoryview(bytearray(block_bytes))
+        reserved = await self.call(data.Reserve(self.handle, ack, 5 * SECOND_NS, items))
+        statuses = [answer.status for answer in reserved.items]
+        wanted = [at for at, status in enumerate(statuses) if status is Status.OK]
+        if wanted:
+            exposure = await self.mine.expose(plain)
+            spans = tuple(
+                (reserved.items[at].put_id, exposure.span(0, block_bytes)) for at in wanted
+            )
+            done = await self.call(data.Commit(spans))
+            await self.mine.revoke(exposure)
+            for at, status in zip(wanted, done.statuses, strict=True):
+                statuses[at] = status
+        return statuses
+
+    async def get(self, names: bytes, *, release: bool = True) -> list[Status]:
+        """Fetch, read and let go."""
+        statuses = [Status.DISCONNECTED] * (len(names) // 16)
+        message = data.Fetch(self.handle, data.OpenAt.HOST, False, 3 * SECOND_NS, names)
+        async for grant in self._answers(message):
+            for index, status in grant.misses:
+                statuses[index] = status
+            ops = [
+                ReadOp(item.span, memoryview(bytearray(item.span.length_bytes)))
+                for item in grant.items
+            ]
+            if ops and release:
+                found = await self.mine.read(ops, self._now() + SECOND_NS)
+            else:
+                found = [Status.OK] * len(ops)
+            for item, status in zip(grant.items, found, strict=True):
+                statuses[item.index] = status
+            if grant.lease_id and release and self._up:
+                self._send(data.Release((grant.lease_id,), ()))
+        return statuses
+
+    async def timed(
+        self, seen: Seen, block_bytes: int, work: Awaitable[list[Status]], blocks: int
+    ) -> None:
+        """Do it and note what came and how long it took."""
+        start = self._loop.time()
+        try:
+            statuses = await work
+        except EntresolError as error:
+            statuses = [error.status] * blocks
+        seen.note(statuses, block_bytes, self._loop.time() - start)
+
+
+def key_of(tenant: str, number: int) -> bytes:
+    """An engine key."""
+    return f"{tenant}-{number}".encode().ljust(32, b".")

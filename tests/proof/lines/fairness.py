@@ -1,0 +1,213 @@
+"""Q1 to Q4: quotas and fairness while one tenant attacks, on a shard whose hardware has rates.
+
+Everything runs on a virtual clock, so that shares and 99th percentiles are exact and the same for
+the same seed. The seed's remainder says which kind of attack a unit is.
+
+- Q1: under every kind of flood four other tenants get at least 0.9 of what they ask for (which is
+  less than their fair share), and their 99th percentiles are within twice those without it.
+- Q2: when all take as much as they can, each gets at least 0.9 of its weight's share.
+- Q3: a flood that overfills flash, by bytes or by entries of the index, pushes out nothing of a
+  tenant within its share.
+- Q4: every quota holds at its number and one past it, and what was held comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from entresol_daemon.core import eviction
+from entresol_daemon.core.accounts import Held
+from entresol_daemon.core.fairness import FairQueue
+from tests import simloop
+from tests.proof import floods, overfill, quotas
+from tests.proof.fairlab import BusyLoop, Place
+from tests.proof.line import Line, Size, Slice, Tally
+
+FAIR = 0.9
+SLOWER = 2.0
+CONTEST_S = 0.25
+STORM_S = {Size.COMMIT: 0.3, Size.NIGHTLY: 0.5, Size.RELEASE: 0.5}
+CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1, 1, 1)),
+            (floods.FlashGets, (1, 2, 3, 1, 1)))  # fmt: skip
+
+
+def simulate(
+    work: Slice, seed: int, weights: tuple[int, ...], story: Callable[..., Any], *rest: Any
+) -> Any:
+    """Run a story on a fresh place with the victims and the flooder, of these weights."""
+
+    async def whole() -> Any:
+        names = (*floods.VICTIMS, floods.FLOODER)
+        tenants = dict(zip(names, weights, strict=True))
+        place = await Place.open(work.folder / f"keys-{seed}", seed, tenants)
+        try:
+            return await story(place, *rest)
+        finally:
+            await place.close()
+
+    logging.disable(logging.CRITICAL)  # a flood is refused by the thousand
+    try:
+        return simloop.run(whole(), seed, loop=BusyLoop(seed))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run_storms(work: Slice) -> Tally:
+    """Q1."""
+    tally = Tally()
+    for seed in work.seeds:
+        kind = floods.FLOODS[seed % len(floods.FLOODS)]
+        calm, rough = simulate(
+            work, seed, (1,) * 5, floods.storm, kind, STORM_S[work.size]
+        )  # fmt: skip
+        tally.tried += 1
+        faults = []
+        for what, before, after in (
+            ("gets", calm.get_p99_s, rough.get_p99_s), ("puts", calm.put_p99_s, rough.put_p99_s),
+        ):  # fmt: skip
+            tally.figure(f"max_{what} slower in {kind.name}", round(after / before, 2))
+            if after > SLOWER * before:
+                faults.append(f"{what} p99 {before * 1e3:.1f} ms, then {after * 1e3:.1f} ms")
+        share = rough.blocks / rough.offered_blocks
+        tally.figure("min_share served", round(share, 4))
+        if share < FAIR:
+            faults.append(f"{share:.3f} of the blocks asked for")
+        if faults:
+            tally.found(seed, f"{kind.name}: {'; '.join(faults)}")
+        tally.survived += not faults
+        if work.trace:
+            print(f"seed={seed} {kind.name}: {calm} {rough}")
+    return tally
+
+
+def run_contests(work: Slice) -> Tally:
+    """Q2."""
+    tally = Tally()
+    for seed in work.seeds:
+        kind, weights = CONTESTS[seed % len(CONTESTS)]
+        got = simulate(work, seed, weights, floods.contest, kind, CONTEST_S)
+        tally.tried += 1
+        total, parts = sum(got.values()), sum(weights)
+        least = min(
+            got[name] * parts / (weight * total)
+            for name, weight in zip((*floods.VICTIMS, floods.FLOODER), weights, strict=True)
+            if name != floods.FLOODER
+        )
+        tally.figure(f"min_share in {kind.name} {''.join(map(str, weights))}", round(least, 3))
+        if least < FAIR:
+            tally.found(seed, f"{kind.name}, weights {weights}: {least:.3f} of the share: {got}")
+        tally.survived += least >= FAIR
+        if work.trace:
+            print(f"seed={seed} {kind.name}: {got}")
+    return tally
+
+
+def run_overfills(work: Slice) -> Tally:
+    """Q3."""
+    tally = Tally()
+    for seed in work.seeds:
+        story = overfill.STORIES[seed % len(overfill.STORIES)]
+        simulate_one(work, seed, tally, story.__name__, story)
+    return tally
+
+
+def run_quotas(work: Slice) -> Tally:
+    """Q4."""
+    tally = Tally()
+    for seed in work.seeds:
+        story = quotas.STORIES[seed % len(quotas.STORIES)]
+        simulate_one(work, seed, tally, story.__name__, story)
+    return tally
+
+
+def simulate_one(
+    work: Slice, seed: int, tally: Tally, name: str, story: Callable[[Any, int], Any]
+) -> None:
+    """A story that opens its own place and raises AssertionError where a promise does not hold."""
+    tally.tried += 1
+    logging.disable(logging.CRITICAL)
+    try:
+        simloop.run(story(work.folder / f"keys-{seed}", seed), seed, loop=BusyLoop(seed))
+        tally.survived += 1
+    except AssertionError as error:
+        tally.found(seed, f"{name}: {error}")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _first_come(kind: str) -> Callable[..., Any]:
+    """A queue that forgets whose unit it is."""
+    original = getattr(FairQueue, kind)
+
+    def unfair(self: Any, flow: Any, weight: int, *rest: Any, **more: Any) -> Any:
+        return original(self, "everybody", 1, *rest, **more)
+
+    return unfair
+
+
+def _finds(run: Callable[[Slice], Tally], seeds: tuple[int, ...], what: str) -> None:
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            if run(Slice(seed, 1, Size.COMMIT, Path(folder))).findings:
+                return
+    raise AssertionError(f"{what} was not found")
+
+
+def canary_storms() -> None:
+    """First come, first served."""
+    at = floods.FLOODS.index(floods.HugeExists)
+    with (
+        patch.object(FairQueue, "push", _first_come("push")),
+        patch.object(FairQueue, "charge", _first_come("charge")),
+    ):
+        _finds(run_storms, (at,), "a queue without fairness")
+
+
+def canary_contests() -> None:
+    """First come, first served."""
+    with (
+        patch.object(FairQueue, "push", _first_come("push")),
+        patch.object(FairQueue, "charge", _first_come("charge")),
+    ):
+        _finds(run_contests, (0, 2), "a queue without fairness")
+
+
+def canary_overfills() -> None:
+    """Whoever has most bytes pays, also for entries of the index."""
+    with patch.object(eviction.TenantShare, "used", lambda self, short: self.used_bytes):
+        _finds(run_overfills, tuple(range(len(overfill.STORIES))), "a payer by bytes alone")
+
+
+def canary_quotas() -> None:
+    """Nobody counts leases."""
+    with patch.object(Held, "may_lease", lambda *_: True):
+        _finds(run_quotas, tuple(range(len(quotas.STORIES))), "a quota that is not looked at")
+
+
+LINES = (
+    Line(
+        id="Q1", name="victims of every kind of flood", unit="floods",
+        units={Size.COMMIT: 10, Size.NIGHTLY: 20, Size.RELEASE: 30}, slice_units=2,
+        run=run_storms, canary=canary_storms, slice_deadline_s=900.0,
+    ),
+    Line(
+        id="Q2", name="shares when all take all they can", unit="contests",
+        units={Size.COMMIT: 3, Size.NIGHTLY: 6, Size.RELEASE: 12}, slice_units=3,
+        run=run_contests, canary=canary_contests, slice_deadline_s=900.0,
+    ),
+    Line(
+        id="Q3", name="eviction charges the flooder", unit="floods",
+        units={Size.COMMIT: 2, Size.NIGHTLY: 4, Size.RELEASE: 8}, slice_units=2,
+        run=run_overfills, canary=canary_overfills, slice_deadline_s=900.0,
+    ),
+    Line(
+        id="Q4", name="quotas at their number and one past", unit="quotas",
+        units={Size.COMMIT: 7, Size.NIGHTLY: 14, Size.RELEASE: 28}, slice_units=7,
+        run=run_quotas, canary=canary_quotas, slice_deadline_s=600.0,
+    ),
+)  # fmt: skip
