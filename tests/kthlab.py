@@ -279,7 +279,7 @@ async def _scrub(work: Work, device: SimDevice) -> None:
         await work.fill(engine, 0, 18)
         for _ in range(2):
             for info in engine.segments():
-                for _, status in await engine.scrub(info.segment):
+                for _, status in await engine.scrub(engine.segment_slots(info.segment)):
                     assert status is Status.IO_ERROR, "a refused read is not corruption"
     finally:
         await engine.close(clean=True)

@@ -49,7 +49,8 @@ FORMS = ("plain", "wire", "stored")
 QUEUES = ("get", "loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send")
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
 SEGMENT_STATES = ("free", "open", "sealed", "condemned")
-CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label)
+CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label, "scrub")
+SCRUB_FOUND = (Status.CORRUPT.label, Status.IO_ERROR.label)
 ROTATION_CAUSES = ("asked", "limit", "age", "forced")
 QUOTA_RESOURCES = ("flash", "get", "leases", "sessions")
 DTYPES = (*(dtype.label for dtype in DType), OTHER)
@@ -252,6 +253,19 @@ class Metrics:
             where=Domain(CORRUPT_AT),
         )
         self.scrubbed_bytes = self._counter("scrubbed_bytes_total", "Bytes the scrubber verified.")
+        self.scrub_cycles = self._counter("scrub_cycles_total", "Times the scrubber read all.")
+        self.scrub_cycle_seconds = self._gauge(
+            "scrub_cycle_seconds", "How long the last of them took, pauses and restarts included."
+        )
+        self.scrub_progress = self._gauge(
+            "scrub_progress", "Share of the present one that is done; 0 between them."
+        )
+        self.scrub_found = self._counters(
+            "scrub_found_total",
+            "Blocks the scrubber dropped: damaged, or refused by the device for good.",
+            eager=True,
+            what=Domain(SCRUB_FOUND),
+        )
         self.recovery_seconds = self._gauge(
             "recovery_seconds", "How long the last recovery of the index took."
         )

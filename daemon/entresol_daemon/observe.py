@@ -40,6 +40,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     engine.listen_to_flushes(parts.meters.flushed)
     follow(metrics.reinserted_blocks, lambda: stats.copied_blocks)
     follow(metrics.reinserted_bytes, lambda: stats.copied_bytes)
+    follow(metrics.scrub_progress, shard.scrubber.share)
     follow(metrics.event_subscriptions, lambda: parts.events.subscriptions_count)
     follow(metrics.event_log_bytes, lambda: parts.events.used_bytes)
     follow(metrics.tls_reloads, lambda: tls.reloads)

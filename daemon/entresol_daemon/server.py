@@ -53,6 +53,7 @@ from entresol_proto.status import (
 
 DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
+SCRUB_FILE = "scrub.json"
 GC_OBJECTS_THRESHOLD = 20_000  # container objects made between two looks at the youngest
 
 log = logging.getLogger("entresol.daemon")
@@ -114,6 +115,7 @@ class Daemon:
                 now_ns=time.monotonic_ns,
                 unix_ns=time.time_ns,
                 sweep=sweep,
+                scrub_file=config.shard.state_dir / SCRUB_FILE,
             ),
         )
         # The shard closes the engine; from here on the engine's own closer has nothing to do.

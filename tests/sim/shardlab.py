@@ -247,15 +247,16 @@ class World:
             ),
         )
         self.incarnation = 0
+        self.scrub_file: Path | None = None
         self.shard: Shard
         self.hosts: list[Host] = []
 
-    async def open(self, tenants: Sequence[str]) -> None:
-        """Format or recover the device and start a shard over it."""
+    async def open(self, tenants: Sequence[str], *, locked: bool = False) -> None:
+        """Format or recover the device and start a shard over it; `locked`: without the KEK."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.incarnation += 1
-        kek = FileKek(bytes(range(32)))
+        kek = None if locked else FileKek(bytes(range(32)))
         self.keyring = Keyring.open(self.folder, kek, random=self.rng.randbytes)
         for name in tenants:
             if self.keyring.info(name) is None:
@@ -277,7 +278,7 @@ class World:
             fabrics={FabricKind.TCP: self.fabric},
             surroundings=Surroundings(
                 make_buffer=SimBuffer, make_private=SimBuffer, host_id=bytes(16),
-                now_ns=loop.now_ns, unix_ns=loop.now_ns,
+                now_ns=loop.now_ns, unix_ns=loop.now_ns, scrub_file=self.scrub_file,
             ),
             incarnation=self.incarnation,
         )  # fmt: skip

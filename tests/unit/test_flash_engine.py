@@ -486,7 +486,7 @@ def test_a_scrub_finds_every_planted_error_and_nothing_else() -> None:
             planted.add((slot, Status.CORRUPT))
         found = []
         for info in engine.segments():
-            found += await engine.scrub(info.segment)
+            found += await engine.scrub(engine.segment_slots(info.segment))
         assert len(found) == 20
         assert set(found) == planted
         await engine.close()

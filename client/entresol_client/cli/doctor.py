@@ -370,6 +370,21 @@ def _check_grpc(config: ClientConfig, shard: ShardAddress, area: str) -> Finding
     yield Finding(area, level, f"gRPC at port {shard.grpc_port}: {found.version}, {state}", fix)
 
 
+def _scrub_finding(stat: Any, area: str) -> Finding:
+    if stat.scrub_state == "off":
+        return Finding(
+            area, WARN, "the scrubber is off: damage on flash is found when it is read",
+            "set [flash] scrub_bytes_per_s",
+        )  # fmt: skip
+    if stat.scrub_found:
+        found = output.plural(stat.scrub_found, "bad block")
+        return Finding(
+            area, WARN, f"the scrubber dropped {found} since the daemon started",
+            "look at the drive's health (nvme smart-log, smartctl)",
+        )  # fmt: skip
+    return Finding(area, OK, f"scrubber {stat.scrub_state}, nothing found")
+
+
 def _check_admin(shard: ShardAddress, area: str) -> Findings:
     from entresol_client.cli import rpc
 
@@ -394,6 +409,7 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
     yield Finding(
         area, OK, f"admin socket open; {stat.blocks:,} blocks, flash {100 * full:.0f} % live"
     )
+    yield _scrub_finding(stat, area)
     if stat.flash_direct:
         yield Finding(area, OK, "flash with O_DIRECT")
     else:

@@ -1,4 +1,4 @@
-"""`entresol stat` and `entresol version`: what runs here.
+"""`entresol stat`, `scrub` and `version`: what runs here, and how its flash is.
 
 Invariant: operator's figures come over the admin socket only; without it, a tenant learns what
 every tenant may know (describe), and is told where the rest is.
@@ -32,17 +32,31 @@ limits.
 
 exit status: 0 ready, 1 not ready or refused, 2 wrong use, 3 no daemon.
 """
+SCRUB_ABOUT = """\
+The daemon reads all it has on flash once a day, at [flash] scrub_bytes_per_s, and drops blocks that
+are damaged: each is counted, and told to whoever follows events. This begins at once, at the same
+rate; `entresol stat` shows how far it is and what was found.
+
+exit status: 0 begun or under way, 1 refused, 2 wrong use, 3 no daemon.
+"""
 PACKAGES = ("numpy", "cryptography", "uvloop", "zstandard", "grpcio", "protobuf", "pyarrow")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register both commands."""
+    """Register the commands."""
     parser = options.command(
         subparsers, "stat", "show how the daemon is doing", about=ABOUT, examples=EXAMPLES
     )
     options.add_admin(parser)
     options.add_common(parser)
     parser.set_defaults(run=run)
+    parser = options.command(
+        subparsers, "scrub", "verify everything on flash now",
+        about=SCRUB_ABOUT, examples="  entresol scrub\n",
+    )  # fmt: skip
+    options.add_admin(parser)
+    options.add_common(parser)
+    parser.set_defaults(run=run_scrub)
     parser = options.command(subparsers, "version", "show versions, of this side and its parts")
     parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
     parser.set_defaults(run=run_version)
@@ -190,7 +204,34 @@ def _stat_rows(stat: dict[str, Any]) -> list[tuple[str, str]]:
         ("stored", output.plural(stat["blocks_stored"], "block")
                    + (f"{sealed} ({ratio:.2f}:1)" if ratio else "")),
         ("corrupt", f"{corrupt:,}" + ("  (dropped, never served)" if corrupt else "")),
+        ("scrub", _scrub_words(stat)),
     ]  # fmt: skip
+
+
+def _scrub_words(stat: dict[str, Any]) -> str:
+    if stat["scrub_state"] == "off":
+        return "off"
+    words = [output.plural(stat["scrub_cycles"], "cycle") + " done"]
+    if stat["scrub_cycles"]:
+        words.append(f"the last one took {output.duration(stat['scrub_cycle_ns'])}")
+    if stat["scrub_state"] == "running":
+        words.append(f"{100 * stat['scrub_share']:.0f} % of the next")
+    found = stat["scrub_found"]
+    words.append(f"{found:,} bad dropped" if found else "nothing found")
+    return ", ".join(words)
+
+
+def run_scrub(args: argparse.Namespace) -> int:
+    """The command."""
+    _, pb, stubs = rpc.modules()
+    with rpc.operator_channel(one_admin_socket(args)) as channel:
+        admin = stubs.AdminStub(channel)
+        reply = rpc.call(admin.Scrub, pb.ScrubRequest())
+        stat = rpc.call(admin.Stat, pb.StatRequest())
+    data = {"was_running": reply.was_running, "share": stat.scrub_share}
+    told = f"it was under way, {100 * stat.scrub_share:.0f} % done"
+    output.answer(args.json, data, [told if reply.was_running else "it begins"])
+    return 0
 
 
 def run_version(args: argparse.Namespace) -> int:

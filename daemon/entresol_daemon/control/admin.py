@@ -69,6 +69,12 @@ class ShardStat:
     stored_bytes: int = 0
     reasons_not_ready: tuple[str, ...] = ()
     flash_direct: bool = False
+    scrub_state: str = "off"  # off, resting, running
+    scrub_share: float = 0.0
+    scrub_cycles: int = 0
+    scrub_cycle_ns: int = 0
+    scrubbed_bytes: int = 0
+    scrub_found: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +245,10 @@ class ShardBackend(Protocol):
 
     async def drain(self, deadline_ns: int) -> DrainResult:
         """Refuse new work and finish what runs. `deadline_ns` is a duration, 0 for the default."""
+        ...
+
+    async def scrub(self) -> bool:
+        """Begin to verify everything on flash; True when that was under way already."""
         ...
 
     async def segments(self, first_segment: int, count_max: int) -> Sequence[SegmentRecord]:

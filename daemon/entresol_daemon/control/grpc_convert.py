@@ -183,6 +183,12 @@ def stat_message(stat: ShardStat) -> pb.StatReply:
         stored_bytes=stat.stored_bytes,
         reasons_not_ready=stat.reasons_not_ready,
         flash_direct=stat.flash_direct,
+        scrub_state=stat.scrub_state,
+        scrub_share=stat.scrub_share,
+        scrub_cycles=stat.scrub_cycles,
+        scrub_cycle_ns=stat.scrub_cycle_ns,
+        scrubbed_bytes=stat.scrubbed_bytes,
+        scrub_found=stat.scrub_found,
     )
 
 

@@ -330,6 +330,14 @@ class AdminService:
 
         return await _answer(context, "Unlock", unlock())
 
+    async def Scrub(self, request: pb.ScrubRequest, context: Any) -> pb.ScrubReply:
+        """Verify everything on flash."""
+
+        async def scrub() -> pb.ScrubReply:
+            return pb.ScrubReply(was_running=await self._backend.scrub())
+
+        return await _answer(context, "Scrub", scrub())
+
     async def ChangeKek(self, request: pb.ChangeKekRequest, context: Any) -> pb.ChangeKekReply:
         """Another key-encryption key from now on. Runs to its end even when the caller goes."""
 

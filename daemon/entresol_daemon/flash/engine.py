@@ -414,13 +414,14 @@ class Engine:
         """
         return await self._evictor.evict(segment, keep)
 
-    async def scrub(self, segment: int) -> list[tuple[int, Status]]:
-        """Read and verify all blocks of a segment; returns slots that are CORRUPT or IO_ERROR.
+    async def scrub(self, slots: Sequence[int] | Slots) -> list[tuple[int, Status]]:
+        """Read and verify the durable ones of these blocks, payloads included whatever
+        `verify_reads` says; returns those that are CORRUPT (read twice) or IO_ERROR.
 
         At most COPY_BYTES_MAX bytes of memory and of I/O at a time. The caller sets the pace and
         removes what is found.
         """
-        return await self._reader.scrub(self.segment_slots(segment))
+        return await self._reader.scrub(slots)
 
     # -- end
 

@@ -110,9 +110,15 @@ class Reader:
         )
 
     async def read(
-        self, ops: Sequence[tuple[int, memoryview]], *, patient: bool = False
+        self,
+        ops: Sequence[tuple[int, memoryview]],
+        *,
+        patient: bool = False,
+        payloads: bool = False,
     ) -> list[Status]:
-        """Whole records into whole extents; see `Engine.read`. `patient` never answers BUSY."""
+        """Whole records into whole extents; see `Engine.read`. `patient` never answers BUSY,
+        `payloads` are hashed even where reads do not."""
+        payloads = payloads or self._verify_payloads
         statuses = [Status.MISS] * len(ops)
         self._stats.reads += len(ops)
         names: list[tuple[bytes, bytes] | None] = [
@@ -124,7 +130,7 @@ class Reader:
         todo = list(range(len(ops)))
         for attempt in range(READ_TRIES_MAX):
             self._stats.read_retries += len(todo) if attempt else 0
-            await self._attempt(ops, names, todo, statuses, patient)
+            await self._attempt(ops, names, todo, statuses, patient, payloads)
             todo = [number for number in todo if statuses[number] is Status.CORRUPT]
             if not todo:
                 break
@@ -141,6 +147,7 @@ class Reader:
         todo: list[int],
         statuses: list[Status],
         patient: bool,
+        payloads: bool,
     ) -> None:
         """Look the wanted slots up again (an eviction may have moved them) and read them."""
         wanted: list[tuple[int, Expected, memoryview]] = []
@@ -162,16 +169,16 @@ class Reader:
                 wanted.append((number, expected, extent))
         if wanted:
             items = [(expected, view) for _, expected, view in wanted]
-            found = await self._once(items, self._verify_payloads, patient)
+            found = await self._once(items, payloads, patient)
             for (number, _, view), status in zip(wanted, found, strict=True):
                 statuses[number] = status
                 if status is Status.OK:
                     self._stats.read_bytes += view.nbytes
 
-    async def scrub(self, slots: Slots) -> list[tuple[int, Status]]:
+    async def scrub(self, slots: Sequence[int] | Slots) -> list[tuple[int, Status]]:
         """Verify durable blocks batch by batch; returns those that are not what was stored."""
         bad: list[tuple[int, Status]] = []
-        left = slots.tolist()
+        left = [int(slot) for slot in slots]
         while left:
             batch: list[tuple[int, Expected]] = []
             size = 0
@@ -186,7 +193,9 @@ class Reader:
                 end = at + extent_bytes(expected.sealed_bytes)
                 ops.append((slot, scratch[at:end]))
                 at = end
-            for (slot, _), status in zip(ops, await self.read(ops, patient=True), strict=True):
+            for (slot, _), status in zip(
+                ops, await self.read(ops, patient=True, payloads=True), strict=True
+            ):
                 if status in (Status.CORRUPT, Status.IO_ERROR):
                     bad.append((slot, status))
         return bad

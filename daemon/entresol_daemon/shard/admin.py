@@ -152,7 +152,7 @@ class ShardAdmin:
     async def stat(self) -> ShardStat:
         parts = self._shard.parts
         engine, totals = parts.engine, parts.meters.totals
-        pool = parts.residency.pool
+        pool, scrubber = parts.residency.pool, self._shard.scrubber
         return ShardStat(
             state=self.state(),
             uptime_ns=parts.now_ns() - self._started_ns,
@@ -172,7 +172,17 @@ class ShardAdmin:
             stored_bytes=totals.stored_bytes,
             reasons_not_ready=tuple(self.reasons_not_ready()),
             flash_direct=self._flash_direct,
+            scrub_state=scrubber.state,
+            scrub_share=scrubber.share(),
+            scrub_cycles=scrubber.progress.cycles,
+            scrub_cycle_ns=scrubber.progress.last_cycle_ns,
+            scrubbed_bytes=scrubber.scrubbed_bytes,
+            scrub_found=scrubber.found,
         )
+
+    async def scrub(self) -> bool:
+        """Raises: EntresolError when the scrubber is off."""
+        return self._shard.scrubber.begin_now()
 
     async def tenant_list(self) -> Sequence[TenantRecord]:
         return [self._record(info.name) for info in self._shard.parts.keyring.tenants()]

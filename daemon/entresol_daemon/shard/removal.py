@@ -33,6 +33,7 @@ from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason, SegmentState
 from entresol_daemon.shard.parts import Parts
 from entresol_proto.ids import short
+from entresol_proto.status import Status
 from entresol_proto.wire.data import Reason
 
 _REASONS = {
@@ -226,6 +227,20 @@ class Removal:
             parts.engine.remove(resident.slot, RemoveReason.CORRUPT)
         finally:
             self._reported_by_host = False
+
+    def damaged(self, slot: int, status: Status) -> None:
+        """Drop a live block that the scrubber found CORRUPT, or that flash refuses for good."""
+        parts = self._parts
+        index = parts.engine.index
+        log.error(
+            "event=%s where=scrub namespace=%s block=%s",
+            status.label, short(index.namespace_of(slot)), short(index.key_of(slot)),
+        )  # fmt: skip
+        if status is Status.CORRUPT:
+            parts.meters.corrupt("scrub")
+            parts.engine.remove(slot, RemoveReason.CORRUPT)
+        else:
+            parts.engine.remove(slot, RemoveReason.IO_ERROR)
 
     def without_key(self, resident: Resident) -> None:
         """Drop a block whose key version was destroyed: it could only stand in another's way."""

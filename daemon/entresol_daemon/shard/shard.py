@@ -16,6 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.config import Config
@@ -39,6 +40,7 @@ from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.parts import Parts, Signal
 from entresol_daemon.shard.puts import PutPath
 from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.scrubber import Scrubber
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
 from entresol_daemon.shard.turns import SharedTurns
 from entresol_proto import limits
@@ -79,6 +81,7 @@ class Surroundings:
     now_ns: Callable[[], int]
     unix_ns: Callable[[], int]
     sweep: Callable[[], Iterator[None]] = lambda: iter(())  # of freed memory; not in a simulation
+    scrub_file: Path | None = None  # where the scrubber keeps its place over a restart
 
 
 class Shard:
@@ -104,6 +107,9 @@ class Shard:
         self.host_id = surroundings.host_id
         self._hurry = asyncio.Event()
         self._next_session = 1
+        self.scrubber = Scrubber(
+            parts, self.removal, busy=lambda: self.gets.loading > 0, file=surroundings.scrub_file
+        )
         self._ticker: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         parts.residency.pool.on_close = self._slab_closes
@@ -168,6 +174,7 @@ class Shard:
         )
         shard = cls(parts, fabrics, surroundings, number)
         shard._adopt()
+        shard.scrubber.start()
         shard._ticker = asyncio.get_running_loop().create_task(shard._tick())
         return shard
 
@@ -408,6 +415,7 @@ class Shard:
         for session in list(self.sessions.values()):
             await self.close_session(session)
         await self.gets.close()
+        await self.scrubber.close()
         await self.keycare.close()
         if clean:
             await self.puts.drain()

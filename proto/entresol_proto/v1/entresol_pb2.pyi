@@ -130,7 +130,7 @@ class StatRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatReply(_message.Message):
-    __slots__ = ("state", "uptime_ns", "sessions", "leases", "blocks", "dram_capacity_bytes", "dram_used_bytes", "flash_capacity_bytes", "flash_live_bytes", "flash_written_bytes", "blocks_served", "blocks_missed", "blocks_stored", "blocks_corrupt", "plain_bytes", "stored_bytes", "reasons_not_ready", "flash_direct")
+    __slots__ = ("state", "uptime_ns", "sessions", "leases", "blocks", "dram_capacity_bytes", "dram_used_bytes", "flash_capacity_bytes", "flash_live_bytes", "flash_written_bytes", "blocks_served", "blocks_missed", "blocks_stored", "blocks_corrupt", "plain_bytes", "stored_bytes", "reasons_not_ready", "flash_direct", "scrub_state", "scrub_share", "scrub_cycles", "scrub_cycle_ns", "scrubbed_bytes", "scrub_found")
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,12 @@ class StatReply(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASONS_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     FLASH_DIRECT_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_STATE_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_SHARE_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_CYCLES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_CYCLE_NS_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FOUND_FIELD_NUMBER: _ClassVar[int]
     state: State
     uptime_ns: int
     sessions: int
@@ -167,7 +173,13 @@ class StatReply(_message.Message):
     stored_bytes: int
     reasons_not_ready: _containers.RepeatedScalarFieldContainer[str]
     flash_direct: bool
-    def __init__(self, state: _Optional[_Union[State, str]] = ..., uptime_ns: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., flash_capacity_bytes: _Optional[int] = ..., flash_live_bytes: _Optional[int] = ..., flash_written_bytes: _Optional[int] = ..., blocks_served: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_corrupt: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reasons_not_ready: _Optional[_Iterable[str]] = ..., flash_direct: bool = ...) -> None: ...
+    scrub_state: str
+    scrub_share: float
+    scrub_cycles: int
+    scrub_cycle_ns: int
+    scrubbed_bytes: int
+    scrub_found: int
+    def __init__(self, state: _Optional[_Union[State, str]] = ..., uptime_ns: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., flash_capacity_bytes: _Optional[int] = ..., flash_live_bytes: _Optional[int] = ..., flash_written_bytes: _Optional[int] = ..., blocks_served: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_corrupt: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reasons_not_ready: _Optional[_Iterable[str]] = ..., flash_direct: bool = ..., scrub_state: _Optional[str] = ..., scrub_share: _Optional[float] = ..., scrub_cycles: _Optional[int] = ..., scrub_cycle_ns: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_found: _Optional[int] = ...) -> None: ...
 
 class Quota(_message.Message):
     __slots__ = ("flash_bytes", "dram_bytes", "get_bytes", "index_blocks", "sessions", "leases", "weight", "put_bytes", "watchers")
@@ -302,6 +314,16 @@ class EraseReceipt(_message.Message):
     digest: bytes
     signed_receipt: bytes
     def __init__(self, tenant: _Optional[str] = ..., erased_unix_ns: _Optional[int] = ..., dek_versions_destroyed: _Optional[_Iterable[int]] = ..., blocks_dropped: _Optional[int] = ..., leases_revoked: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., shard: _Optional[str] = ..., incarnation: _Optional[int] = ..., digest: _Optional[bytes] = ..., signed_receipt: _Optional[bytes] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ScrubReply(_message.Message):
+    __slots__ = ("was_running",)
+    WAS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    was_running: bool
+    def __init__(self, was_running: bool = ...) -> None: ...
 
 class UnlockRequest(_message.Message):
     __slots__ = ("kek_file",)

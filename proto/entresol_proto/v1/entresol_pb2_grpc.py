@@ -129,6 +129,11 @@ class AdminStub(object):
                 request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekRequest.SerializeToString,
                 response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekReply.FromString,
                 )
+        self.Scrub = channel.unary_unary(
+                '/entresol.v1.Admin/Scrub',
+                request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.ScrubReply.FromString,
+                )
         self.Segments = channel.unary_unary(
                 '/entresol.v1.Admin/Segments',
                 request_serializer=entresol__proto_dot_v1_dot_entresol__pb2.SegmentsRequest.SerializeToString,
@@ -201,6 +206,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scrub(self, request, context):
+        """Verify everything on flash now, or go on with it. Returns at once; see StatReply.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Segments(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -254,6 +266,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ChangeKek,
                     request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekRequest.FromString,
                     response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekReply.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=entresol__proto_dot_v1_dot_entresol__pb2.ScrubRequest.FromString,
+                    response_serializer=entresol__proto_dot_v1_dot_entresol__pb2.ScrubReply.SerializeToString,
             ),
             'Segments': grpc.unary_unary_rpc_method_handler(
                     servicer.Segments,
@@ -423,6 +440,23 @@ class Admin(object):
         return grpc.experimental.unary_unary(request, target, '/entresol.v1.Admin/ChangeKek',
             entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekRequest.SerializeToString,
             entresol__proto_dot_v1_dot_entresol__pb2.ChangeKekReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/entresol.v1.Admin/Scrub',
+            entresol__proto_dot_v1_dot_entresol__pb2.ScrubRequest.SerializeToString,
+            entresol__proto_dot_v1_dot_entresol__pb2.ScrubReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
