@@ -313,3 +313,26 @@ def test_the_golden_names_keys_and_block(tmp_path: Path) -> None:
         codec_id=0, meta=meta,
     )  # fmt: skip
     assert bytes(out[: again.sealed_bytes]) == raw["sealed"], "not byte for byte the same"
+
+
+def test_no_content_of_the_file_does_anything_but_be_refused(path: Path) -> None:
+    """Bytes changed, cut and spliced: a key that encodes to itself, or a KeyringError."""
+    seed = 7_041
+    rng = random.Random(seed)
+    good = TenantKey.load(path).rotated(5).encode()
+    words = (b'"', b"[[versions]]", b"version = ", b"=", b"\n", b"0", b"-1", b"1e9", b"\xff", b"{}")
+    accepted = 0
+    for trial in range(3_000):
+        raw = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(raw) + 1)
+            raw[at : at + rng.randrange(3)] = rng.choice((rng.choice(words), rng.randbytes(1), b""))
+        try:
+            found = TenantKey.decode(bytes(raw))
+        except KeyringError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"seed {seed} trial {trial}: {error!r}") from error
+        accepted += 1
+        assert TenantKey.decode(found.encode()) == found
+    assert 0 < accepted < 3_000

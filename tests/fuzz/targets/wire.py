@@ -17,7 +17,12 @@ from typing import Any
 from unittest.mock import patch
 
 from entresol_proto import limits
-from entresol_proto.ids import BadKeyError, NamespaceDescriptor
+from entresol_proto.ids import (
+    BadKeyError,
+    HostSealedNamespace,
+    NamespaceDescriptor,
+    parse_namespace,
+)
 from entresol_proto.status import ProtocolError
 from entresol_proto.wire import session
 from entresol_proto.wire.cursor import Cursor
@@ -193,6 +198,7 @@ def descriptor_seeds() -> list[bytes]:
             "org/model", lora="adapter", cache_salt="salt", layers=126, kv_heads=8, head_dim=128
         ).canonical(),
         NamespaceDescriptor("é" * 256, "r" * 512, page_layout="x" * 512).canonical(),
+        HostSealedNamespace(bytes(range(32)), 1, 16).canonical(),
     ]
 
 
@@ -201,10 +207,12 @@ def descriptors_parser() -> Parser:
 
     def parse(raw: bytes) -> str:
         try:
-            found = NamespaceDescriptor.parse(raw)
+            found = parse_namespace(raw)
         except BadKeyError:
             return "refused"
         assert found.canonical() == raw
+        if isinstance(found, HostSealedNamespace):
+            return "host-sealed"
         return f"ok {found.lora is None} {found.cache_salt is None}"
 
     return parse
