@@ -32,6 +32,7 @@ UNITS = int(os.environ.get("ENTRESOL_PROOF_UNITS", "1"))
 BYTES = device_bytes(SEGMENTS)
 SECTORS = BYTES // blockdev.SECTOR
 STEPS = 45  # of work before, during and after a fault
+LIED_S = 0.05
 CYCLES = 2  # faults in one life
 IMAGES_MAX = 16  # states of one log that are opened and compared
 CANARY = os.environ.get("ENTRESOL_PROOF_CANARY", "")  # a bug to plant: "no flush"
@@ -69,8 +70,9 @@ class DeviceRun(Run):
             self.plan.rates = {Fault.READ_EIO: 1.0}
             self.lying = self.lies
             self.switch(True)
-            await self.work(STEPS // 4 if self.lies else STEPS // 2)
+            await self.work(STEPS // 2)
             if self.lies:  # the power fails: nothing after the cut has happened
+                await asyncio.sleep(LIED_S)  # time for groups to be flushed that never were
                 device = await self.reborn(device, clean=False)
             else:
                 self.switch(False)
@@ -176,7 +178,7 @@ async def live(fault: str, seed: int, path: str, switch: Switch, **kind: bool) -
                 felt=run.felt, corrupt=found.corrupt, notes=found.notes[:3],
             )  # fmt: skip
         assert oracle.clean, f"seed={seed} {fault}: {oracle.verdict()}"
-        assert oracle.blocks_checked > 5, f"seed={seed} {fault}: hardly anything was there to lose"
+        assert oracle.blocks_checked > 2, f"seed={seed} {fault}: hardly anything was there to lose"
     return run.felt
 
 
@@ -281,7 +283,7 @@ async def _bad_sectors(disk: blockdev.NullDisk, seed: int) -> int:
     def switch(on: bool) -> None:
         while bad:
             disk.mend(*bad.pop())
-        for _ in range(40 if on else 0):
+        for _ in range(16 if on else 0):
             first = rng.randrange(128, SECTORS - 16)
             bad.append((first, first + rng.choice((0, 3, 7, 15))))
             disk.spoil(*bad[-1])
