@@ -90,6 +90,7 @@ async def test_a_fabric_that_is_not_in_this_build_is_unsupported(
         b"\x01\x00\x02\x00\x00\x00" + bytes(16),
         b"\x01\x00\x02\x05\x01\x00" + bytes(16) + b"host",
         b"\x01\x02\x02\x00\x01\x00" + bytes(16) + bytes(31),
+        b"\x01\x00\x02\x00\x01\x00" + bytes(15),  # a ticket cut short: found by F1, seed 8490
         b"\x01" + bytes(32) + b"relative/path",
         b"\x01" + bytes(32) + b"/with\0zero",
     ],

@@ -87,6 +87,7 @@ class _Params:
             version != _VERSION
             or flags > (_TLS | _PINNED)
             or len(host) != host_bytes
+            or len(raw) != at + host_bytes
             or not 0 < streams <= limits.DATA_STREAMS_PER_SESSION_MAX
             or not port
         ):
