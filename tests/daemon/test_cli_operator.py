@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -275,3 +277,52 @@ def test_more_than_the_quota_is_not_called_stored(cli: Cli, tmp_path: Path) -> N
 def test_tenant_mistakes(cli: Cli, words: Sequence[str], match: str) -> None:
     cli.fails("tenant", *words, code=2, match=match)
     cli.fails("tenant", "quota", "ghost", "--weight", "2", code=1, match="no tenant 'ghost'")
+
+
+# -- scrub
+
+
+def test_scrub_finds_what_went_bad_under_a_running_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DaemonProcess(tmp_path / "d", "--flash", "256MiB") as running:
+        cli = Cli(capsys, running.directory)
+        cli("put", written(tmp_path / "in", content("scrub", 4 * MIB)), "--name", "bad")
+        assert cli("scrub", "--json").json["was_running"] is False
+        assert scrubbed(cli, 1)["scrub_found"] == 0
+        assert damage_records(running.directory) >= 1
+        cli("scrub")
+        stat = scrubbed(cli, 2)
+        assert stat["scrub_found"] == stat["blocks_corrupt"] >= 1
+        assert stat["blocks"] == 0
+        assert "bad dropped" in cli("stat").out
+        rows = findings(cli("doctor", "--json"))["shard dev"]
+        assert any(re.match(r"scrubber \w+, found \d+ bad block", row["text"]) for row in rows)
+        cli("get", "--name", "bad", "-o", str(tmp_path / "out"), code=1)
+
+
+def scrubbed(cli: Cli, cycles: int) -> dict[str, Any]:
+    """The daemon's figures once that many cycles are done."""
+    until = time.monotonic() + PROCESS_SECONDS_MAX
+    while True:
+        stat: dict[str, Any] = cli("stat", "--json").json["shards"][0]["stat"]
+        if stat["scrub_cycles"] >= cycles:
+            return stat
+        assert time.monotonic() < until, stat
+        time.sleep(0.1)
+
+
+def damage_records(directory: Path) -> int:
+    """Flip a payload bit of every block in the data file; how many there were."""
+    (path,) = directory.rglob("flash.data")
+    count = 0
+    with path.open("r+b", buffering=0) as file:
+        for at in range(64 * 1024, path.stat().st_size, 4096):
+            file.seek(at)
+            head = file.read(104)
+            if head[:4] == b"ENTR" and head[5] == 1:
+                file.seek(at + 100)
+                file.write(bytes([head[100] ^ 1]))
+                count += 1
+        os.fsync(file.fileno())
+    return count

@@ -376,13 +376,11 @@ def _scrub_finding(stat: Any, area: str) -> Finding:
             area, WARN, "the scrubber is off: damage on flash is found when it is read",
             "set [flash] scrub_bytes_per_s",
         )  # fmt: skip
-    if stat.scrub_found:
-        found = output.plural(stat.scrub_found, "bad block")
-        return Finding(
-            area, WARN, f"the scrubber dropped {found} since the daemon started",
-            "look at the drive's health (nvme smart-log, smartctl)",
-        )  # fmt: skip
-    return Finding(area, OK, f"scrubber {stat.scrub_state}, nothing found")
+    found = output.plural(stat.scrub_found, "bad block") if stat.scrub_found else "nothing"
+    text = f"scrubber {stat.scrub_state}, found {found}"
+    if stat.scrub_found > stat.blocks_corrupt:  # those the device refuses; damage is told below
+        return Finding(area, WARN, text, "look at the drive (smartctl, dmesg)")
+    return Finding(area, OK, text)
 
 
 def _check_admin(shard: ShardAddress, area: str) -> Findings:
