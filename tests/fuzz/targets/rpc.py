@@ -295,8 +295,8 @@ DOMAIN = "entresol.local"
 
 
 def certificate_seeds() -> list[bytes]:
-    """Nothing. The corpus has PEM and DER of a tenant, a shard, a CA, nobody and two: new ones would
-    have new keys, and an input's bytes follow from its seed."""
+    """Nothing: new certificates would have new keys, and an input's bytes follow from its seed. The
+    corpus has PEM and DER of a tenant, a shard, a CA, nobody and two."""
     return [b""]
 
 
