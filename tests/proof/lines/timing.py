@@ -247,7 +247,7 @@ MEASURES = (
     Measure("stage_16", 16, _stage),
     Measure("explain_1", 1, _explain, whole=True),
     Measure("explain_4", 4, _explain, whole=True, quick=True),
-    Measure("reserve_2", 2, _reserve, whole=True, quick=True),
+    Measure("reserve_2", 2, _reserve, whole=True),
 )  # fmt: skip
 
 
