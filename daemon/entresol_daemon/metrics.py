@@ -82,6 +82,7 @@ class Metrics:
         self._sealed: dict[str, tuple[int, int]] = {}  # dtype label: plain, stored bytes
         self._define_requests()
         self._define_tenants()
+        self._define_keys()
         self._define_storage()
         self._define_process()
         ProcessCollector(namespace="entresol", registry=self.registry)
@@ -174,6 +175,19 @@ class Metrics:
             resource=Domain(QUOTA_RESOURCES),
         )
         self.tenants = self._gauge("tenants", "Tenants in the keyring.")
+        dtypes = Domain(DTYPES, fallback=OTHER)
+        self.sealed_plain_bytes = self._counters(
+            "sealed_plain_bytes_total", "Bytes of blocks before compression.", dtype=dtypes
+        )
+        self.sealed_stored_bytes = self._counters(
+            "sealed_stored_bytes_total", "Bytes of the same blocks sealed.", dtype=dtypes
+        )
+        self.compression_ratio = self._gauges(
+            "compression_ratio", "Plain over sealed bytes since the start.", dtype=dtypes
+        )
+
+    def _define_keys(self) -> None:
+        tenant = self._tenants
         self.key_version = self._gauges(
             "tenant_key_version", "Version of the data key that seals.", tenant=tenant
         )
@@ -193,16 +207,6 @@ class Metrics:
             "New versions of data keys, by cause.",
             eager=True,
             cause=Domain(ROTATION_CAUSES),
-        )
-        dtypes = Domain(DTYPES, fallback=OTHER)
-        self.sealed_plain_bytes = self._counters(
-            "sealed_plain_bytes_total", "Bytes of blocks before compression.", dtype=dtypes
-        )
-        self.sealed_stored_bytes = self._counters(
-            "sealed_stored_bytes_total", "Bytes of the same blocks sealed.", dtype=dtypes
-        )
-        self.compression_ratio = self._gauges(
-            "compression_ratio", "Plain over sealed bytes since the start.", dtype=dtypes
         )
 
     def _define_storage(self) -> None:
