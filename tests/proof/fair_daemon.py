@@ -1,6 +1,6 @@
 """One tenant floods a real daemon while another measures its own gets: Q5, and its processes.
 
-    python -m tests.proof.fair_daemon victim|flood ARGUMENTS    (the line starts these)
+    python -m tests.proof.fair_daemon victim|flood|unfair ARGUMENTS    (the line starts these)
 
 The host's processors are shared too, and what the flood's own process burns must not count against
 the daemon: the daemon and the victim are pinned to one processor, the flood to another, at the
@@ -11,18 +11,23 @@ ratios, because two busy cores are noisy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from entresol_client.client import AsyncClient
+from entresol_client.config import ClientConfig
 from entresol_client.results import PutBlock
+from entresol_daemon.__main__ import main as daemon_main
+from entresol_daemon.core.fairness import FairQueue
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Exists
 from tests.daemon import daemon_lab as lab
@@ -34,8 +39,28 @@ BLOCK_BYTES = 64 * 1024
 BLOCKS = 64
 GET_BLOCKS = 8
 GAP_S = 0.01
-ROUNDS, ROUND_S, WARM_S = 3, 1.5, 0.7
+ROUNDS, ROUND_S, WARM_S = 5, 1.5, 0.5
+UNFAIR = ("-m", "tests.proof.fair_daemon", "unfair")
 SESSIONS, AT_ONCE = 4, 8
+
+
+@contextlib.contextmanager
+def without_fairness() -> Iterator[None]:
+    """The planted bug: queues that forget whose unit it is."""
+
+    def forgetful(name: str) -> Callable[..., Any]:
+        original = getattr(FairQueue, name)
+
+        def first_come(self: Any, flow: Any, weight: int, *rest: Any, **more: Any) -> Any:
+            return original(self, "everybody", 1, *rest, **more)
+
+        return first_come
+
+    with (
+        patch.object(FairQueue, "push", forgetful("push")),
+        patch.object(FairQueue, "charge", forgetful("charge")),
+    ):
+        yield
 
 
 async def victim(config: Any) -> None:
@@ -183,8 +208,15 @@ def _ask(process: Any, seconds: float) -> dict[str, float]:
     return found
 
 
-if __name__ == "__main__":
-    from entresol_client.config import ClientConfig
+def main(arguments: list[str]) -> int:
+    """One of the line's processes."""
+    if arguments[0] == "unfair":
+        with without_fairness():
+            return daemon_main(arguments[1:])
+    known = ClientConfig.load(Path(arguments[1]))
+    asyncio.run(victim(known) if arguments[0] == "victim" else flood(known, arguments[2]))
+    return 0
 
-    known = ClientConfig.load(Path(sys.argv[2]))
-    asyncio.run(victim(known) if sys.argv[1] == "victim" else flood(known, sys.argv[3]))
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -44,6 +44,10 @@ def test_tenants_keys_and_quotas_survive_a_restart(tmp_path: Path) -> None:
     assert acme.dek(3) is None
     assert ring.by_stream(acme.stream) == acme.info
     assert ring.by_stream(bytes(16)) is None
+    every = TenantQuota(1, 2, 3, index_blocks=4, get_bytes=5, put_bytes=6, sessions=7, leases=8,
+                        watchers=9)  # fmt: skip
+    ring.set_quota("acme", every)
+    assert ring.info("acme").quota == every
     ring.set_quota("acme", TenantQuota(weight=9))
     assert ring.get("acme").info.quota.weight == 9
     ring.close()

@@ -1,7 +1,8 @@
-"""Q1 to Q4: quotas and fairness while one tenant attacks, on a shard whose hardware has rates.
+"""Q1 to Q5: quotas and fairness while one tenant attacks.
 
-Everything runs on a virtual clock, so that shares and 99th percentiles are exact and the same for
-the same seed. The seed's remainder says which kind of attack a unit is.
+Q1 to Q4 run on a virtual clock, on a shard whose hardware has rates, so that shares and 99th
+percentiles are exact and the same for the same seed. The seed's remainder says which kind of attack
+a unit is.
 
 - Q1: under every kind of flood four other tenants get at least 0.9 of what they ask for (which is
   less than their fair share), and their 99th percentiles are within twice those without it.
@@ -9,6 +10,8 @@ the same seed. The seed's remainder says which kind of attack a unit is.
 - Q3: a flood that overfills flash, by bytes or by entries of the index, pushes out nothing of a
   tenant within its share.
 - Q4: every quota holds at its number and one past it, and what was held comes back.
+- Q5: the real daemon, a victim beside it on one processor, the flood on another: as Q1, the 99th
+  percentile as the median of the rounds' ratios. The figures show how far the rounds lie apart.
 """
 
 from __future__ import annotations
@@ -22,9 +25,8 @@ from unittest.mock import patch
 
 from entresol_daemon.core import eviction
 from entresol_daemon.core.accounts import Held
-from entresol_daemon.core.fairness import FairQueue
 from tests import simloop
-from tests.proof import floods, overfill, quotas
+from tests.proof import fair_daemon, floods, overfill, quotas
 from tests.proof.fairlab import BusyLoop, Place
 from tests.proof.line import Line, Size, Slice, Tally
 
@@ -140,14 +142,38 @@ def simulate_one(
         logging.disable(logging.NOTSET)
 
 
-def _first_come(kind: str) -> Callable[..., Any]:
-    """A queue that forgets whose unit it is."""
-    original = getattr(FairQueue, kind)
+def run_real(work: Slice) -> Tally:
+    """Q5."""
+    tally = Tally()
+    for seed in work.seeds:
+        kind = list(fair_daemon.FLOODS)[seed % len(fair_daemon.FLOODS)]
+        folder = work.folder / str(seed)
+        folder.mkdir()
+        _judge_real(tally, seed, kind, fair_daemon.measure(folder, kind))
+    return tally
 
-    def unfair(self: Any, flow: Any, weight: int, *rest: Any, **more: Any) -> Any:
-        return original(self, "everybody", 1, *rest, **more)
 
-    return unfair
+def _judge_real(tally: Tally, seed: int, kind: str, rows: list[dict[str, float]]) -> None:
+    ratios = sorted(row["storm_s"] / row["calm_s"] for row in rows)
+    middle = fair_daemon.ratio_of(rows)
+    share = min(row["share"] for row in rows)
+    tally.figure(f"max_slower in {kind}", round(middle, 2))
+    tally.figure(f"min_slower in a round of {kind}", round(ratios[0], 2))
+    tally.figure(f"max_slower in a round of {kind}", round(ratios[-1], 2))
+    tally.tried += 1
+    if middle > SLOWER or share < FAIR:
+        tally.found(seed, f"{kind}: {middle:.2f} times as slow, {share:.3f} of the blocks: {rows}")
+    else:
+        tally.survived += 1
+
+
+def canary_real() -> None:
+    """First come, first served, in a real daemon."""
+    with tempfile.TemporaryDirectory() as folder:
+        tally = Tally()
+        rows = fair_daemon.measure(Path(folder), "look-ups", fair_daemon.UNFAIR)
+        _judge_real(tally, 0, "look-ups", rows)
+    assert tally.findings, f"a daemon without fairness was not found: {rows}"
 
 
 def _finds(run: Callable[[Slice], Tally], seeds: tuple[int, ...], what: str) -> None:
@@ -161,19 +187,13 @@ def _finds(run: Callable[[Slice], Tally], seeds: tuple[int, ...], what: str) -> 
 def canary_storms() -> None:
     """First come, first served."""
     at = floods.FLOODS.index(floods.HugeExists)
-    with (
-        patch.object(FairQueue, "push", _first_come("push")),
-        patch.object(FairQueue, "charge", _first_come("charge")),
-    ):
+    with fair_daemon.without_fairness():
         _finds(run_storms, (at,), "a queue without fairness")
 
 
 def canary_contests() -> None:
     """First come, first served."""
-    with (
-        patch.object(FairQueue, "push", _first_come("push")),
-        patch.object(FairQueue, "charge", _first_come("charge")),
-    ):
+    with fair_daemon.without_fairness():
         _finds(run_contests, (0, 2), "a queue without fairness")
 
 
@@ -209,5 +229,10 @@ LINES = (
         id="Q4", name="quotas at their number and one past", unit="quotas",
         units={Size.COMMIT: 7, Size.NIGHTLY: 14, Size.RELEASE: 28}, slice_units=7,
         run=run_quotas, canary=canary_quotas, slice_deadline_s=600.0,
+    ),
+    Line(
+        id="Q5", name="a flood against the real daemon", unit="floods",
+        units={Size.COMMIT: 1, Size.NIGHTLY: 4, Size.RELEASE: 8}, slice_units=1,
+        run=run_real, canary=canary_real, alone=True,
     ),
 )  # fmt: skip

@@ -1,0 +1,184 @@
+"""Turns and waiting for room: given back exactly once, cancelled cleanly, nobody woken in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from entresol_daemon.compute import InlineCompute
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.shard import turns
+from entresol_daemon.shard.parts import RETRIES_IN_VAIN_MAX, Signal
+from entresol_daemon.shard.turns import LoopTurns, Turns, compute_in_turns, portions
+from entresol_proto.ids import TenantName
+
+
+def account(name: str, weight: int = 1) -> Account:
+    return Account(TenantName(name), name.encode().ljust(16), weight=weight)
+
+
+A, B = account("a"), account("b")
+SECOND_NS = 1_000_000_000
+
+
+async def until_quiet() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_turn_waits_for_one_that_is_given_back() -> None:
+    queue = Turns(count_min=1)
+    await queue.take(A, 10)
+    second = asyncio.create_task(queue.take(B, 10))
+    await until_quiet()
+    assert (queue.waiting, queue.in_service, second.done()) == (1, 1, False)
+    queue.give(10)
+    await second
+    queue.give(10)
+    assert (queue.waiting, queue.in_service) == (0, 0)
+
+
+async def test_who_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
+    queue = Turns(count_min=1)
+    await queue.take(A, 10)
+    quitter, patient = (asyncio.create_task(queue.take(who, 10)) for who in (B, B))
+    await until_quiet()
+    quitter.cancel()
+    await until_quiet()
+    queue.give(10)
+    await patient
+    queue.give(10)
+    assert (queue.waiting, queue.in_service) == (0, 0)
+
+
+async def test_a_turn_that_came_in_the_moment_of_cancelling_is_given_back() -> None:
+    queue = Turns(count_min=1)
+    await queue.take(A, 10)
+    quitter, patient = (asyncio.create_task(queue.take(who, 10)) for who in (A, B))
+    await until_quiet()
+    queue.give(10)
+    quitter.cancel()
+    await asyncio.gather(quitter, return_exceptions=True)
+    await patient
+    queue.give(10)
+    assert (queue.waiting, queue.in_service) == (0, 0)
+
+
+async def test_work_of_others_goes_between_the_portions_of_one() -> None:
+    queue, compute = Turns(count_min=1), InlineCompute()
+    order: list[str] = []
+
+    def work(item: str) -> str:
+        order.append(item)
+        return item.upper()
+
+    def size(_: str) -> int:
+        return turns.COMPUTE_TURN_BYTES
+
+    many = asyncio.create_task(compute_in_turns(queue, compute, A, work, ["a"] * 6, size))
+    await asyncio.sleep(0)
+    few = asyncio.create_task(compute_in_turns(queue, compute, B, work, ["b"] * 2, size))
+    assert await few == ["B", "B"]
+    assert await many == ["A"] * 6
+    assert order.index("b") <= 2
+    assert order[:5].count("b") == 2
+    assert queue.in_service == 0
+
+
+async def test_a_failure_gives_every_turn_back() -> None:
+    queue, compute = Turns(count_min=2), InlineCompute()
+
+    def work(item: int) -> int:
+        return 1 // item
+
+    with pytest.raises(ZeroDivisionError):
+        await compute_in_turns(queue, compute, A, work, [1, 0, 1], lambda _: 1 << 22)
+    assert (queue.waiting, queue.in_service) == (0, 0)
+    assert await compute_in_turns(queue, compute, A, work, [], lambda _: 1) == []
+
+
+def test_portions_keep_order_and_bounds() -> None:
+    assert portions([4, 4, 4, 20, 1], lambda n: n, 8) == [[4, 4], [4], [20], [1]]
+
+
+async def test_little_is_begun_between_two_looks_at_the_sockets() -> None:
+    loop_turns = LoopTurns()
+    assert loop_turns.enter(A, turns.LOOP_TURN_COST)
+    assert not loop_turns.enter(B, turns.LOOP_TURN_COST)
+    waits = [
+        asyncio.create_task(loop_turns.take(who, turns.LOOP_TURN_COST)) for who in (A, A, A, B)
+    ]
+    rounds = []
+    for _ in range(8):
+        await asyncio.sleep(0)
+        rounds.append(sum(wait.done() for wait in waits))
+    assert rounds[-1] == 4
+    assert max(b - a for a, b in itertools.pairwise(rounds)) == 1
+    assert waits[3].done()
+
+
+async def test_one_that_is_alone_goes_on_for_longer() -> None:
+    loop_turns = LoopTurns()
+    loop_turns._last = A.name
+    begun = 0
+    while loop_turns.enter(A, turns.LOOP_TURN_COST):
+        begun += turns.LOOP_TURN_COST
+    assert begun == turns.LOOP_ROUND_COST
+
+
+async def looker(signal: Signal, who: Account, looks: list[str], tries: int) -> bool:
+    """Looks in vain so many times, then finds room."""
+    again = False
+    for _ in range(tries):
+        if not await signal.wait(who, SECOND_NS, again=again):
+            return False
+        looks.append(who.name)
+        again = True
+    return True
+
+
+async def test_a_crowd_in_vain_is_not_woken_as_a_whole() -> None:
+    signal, looks = Signal(LoopTurns()), []
+    crowd = [asyncio.create_task(looker(signal, A, looks, 1_000)) for _ in range(100)]
+    other = asyncio.create_task(looker(signal, B, looks, 1))
+    await until_quiet()
+    signal.notify()
+    assert await other, "whoever finds room finds it at once"
+    for _ in range(300):
+        await asyncio.sleep(0)
+    assert looks.count("a") <= RETRIES_IN_VAIN_MAX + 1
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    assert not signal._tenants
+
+
+async def test_as_long_as_they_find_room_all_look() -> None:
+    signal, looks = Signal(LoopTurns()), []
+    crowd = [asyncio.create_task(looker(signal, A, looks, 1)) for _ in range(50)]
+    await until_quiet()
+    signal.notify()
+    assert all(await asyncio.gather(*crowd))
+    assert looks == ["a"] * 50
+
+
+async def test_who_waits_for_a_session_hears_of_that_session() -> None:
+    signal = Signal(LoopTurns())
+    mine = asyncio.create_task(signal.wait(A, SECOND_NS, session=7))
+    await until_quiet()
+    signal.notify()
+    signal.notify(8)
+    await until_quiet()
+    assert not mine.done()
+    signal.notify(7)
+    assert await mine
+    assert not signal._sessions
+
+
+async def test_waiting_ends_at_its_deadline() -> None:
+    signal = Signal(LoopTurns())
+    assert not await signal.wait(A, 0)
+    assert not await signal.wait(A, 10_000_000)
+    assert not signal._tenants
