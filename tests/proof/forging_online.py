@@ -48,7 +48,9 @@ from tests.proof.tenancy import (
     content,
     eventually,
     half_open,
+    salted,
     soon,
+    wire_keys,
 )
 
 DEADLINE_NS = 60_000_000_000
@@ -107,6 +109,21 @@ async def names(room: Room, case: Case) -> Shown:
     own = room.own.shm
     found = await own.ask(data.Exists(own.space.handle, case.names))
     return Shown(tried, accepted, found.prefix_blocks == len(stolen))
+
+
+async def spaces(room: Room, case: Case) -> Shown:
+    """The same tenant's namespace under another salt: its own names, and those of the first."""
+    accepted = 0
+    first, raw = room.own.shm, room.own.shm.raw
+    other = Session(raw, await raw.namespace(salted(f"salt {case.seed % 8}")))
+    for run in (wire_keys(other.space, case.keys), case.names):
+        accepted += _bits((await other.ask(data.Exists(other.space.handle, run))).bitmap)
+        for place in data.OpenAt:
+            grants = await other.fetch(run, open_at=place)
+            accepted += sum(len(grant.items) for grant in grants)
+            other.release(grants)
+    found = await first.ask(data.Exists(first.space.handle, case.names))
+    return Shown(6 * len(case.keys), accepted, found.prefix_blocks == len(case.keys))
 
 
 async def handles(room: Room, case: Case) -> Shown:
@@ -226,6 +243,7 @@ async def tickets(room: Room, case: Case) -> Shown:
                 guess = case.rng.randbytes(16) if number % 2 else None
                 accepted += await _takes(altered(offer, at, guess), options)
                 tried += 1
+    async with half_open(running, OWN) as (_, welcome):  # a fresh one: tickets live for seconds
         shm = next(offer for offer in welcome.offers if offer.kind.label == "shm")
         genuine = await _takes(shm, options)
         accepted += await _takes(shm, options)
@@ -444,6 +462,6 @@ def _rewrite(
 
 
 KINDS: dict[str, Kind] = {
-    "names": names, "handles": handles, "put_ids": put_ids, "lease_ids": lease_ids,
-    "rkeys": rkeys, "tickets": tickets, "frames": frames, "host_sealed": host_sealed,
-}  # fmt: skip
+    each.__name__: each
+    for each in (names, spaces, handles, put_ids, lease_ids, rkeys, tickets, frames, host_sealed)
+}
