@@ -7,6 +7,7 @@ refuses is looked at from raw sessions. The proof line K4 looks into its memory 
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -188,6 +189,29 @@ async def test_a_client_with_a_bad_key_file_does_not_start(
         await AsyncClient.open(running.client_config(tenant_key=key_file))
     with pytest.raises(KeyringError, match="there is no tenant key file"):
         await AsyncClient.open(running.client_config(tenant_key=key_file.with_name("absent")))
+
+
+async def test_engines_need_nothing_but_the_configuration(running: Running, key_file: Path) -> None:
+    """Adapters stand on EngineStore, and that on the client."""
+    toml = running.home.client_toml_of("dev")
+    toml.write_text(f'tenant_key = "{key_file}"\n' + toml.read_text())
+    keys = keys_of(3, "engine")
+
+    def engine() -> None:
+        store = EngineStore(EngineSettings(config=str(toml)))
+        try:
+            space = store.space(DESCRIPTOR)
+            chain = blocks(keys, SIZE, token_ids=TOKENS)
+            assert space.store(chain).result(60).ok
+            assert space.lookup(keys).result(60) == [True] * 3
+            buffers = [bytearray(SIZE) for _ in keys]
+            assert space.load(keys, buffers).result(60).ok
+            assert [bytes(b) for b in buffers] == [content(key, SIZE) for key in keys]
+        finally:
+            store.close()
+
+    await asyncio.to_thread(engine)
+    assert all(header.host_sealed for header in headers(running))
 
 
 async def test_events_tell_nothing_of_the_prompt(running: Running, key_file: Path) -> None:
