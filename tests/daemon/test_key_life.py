@@ -30,9 +30,10 @@ from daemon_lab import (
 from harness import Running, eventually
 
 from entresol_client.client import AsyncClient
-from entresol_client.connection import RequestFailedError
+from entresol_client.results import RequestFailedError
 from entresol_daemon.events.types import Event, Kind
 from entresol_daemon.events.types import Reason as EventReason
+from entresol_daemon.keys.keyring import DEK_VERSIONS_PER_TENANT_MAX
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.server import Daemon
 from entresol_daemon.shard import keycare
@@ -193,7 +194,7 @@ async def test_versions_that_run_out_end_with_the_oldest(site: Site) -> None:
         space = await client.namespace(DESCRIPTOR)
         care = running.daemon.shard.keycare
         keyring = running.daemon.shard.parts.keyring
-        most = keycare.DEK_VERSIONS_PER_TENANT_MAX
+        most = DEK_VERSIONS_PER_TENANT_MAX
         for number in range(most):
             await put(space, keys_of(1, f"{number}"), 4096, ack="durable")
             await eventually(
