@@ -35,7 +35,7 @@ from tests.flashlab import (
 )
 
 SEGMENT = 32 * 1024
-SEGMENTS = 10
+SEGMENTS = 8
 SMALL = replace(OPTIONS, segment_bytes=SEGMENT, blocks_max=256, group_commit_bytes=12 * 1024)
 _WHOLE = 255  # all eight 512-byte pieces of a sector
 _MIXED_CHANCE = 0.2

@@ -38,7 +38,7 @@ KINDS = ("mixed", "evict", "forget", "checkpoint", "twice", "mixed", "evict", "k
 MIXES = 3  # random mixes per write
 TWICE_EVERY = 40  # images of a life that are recovered on a logging device
 TWICE_STYLE = Style(rounds=6, keys=24, clean=(False,))
-KEY_STEPS = 18
+KEY_STEPS = 12
 
 
 def run(slice_: Slice) -> Tally:
@@ -169,9 +169,10 @@ LINES = (
         id="R3",
         name="power failure after every write",
         unit="lives",
-        units={Size.COMMIT: 12, Size.NIGHTLY: 108, Size.RELEASE: 900},
-        slice_units=6,
+        units={Size.COMMIT: 12, Size.NIGHTLY: 108, Size.RELEASE: 1000},
+        slice_units=4,
         run=run,
         canary=canary,
+        slice_deadline_s=1200.0,
     ),
 )

@@ -67,5 +67,6 @@ LINES = (
         slice_units=10,
         run=run,
         canary=canary,
+        slice_deadline_s=900.0,
     ),
 )
