@@ -141,10 +141,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         print(f"{arguments.config}: good")
         return 0
-    logs.configure(config.log.level, config.log.format)
     from entresol_daemon import sandbox
 
-    sandbox.enter(config)
+    entered = sandbox.enter(config)  # before the log's thread begins
+    logs.configure(config.log.level, config.log.format)
+    entered.say()
     from entresol_daemon.server import serve
 
     _loop_run(serve(config))
@@ -172,8 +173,9 @@ def _run_dev(arguments: argparse.Namespace) -> int:
         if arguments.check:
             print("good")
             return 0
+        entered = sandbox.enter(config, dev.sandbox_rules(home))
         logs.configure(config.log.level, config.log.format)
-        sandbox.enter(config, dev.sandbox_rules(home))
+        entered.say()
 
         def ready(daemon: Daemon) -> None:
             dev.write_client_files(home, daemon)

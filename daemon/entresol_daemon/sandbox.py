@@ -104,32 +104,52 @@ def abi() -> int:
     return max(0, found)
 
 
-def enter(config: Config, extra: Iterable[Rule] = ()) -> int:
-    """Lock this process in as `[sandbox]` says; the version of Landlock used, 0 for none.
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What came of `enter`. The log begins a thread, so it is told afterwards: `say`.
+
+    Attributes:
+        version: of Landlock; 0: not locked in, for `reason`.
+        outside: threads that were there before, which are not locked in.
+        writable: what may still be written to.
+    """
+
+    version: int
+    reason: str = ""
+    outside: int = 0
+    writable: tuple[str, ...] = ()
+
+    def say(self) -> None:
+        """Tell the log."""
+        if not self.version:
+            log.warning("event=sandbox_unavailable reason=%r", self.reason)
+            return
+        if self.outside:
+            log.warning("event=sandbox_incomplete threads_outside=%d", self.outside)
+        log.info(
+            "event=sandboxed landlock=%d connects=%s writable=%r",
+            self.version, "no" if self.version >= 4 else "yes", os.pathsep.join(self.writable),
+        )  # fmt: skip
+
+
+def enter(config: Config, extra: Iterable[Rule] = ()) -> Entered:
+    """Lock this process in as `[sandbox]` says.
 
     Call it before the first thread is started. Raises: SandboxError when mode is "on" and this
     kernel cannot, or a rule cannot be made.
     """
     if config.sandbox.mode == "off":
-        log.warning("event=sandbox_off hint='[sandbox] mode is off'")
-        return 0
+        return Entered(0, "[sandbox] mode is off")
     found = abi()
     if not found:
         why = "this kernel has no Landlock, or a container forbids it"
         if config.sandbox.mode == "on":
             raise SandboxError(why, hint='Linux 5.13 or newer, or [sandbox] mode = "auto"')
-        log.warning("event=sandbox_unavailable reason=%r", why)
-        return 0
+        return Entered(0, why)
     rules = [rule for rule in (*rules_of(config), *extra) if rule.path.exists()]
+    outside = len(os.listdir("/proc/self/task")) - 1
     restrict(rules, found)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        log.warning("event=sandbox_incomplete threads_outside=%d", threads - 1)
-    log.info(
-        "event=sandboxed landlock=%d connects=%s writable=%r",
-        found, "no" if found >= 4 else "yes", [str(rule.path) for rule in rules],
-    )  # fmt: skip
-    return found
+    return Entered(found, "", outside, tuple(str(rule.path) for rule in rules))
 
 
 def restrict(rules: Iterable[Rule], version: int) -> None:

@@ -62,6 +62,9 @@ def run(folder: Path, *, mode: str) -> tuple[int, dict[str, str]]:
     if done.returncode:
         raise RuntimeError(f"the probe ended with {done.returncode}: {done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
+    outside_threads = int(found.pop("outside"))
+    if outside_threads:
+        raise RuntimeError(f"{outside_threads} threads began before the sandbox")
     return found.pop("version"), found
 
 
@@ -86,10 +89,10 @@ def _main(root: Path, outside: Path, mode: str) -> None:
     for name in ("spare", THREAD + "spare"):
         (root / name).write_text("x")
     config = replace(config, sandbox=replace(config.sandbox, mode=mode))
-    version = sandbox.enter(config, dev.sandbox_rules(home))
+    entered = sandbox.enter(config, dev.sandbox_rules(home))
     found: dict[str, str] = {}
     asyncio.run(_live(config, home, root, outside, found))
-    print(json.dumps({"version": version, **found}))
+    print(json.dumps({"version": entered.version, "outside": str(entered.outside), **found}))
 
 
 async def _live(config: object, home: object, root: Path, out: Path, found: dict[str, str]) -> None:
@@ -110,7 +113,7 @@ async def _live(config: object, home: object, root: Path, out: Path, found: dict
 
 
 def _try_twice(root: Path, out: Path, found: dict[str, str]) -> None:
-    """On another thread first: where nothing is refused, an attempt is spoiled by its forerunner."""
+    """On another thread first; with the sandbox off, the second attempts are spoiled by these."""
     with socket.create_server(("127.0.0.1", 0)) as peer:
         thread = threading.Thread(target=_try_all, args=(THREAD, root, out, peer, found))
         thread.start()

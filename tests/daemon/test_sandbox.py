@@ -22,6 +22,7 @@ needs_landlock = pytest.mark.skipif(
     sandbox.abi() == 0, reason="not run here: this kernel has no Landlock"
 )
 
+
 @needs_landlock
 def test_what_it_may_not_do_is_refused(tmp_path: Path) -> None:
     version, found = sandbox_probe.run(tmp_path, mode="on")
@@ -46,7 +47,9 @@ def test_a_kernel_without_landlock_is_said(
 ) -> None:
     monkeypatch.setattr(sandbox, "abi", lambda: 0)
     with caplog.at_level("WARNING", "entresol"):
-        assert sandbox.enter(Config.dev(tmp_path)) == 0
+        entered = sandbox.enter(Config.dev(tmp_path))
+        entered.say()
+    assert entered.version == 0
     assert "event=sandbox_unavailable" in caplog.text
     forced = replace(Config.dev(tmp_path), sandbox=SandboxConfig(mode="on"))
     with pytest.raises(SandboxError, match="no Landlock"):
