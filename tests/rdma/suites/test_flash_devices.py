@@ -32,7 +32,7 @@ UNITS = int(os.environ.get("ENTRESOL_PROOF_UNITS", "1"))
 BYTES = device_bytes(SEGMENTS)
 SECTORS = BYTES // blockdev.SECTOR
 STEPS = 45  # of work before, during and after a fault
-LIED_S = 0.05
+FELT_S = 0.05
 CYCLES = 2  # faults in one life
 IMAGES_MAX = 16  # states of one log that are opened and compared
 CANARY = os.environ.get("ENTRESOL_PROOF_CANARY", "")  # a bug to plant: "no flush"
@@ -71,8 +71,8 @@ class DeviceRun(Run):
             self.lying = self.lies
             self.switch(True)
             await self.work(STEPS // 2)
+            await asyncio.sleep(FELT_S)  # for what is under way to meet the fault
             if self.lies:  # the power fails: nothing after the cut has happened
-                await asyncio.sleep(LIED_S)  # time for groups to be flushed that never were
                 device = await self.reborn(device, clean=False)
             else:
                 self.switch(False)
@@ -94,6 +94,7 @@ class DeviceRun(Run):
             assert engine is not None
             if engine.failed:
                 return
+            await asyncio.sleep(0)  # the writer and the readers have their turn
             action = self.rng.random()
             if action < 0.60:
                 await self.put(engine)
