@@ -231,7 +231,7 @@ def _aged_out(lab: Lab, tally: Tally) -> None:
 def _rotation_canary() -> None:
     """A rotation that destroys the versions before it, although nobody forced it."""
     with tempfile.TemporaryDirectory(prefix="entresol-canary-") as name:
-        part = Slice(1, 4, Size.COMMIT, Path(name))
+        part = Slice(1, 2, Size.COMMIT, Path(name))
         tally = _rotation(part, plant="tests.daemon.plants:rotation_destroys")
     assert tally.durable_lost, f"{tally.tried} lives, {tally.findings}"
 
@@ -705,7 +705,7 @@ LINES = (
         id="K1",
         name="rotation while serving, kill -9 in it",
         unit="lives",
-        units={Size.COMMIT: 6, Size.NIGHTLY: 40, Size.RELEASE: 120},
+        units={Size.COMMIT: 5, Size.NIGHTLY: 40, Size.RELEASE: 120},
         slice_units=12,
         run=rotation,
         canary=_rotation_canary,
