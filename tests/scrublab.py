@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from entresol_daemon.core.scrubbing import START_NS
@@ -36,6 +36,7 @@ class Report:
     found: int = 0
     false: int = 0  # sound blocks that went, or were called damaged
     wrong: int = 0
+    scrubbed: int = 0  # bytes, of a busy story
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -196,3 +197,52 @@ async def story(
     await place.read_back(planted, report)
     await world.stop()
     return report
+
+
+async def busy_story(folder: Path, seed: int) -> Report:
+    """Hosts store, read and forget on a small flash, so that segments are evicted and used again,
+    while one cycle follows the other. Nothing is damaged: nothing may be found."""
+    report = Report()
+    world = World(folder, seed, segments=7)
+    flash = replace(world.config.flash, scrub_bytes_per_s=1 << 30)
+    world.config = replace(world.config, flash=flash)
+    await world.open((TENANT, "beta"))
+    hosts = [Host(world, tenant, careful=True) for tenant in (TENANT, "beta", TENANT)]
+    work = [asyncio.ensure_future(_busy(host, seed + n)) for n, host in enumerate(hosts)]
+    scrubber = world.shard.scrubber
+    while not all(task.done() for task in work):
+        if not scrubber.running:
+            scrubber.begin_now()
+        await asyncio.sleep(0.001)
+    await asyncio.gather(*work)
+    report.scrubbed = scrubber.scrubbed_bytes
+    report.false = scrubber.found
+    if scrubber.found:
+        report.note(f"{scrubber.found} sound blocks were called damaged")
+    if not scrubber.progress.cycles or not world.shard.parts.engine.stats.evicted_segments:
+        report.note("the story was too short to mean anything")
+    for host in hosts:
+        await host.gone()
+    world.hosts.clear()
+    await world.shard.puts.drain()
+    await asyncio.sleep(6)
+    world.check_idle()
+    report.wrong = world.oracle.wrong_bytes
+    await world.stop()
+    return report
+
+
+async def _busy(host: Host, seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [b"key-%012d" % number for number in range(400)]
+    await host.open()
+    for _ in range(60):
+        start = rng.randrange(len(keys) - PER_CALL)
+        some = keys[start : start + PER_CALL]
+        chance = rng.random()
+        if chance < 0.6:
+            await host.put(some, rng.choice((Ack.DURABLE, Ack.ACCEPTED)))
+        elif chance < 0.9:
+            await host.get(some, OpenAt.HOST)
+        else:
+            await host.forget(some[:2])

@@ -42,6 +42,13 @@ def test_blocks_that_are_not_looked_at_would_be_noticed() -> None:
     line.canary()
 
 
+def test_nothing_is_found_among_blocks_that_move_and_go(tmp_path: Path) -> None:
+    report = line.busy_shard(1, tmp_path)
+    assert not report.notes, report.notes
+    assert report.wrong == 0
+    assert report.scrubbed > 1_000_000
+
+
 def test_a_device_that_is_away_for_a_while_costs_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         place = ScrubWorld(tmp_path, 1, 64)
