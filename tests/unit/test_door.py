@@ -47,7 +47,7 @@ def test_patience_is_short_only_before_a_standing_queue() -> None:
     assert patience.wait_ns(0) == LONG_NS
     assert patience.wait_ns(STANDING_NS) == LONG_NS
     assert patience.wait_ns(STANDING_NS + 1) == SHORT_NS
-    patience.seen_empty(STANDING_NS + 1)
+    patience.seen_free(STANDING_NS + 1)
     assert patience.wait_ns(2 * STANDING_NS + 1) == LONG_NS
     assert patience.wait_ns(2 * STANDING_NS + 2) == SHORT_NS
 
@@ -108,14 +108,53 @@ async def test_so_many_of_a_tenant_and_no_more(metrics: Metrics) -> None:
     async def room() -> None:
         door.arrive(ANNA, 1)  # what waits outside takes nobody's place
 
-    await visit.outside(room())
+    await visit.outside(room(), own=True)
     with pytest.raises(QuotaError):
-        door.arrive(ANNA, 1)
+        await visit.outside(room(), own=False)
     visit.leave()
     for _ in range(5):
         door.depart(ANNA)
     door.depart(BERT)
     assert not door._present
+    assert (door.inside, door.outside) == (0, 0)
+
+
+async def test_where_all_have_to_wait_fewer_are_let_come(metrics: Metrics) -> None:
+    clock = Clock()
+    door = door_of(8, metrics, clock)
+    visits = []
+    for _ in range(8):
+        door.arrive(ANNA, 1)
+        visits.append(await door.enter(ANNA, FOREVER_NS, 1))
+    clock.now_ns += STANDING_NS + 1
+    door.arrive(ANNA, 1)
+    with pytest.raises(QuotaError):
+        door.arrive(ANNA, 1)
+    for visit in visits:
+        visit.leave()
+        door.depart(ANNA)
+    for _ in range(15):
+        door.arrive(ANNA, 1)
+
+
+async def test_memory_that_all_wait_for_is_no_free_place(metrics: Metrics) -> None:
+    clock = Clock()
+    door = door_of(8, metrics, clock)
+    door.arrive(ANNA, 1)
+    visit = await door.enter(ANNA, FOREVER_NS, 1)
+
+    async def memory() -> None:
+        clock.now_ns += STANDING_NS + 1
+        for _ in range(8):
+            door.arrive(ANNA, 1)
+            (await door.enter(ANNA, FOREVER_NS, 1)).leave()
+        with pytest.raises(QuotaError):
+            door.arrive(ANNA, 1)
+
+    await visit.outside(memory(), own=False)
+    visit.leave()
+    for _ in range(7):
+        door.arrive(ANNA, 1)
 
 
 async def test_nobody_waits_past_its_own_deadline(metrics: Metrics) -> None:
@@ -162,7 +201,7 @@ async def test_whoever_waits_outside_holds_up_nobody(metrics: Metrics) -> None:
         asyncio.get_running_loop().call_later(0.01, other.leave)
         return True
 
-    assert await mine.outside(room())
+    assert await mine.outside(room(), own=True)
     assert free.is_set()
     assert door.inside == 1
     mine.leave()
@@ -179,7 +218,7 @@ async def test_cancelled_anywhere_nothing_is_held(metrics: Metrics) -> None:
             visit = await door.enter(who, rng.choice([1_000_000, FOREVER_NS]), 1)
             await asyncio.sleep(rng.random() * 0.002)
             if rng.random() < 0.3:
-                await visit.outside(asyncio.sleep(rng.random() * 0.002))
+                await visit.outside(asyncio.sleep(rng.random() * 0.002), own=rng.random() < 0.5)
         except QuotaError:
             return
         finally:

@@ -6,28 +6,31 @@ others, and so will the next. Then waiting is cut short: what is served is serve
 rest hears at once that it should go elsewhere. Source: Maurer, "Fail at Scale" (ACM Queue, 2015),
 after Nichols and Jacobson, "Controlling Queue Delay" (2012).
 
-Invariant: the patience is LONG or SHORT, and SHORT only after STANDING_NS without an empty queue.
+A queue that is empty because all of it lost patience does not count: what counts is that somebody
+found a free place.
+
+Invariant: the patience is LONG or SHORT, and SHORT only after STANDING_NS without a free place.
 """
 
 from __future__ import annotations
 
-LONG_NS = 500_000_000  # while the queue is empty now and then
-SHORT_NS = 20_000_000  # while it is not
-STANDING_NS = 250_000_000  # this long without being empty
+LONG_NS = 250_000_000  # while nobody has to wait now and then
+SHORT_NS = 20_000_000  # while everybody has to
+STANDING_NS = 100_000_000  # this long without anybody who had not to wait
 
 
 class Patience:
     """Of one queue. Times are monotonic nanoseconds."""
 
     def __init__(self) -> None:
-        self._empty_ns: int | None = None  # when it was seen empty last
+        self._free_ns: int | None = None  # when there was a free place last
 
-    def seen_empty(self, now_ns: int) -> None:
-        """Nobody waits now."""
-        self._empty_ns = now_ns
+    def seen_free(self, now_ns: int) -> None:
+        """There is a free place, and nobody waits."""
+        self._free_ns = now_ns
 
     def wait_ns(self, now_ns: int) -> int:
         """How long a request that begins to wait now may wait."""
-        if self._empty_ns is None:
-            self._empty_ns = now_ns
-        return SHORT_NS if now_ns - self._empty_ns > STANDING_NS else LONG_NS
+        if self._free_ns is None:
+            self._free_ns = now_ns
+        return SHORT_NS if now_ns - self._free_ns > STANDING_NS else LONG_NS

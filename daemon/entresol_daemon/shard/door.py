@@ -4,8 +4,8 @@ Without it every get that arrives is begun, and under more load than the shard c
 are served late. With it what is served is served in time; the rest is refused as BUSY, which a host
 reads as a miss, before it cost more than its frame. Tenants enter in the order of `core.fairness`.
 
-Invariants: at most `at_once` are inside, and of each tenant at most as many more are on their way
-or wait; whoever entered leaves exactly once.
+Invariants: at most `at_once` are inside; of each tenant at most twice as many are here, inside, on
+their way or waiting, and where all have to wait only an eighth more; whoever entered leaves once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.fairness import FairQueue
-from entresol_daemon.core.patience import Patience
+from entresol_daemon.core.patience import LONG_NS, Patience
 from entresol_daemon.shard.meters import Meters
 from entresol_proto.ids import TenantName
 from entresol_proto.status import QuotaError, Status
@@ -43,18 +43,20 @@ class Visit:
             self._inside = False
             self._door._left()
 
-    async def outside(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Wait for something of the get's own, and hold up nobody meanwhile; then come in again.
+    async def outside(self, waiting: Coroutine[Any, Any, T], *, own: bool) -> T:
+        """Wait for memory in front of the door, so that other tenants may use the place; then come
+        in again. It was begun, so it is not refused any more.
 
-        It was begun, so it is not refused any more.
+        `own`: only its own session is in its way. Then it does not count as one who is here.
         """
+        door = self._door
         self.leave()
-        self._door._present[self._account.name] -= 1
+        door._go_out(self._account, own, 1)
         try:
             found = await waiting
         finally:
-            self._door._present[self._account.name] += 1
-        await self._door._enter_again(self._account)
+            door._go_out(self._account, own, -1)
+        await door._enter_again(self._account)
         self._inside = True
         return found
 
@@ -66,6 +68,7 @@ class Door:
         self.at_once = at_once
         self.inside = 0  # gets being served
         self.waiting = 0  # gets before the door
+        self.outside = 0  # gets that were inside and wait for memory
         self._present: Counter[TenantName] = Counter()
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
         self._patience = Patience()
@@ -77,7 +80,9 @@ class Door:
 
         Raises: QuotaError (BUSY) when so many of its tenant are here that it would wait in vain.
         """
-        if self._present[account.name] >= 2 * self.at_once:
+        standing = self._patience.wait_ns(self._now_ns()) < LONG_NS
+        more = max(1, self.at_once // 8) if standing else self.at_once
+        if self._present[account.name] >= self.at_once + more:
             raise self._refusal(account, blocks)
         self._present[account.name] += 1
 
@@ -103,9 +108,9 @@ class Door:
         Raises: QuotaError (BUSY) when too many are before it.
         """
         now_ns = self._now_ns()
-        if not self.waiting:
-            self._patience.seen_empty(now_ns)
         if self._at_once(account):
+            if not self.outside:
+                self._patience.seen_free(now_ns)
             return Visit(self, account)
         wait_ns = min(left_ns, self._patience.wait_ns(now_ns))
         try:
@@ -114,6 +119,12 @@ class Door:
         except TimeoutError:
             raise self._refusal(account, blocks) from None
         return Visit(self, account)
+
+    def _go_out(self, account: Account, own: bool, change: int) -> None:
+        if own:
+            self._present[account.name] -= change
+        else:
+            self.outside += change
 
     async def _enter_again(self, account: Account) -> None:
         if not self._at_once(account):
@@ -150,5 +161,5 @@ class Door:
                 self.inside += 1
                 self.waiting -= 1
                 unit.item.set_result(None)
-        if not self.waiting:
-            self._patience.seen_empty(self._now_ns())
+        if self.inside < self.at_once and not self.outside:
+            self._patience.seen_free(self._now_ns())

@@ -218,7 +218,7 @@ class GetPath:
                     if final:
                         return
                 elif not len(window) and not await job.visit.outside(
-                    self._wait_for_room(job, landing, in_vain)
+                    self._wait_for_room(job, landing, in_vain), own=self._full(job.session) > 0
                 ):
                     self._refuse(job, wanted.pending)
                 in_vain = not len(window)
