@@ -73,6 +73,9 @@ class Driver:
         self._admin: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._ops = 0
+        self._events = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._watch_call: Any = None
 
     # Sessions.
 
@@ -288,6 +291,27 @@ class Driver:
         with rpc.operator_channel(self._folder / "run" / "admin.sock") as channel:
             stub = stubs.AdminStub(channel)
             return rpc.call(getattr(stub, method), getattr(pb, request)(**fields), timeout_s=20)
+
+    async def do_watch(self, on: bool) -> Any:
+        """Follow every tenant's events as the operator, or stop; how many have come so far."""
+        if on and self._watching is None:
+            self._watching = asyncio.create_task(asyncio.to_thread(self._watch))
+        elif not on and self._watching is not None:
+            if self._watch_call is not None:
+                self._watch_call.cancel()
+            await asyncio.wait((self._watching,))
+            self._watching = None
+        return self._events
+
+    def _watch(self) -> None:
+        grpc, pb, stubs = rpc.modules()
+        with (
+            contextlib.suppress(grpc.RpcError),
+            rpc.operator_channel(self._folder / "run" / "admin.sock") as channel,
+        ):
+            self._watch_call = stubs.EventsStub(channel).Watch(pb.WatchRequest())
+            for reply in self._watch_call:
+                self._events += len(reply.events)
 
     async def do_stats(self, tenant: str = "dev") -> Any:
         """The client's counters."""

@@ -42,10 +42,10 @@ BUGS = re.compile(
 )
 
 
-def own_address() -> str:
-    """A loopback address that no other lab uses at this time."""
+def own_address(number: int) -> str:
+    """A loopback address that no other lab uses at this time: the `number`-th of this process."""
     pid = os.getpid()
-    return f"127.{1 + pid // 64_000 % 250}.{pid // 250 % 256}.{1 + pid % 250}"
+    return f"127.{(16 * number + pid // 64_000) % 250 + 1}.{pid // 250 % 256}.{1 + pid % 250}"
 
 
 def small(**options: Any) -> dict[str, Any]:
@@ -99,15 +99,12 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-class Driver:
-    """The client process; `ask` gives it a command and waits for its answer."""
+class Process:
+    """A helper process that takes commands as lines and answers each with one."""
 
-    def __init__(self, folder: Path, journal: Path, fabric: str, options: dict[str, Any]) -> None:
-        words = {
-            "folder": str(folder), "journal": str(journal), "fabric": fabric, "options": options,
-        }  # fmt: skip
+    def __init__(self, script: Path, words: dict[str, Any]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "driver.py"), json.dumps(words)],
+            [sys.executable, str(script), json.dumps(words)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": PATHS},
         )  # fmt: skip
@@ -122,7 +119,7 @@ class Driver:
         """The answer of the oldest command without one."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the driver died"
+        assert line, "the process died"
         return json.loads(line)["answer"]
 
     def ask(self, command: str, /, **words: Any) -> Any:
@@ -147,7 +144,8 @@ class Lab:
     """See the module.
 
     `plant` is called in the daemon before it starts; `env` is that of the process that forks
-    daemons; `shape_options` are `daemon_lab.shape`'s.
+    daemons; labs of one process need different `address`es; `shape_options` are
+    `daemon_lab.shape`'s.
     """
 
     def __init__(
@@ -160,10 +158,15 @@ class Lab:
         env: dict[str, str] | None = None,
         client: dict[str, Any] | None = None,
         state_dir: Path | None = None,
+        address: int = 1,
+        events_max: int = 65_536,
         **shape_options: Any,
     ) -> None:
         self.folder = folder
-        self.site = Site(folder / "d", self._config(folder / "d", state_dir, shape_options))
+        own = own_address(address)
+        self.site = Site(folder / "d", self._config(folder / "d", state_dir, own, shape_options))
+        events = replace(self.site.config.events, history_events_max=events_max)
+        self.site.config = replace(self.site.config, events=events)
         self.site.write(self.site.config)
         self.log = folder / "daemon.log"
         self.log.touch()
@@ -175,13 +178,18 @@ class Lab:
         self._log_read = 0
         self._notices = Notices()
         self._starter = Starter(folder, {"PYTHONPATH": PATHS, **(env or {})})
-        self.driver = Driver(self.site.directory, self.journal, fabric, client or {})
+        words = {
+            "folder": str(self.site.directory), "journal": str(self.journal), "fabric": fabric,
+            "options": client or {},
+        }  # fmt: skip
+        self.driver = Process(HERE / "driver.py", words)
 
     @staticmethod
-    def _config(root: Path, state_dir: Path | None, shape_options: dict[str, Any]) -> Config:
+    def _config(
+        root: Path, state_dir: Path | None, own: str, shape_options: dict[str, Any]
+    ) -> Config:
         config, home = dev.prepare(root, tenants=TENANTS)
         config = shape(**small(**shape_options))(config)
-        own = own_address()
         listen = replace(
             config.listen, control_port=7440, grpc_port=7441, data_port=7442, metrics_port=7443,
             control_host=own, grpc_host=own, data_host=own, metrics_host=own,
@@ -197,6 +205,11 @@ class Lab:
             )
         assert (root / "pki" / "tenants" / f"{GUEST}.pem").exists(), devcerts.__name__
         return config
+
+    def client_toml(self, tenant: str) -> Path:
+        """The client's configuration of a tenant."""
+        name = "client.toml" if tenant == TENANTS[0] else f"client-{tenant}.toml"
+        return self.site.directory / name
 
     # The daemon.
 

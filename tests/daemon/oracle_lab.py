@@ -93,6 +93,16 @@ class Judge:
         else:
             self.findings_dropped += 1
 
+    def take(self, other: Judge) -> None:
+        """Count what another judge saw."""
+        self.checked += other.checked
+        self.durable += other.durable
+        self.forgotten += other.forgotten
+        self.wrong += other.wrong
+        self.lost += other.lost
+        for text in other.findings:
+            self.found(text)
+
     # Blocks.
 
     def _may(self, tenant: str, number: int) -> set[int]:

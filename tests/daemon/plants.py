@@ -5,10 +5,14 @@ Called by name before the daemon starts, in its own process only.
 
 from __future__ import annotations
 
+import os
+
+from entresol_daemon.flash import device
 from entresol_daemon.flash import writer as flash_writer
 from entresol_daemon.flash.group import Pending
 from entresol_daemon.keys import keyring
-from entresol_daemon.shard import shard
+from entresol_daemon.shard import gets, shard
+from entresol_daemon.shard.sessions import Leased
 from entresol_proto.status import Status
 
 
@@ -44,3 +48,30 @@ def locked_drops() -> None:
             self.removal.drop_namespaces(list(self.parts.engine.index.namespaces()))
 
     shard.Shard._adopt = careless  # type: ignore[method-assign]
+
+
+def keeps_leases() -> None:
+    """Every hundredth lease that ends is forgotten instead."""
+    let_go = gets.GetPath.let_go
+    ended = 0
+
+    def careless(self: gets.GetPath, leased: Leased) -> None:
+        nonlocal ended
+        ended += 1
+        if ended % 100:
+            let_go(self, leased)
+
+    gets.GetPath.let_go = careless  # type: ignore[method-assign]
+
+
+def dies_of_reads() -> None:
+    """A failed read of flash ends the process."""
+    read_job = device._read_job
+
+    def brittle(fd: int, runs: list[device._Run]) -> list[int]:
+        failed = read_job(fd, runs)
+        if failed:
+            os._exit(1)
+        return failed
+
+    device._read_job = brittle

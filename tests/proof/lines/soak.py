@@ -1,0 +1,399 @@
+"""R8: hours of everything at once, with ten times more asked than is admitted.
+
+Hosts in processes of their own first ask as much as the shard admits; then another one asks ten
+times as much beside them. What they are admitted must be served nearly as fast as before, what is
+refused must be counted alike on both sides, and when all is quiet again nothing may be left: no
+lease, queue, task, descriptor, thread or memory. Meanwhile hosts are killed and come back, blocks
+are forgotten and evicted, events are followed, tenants are added, rotated and erased. One unit is
+one soak, whose length is its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.daemon.daemon_lab import rss_bytes
+from tests.daemon.host import GET_BLOCKS
+from tests.daemon.life_lab import BUGS, GUEST, HERE, Lab, Process, alive
+from tests.proof.line import Line, Size, Slice, Tally
+
+HOSTS = 2
+WINDOW = 4  # gets that each asks at a time, when it asks no more than is admitted
+AT_ONCE = HOSTS * WINDOW  # gets the shard serves at a time, here
+OVERLOAD = 10
+OVER_WINDOW = 100  # gets that the flood has under way, at most
+FORGET = 0.004  # of the gets that found everything
+KEYS = 1_600
+WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0
+ROUNDS = {Size.COMMIT: 3, Size.NIGHTLY: 33, Size.RELEASE: 200}
+RATIO_MAX = 2.0  # of the p99 under ten times the load to that under what is admitted
+GROWTH_MAX = {Size.COMMIT: 0.10, Size.NIGHTLY: 0.02, Size.RELEASE: 0.02}  # of memory, once warm
+QUIET_SECONDS_MAX = 20.0
+DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
+LOOK_S = 1.0
+LEASE_NS = 2_000_000_000
+HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue="put"}',
+        'queue_depth{queue="stage"}', "staging_reads_in_flight")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Rest:
+    """What the daemon holds while nobody asks for anything."""
+
+    rss_bytes: int
+    fds: int
+    threads: int
+    tasks: int
+    sessions: int
+    held: dict[str, float]
+
+
+@dataclass(slots=True)
+class Window:
+    """What the hosts saw in one stretch of load."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    times_ms: list[float] = field(default_factory=list)
+    refused_ms: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, answers: Sequence[dict[str, Any]]) -> None:
+        for answer in answers:
+            self.counts.update(answer["counts"])
+            self.times_ms += answer["times_ms"]
+            self.refused_ms += answer["refused_ms"]
+        self.seconds += max(answer["seconds"] for answer in answers)
+
+
+def _fds(pid: int) -> int:
+    """Open descriptors beside memory: slabs come and go within their budget."""
+    count = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            count += not os.readlink(f"/proc/{pid}/fd/{name}").startswith("/memfd:")
+    return count
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """0 of nothing."""
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
+
+
+def p99(values: Sequence[float]) -> float:
+    return percentile(values, 99)
+
+
+class Bustle:
+    """What goes on beside the load, in a thread: tenants, watchers, a host that is killed."""
+
+    def __init__(self, soak: Soak) -> None:
+        self._soak = soak
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.failed = ""
+
+    def _run(self) -> None:
+        soak, turn = self._soak, 0
+        churn: Process | None = None
+        try:
+            while not self._stop.wait(0.3):
+                turn += 1
+                if churn is None:
+                    churn = soak.host("other", 1_000 + turn)
+                    churn.tell("run", seconds=3_600, window=1)
+                elif turn % 7 == 0:
+                    churn.process.send_signal(signal.SIGKILL)
+                    churn.close()
+                    churn = None
+                    soak.tally.figure("host_restarts", 1)
+                if turn % 4 == 0:
+                    soak.tenants()
+                soak.lab.driver.ask("watch", on=turn % 10 < 7)
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+        finally:
+            if churn is not None:
+                churn.process.send_signal(signal.SIGKILL)
+                churn.close()
+            soak.lab.driver.ask("watch", on=False)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Soak:
+    """One soak."""
+
+    def __init__(self, lab: Lab, seed: int, tally: Tally) -> None:
+        self.lab = lab
+        self.seed = seed
+        self.tally = tally
+        self.hosts = [self.host("dev", seed + number) for number in range(HOSTS)]
+        self.flooder = self.host("dev", seed + HOSTS)
+        self._turn = 0
+        self.counts: Counter[str] = Counter()
+        self.capacity = 0.0  # gets a second that were served at best
+
+    def host(self, tenant: str, seed: int) -> Process:
+        """A host process of a tenant."""
+        words = {
+            "config": str(self.lab.client_toml(tenant)), "fabric": "shm", "seed": seed,
+            "keys": KEYS, "options": {"deadline_ns": 5_000_000_000},
+        }  # fmt: skip
+        return Process(HERE / "host.py", words)
+
+    def tenants(self) -> None:
+        """Add the guest, rotate its key, erase it, and again."""
+        what = ("add", "rotate", "erase")[self._turn % 3]
+        self._turn += 1
+        self.lab.driver.ask("admin", what=what, tenant=GUEST, wait=True)
+        self.tally.figure("tenant_changes", 1)
+
+    def load(self, seconds: float, *, overload: bool = False) -> Window:
+        """The same stretch of load by every host, with or without the flood beside it."""
+        for host in self.hosts:
+            host.tell("run", seconds=seconds, window=WINDOW, forget=FORGET)
+        if overload:
+            rate = OVERLOAD * self.capacity
+            self.flooder.tell("flood", seconds=seconds, rate=rate, window=OVER_WINDOW)
+        window = Window()
+        window.add([host.answer() for host in self.hosts])
+        if overload:
+            flood = self.flooder.answer()
+            window.counts.update(flood["counts"])
+        self.counts.update(window.counts)
+        served = window.counts["served"] + window.counts["flooded"]
+        self.capacity = max(self.capacity, served / window.seconds)
+        return window
+
+    def rest(self) -> Rest:
+        """Wait until nothing is under way, then look at what is held."""
+        pid = self.lab.pid
+        for what in ("add", "erase"):  # which also gives back to the system what was freed
+            self.lab.driver.ask("admin", what=what, tenant=GUEST, wait=True)
+        until = time.monotonic() + QUIET_SECONDS_MAX
+        found: Rest | None = None
+        steady = 0
+        while steady < 3 and time.monotonic() < until:
+            time.sleep(0.3)
+            metrics = self.lab.metrics()
+            now = Rest(
+                rss_bytes(pid), _fds(pid),
+                len(os.listdir(f"/proc/{pid}/task")), int(metrics["entresol_tasks"]),
+                int(sum(v for k, v in metrics.items() if k.startswith("entresol_sessions{"))),
+                {name: metrics.get(f"entresol_{name}", 0.0) for name in HELD},
+            )  # fmt: skip
+            same = found is not None and not any(now.held.values()) and (
+                (now.fds, now.threads, now.tasks) == (found.fds, found.threads, found.tasks)
+            )  # fmt: skip
+            steady = steady + 1 if same else 0
+            found = now
+        assert found is not None
+        return found
+
+
+def run(part: Slice) -> Tally:
+    """A soak for each unit."""
+    tally = Tally()
+    for seed in part.seeds:
+        folder = part.folder / str(seed)
+        folder.mkdir()
+        _soak(folder, seed, ROUNDS[part.size], GROWTH_MAX[part.size], tally)
+    return tally
+
+
+def _soak(
+    folder: Path, seed: int, rounds: int, growth_max: float, tally: Tally, plant: str = ""
+) -> None:
+    with Lab(
+        folder, evicts=True, plant=plant, events_max=2_000, dram=DRAM_BYTES, flash=FLASH_BYTES,
+        gets_at_once_max=AT_ONCE, lease_ns=LEASE_NS,
+    ) as lab:  # fmt: skip
+        lab.first_life()
+        lab.driver.ask("admin", what="add", tenant="other", wait=True)
+        soak = Soak(lab, seed, tally)
+        try:
+            findings = _rounds(soak, rounds, growth_max)
+        finally:
+            for host in (*soak.hosts, soak.flooder):
+                host.close()
+        said = lab.new_log()
+        if os.environ.get("ENTRESOL_PROOF_TRACE"):
+            print("\n".join(line for line in said.splitlines() if "entresol.stalls" in line))
+        if bug := BUGS.search(said):
+            findings.append(f"the log says {said[max(0, bug.start() - 300) : bug.end() + 1_200]}")
+        tally.crashes += not alive(lab.pid)
+        if (code := lab.stop()) != 0:
+            findings.append(f"a clean stop ended with {code}")
+    asked = sum(soak.counts[what] for what in ("served", "flooded", "refused", "cut_off"))
+    tally.tried += asked
+    tally.wrong_bytes += soak.counts["wrong"]
+    tally.survived += asked if not findings else 0
+    for text in findings:
+        tally.found(seed, text)
+
+
+def _rounds(soak: Soak, rounds: int, growth_max: float) -> list[str]:
+    """Warm up, then so many rounds of admitted load and of overload; what was wrong."""
+    lab = soak.lab
+    stored = soak.hosts[0].ask("fill", first=0, count=KEYS)
+    assert stored == KEYS, stored
+    base = lab.metrics()
+    admitted, over = Window(), Window()
+    worst: Counter[str] = Counter()
+    warm: Rest | None = None
+    last: Rest | None = None
+    _beside(soak, worst, lambda: soak.load(WARM_S))
+    _beside(soak, worst, lambda: soak.load(WARM_S, overload=True))
+    for number in range(rounds):
+        one, ten = Window(), Window()
+
+        def load(one: Window = one, ten: Window = ten) -> None:
+            _merge(one, soak.load(ADMITTED_S))
+            _merge(ten, soak.load(OVERLOAD_S, overload=True))
+
+        _beside(soak, worst, load)
+        _merge(admitted, one)
+        _merge(over, ten)
+        last = soak.rest()
+        if warm is None and number >= max(1, rounds // 10):
+            warm = last
+        _trace(f"round {number}", one, ten, last)
+    assert warm is not None
+    assert last is not None
+    findings = _judge(soak, base, admitted, over, worst)
+    return findings + _judge_rest(soak.tally, warm, last, growth_max)
+
+
+def _merge(into: Window, other: Window) -> None:
+    into.counts.update(other.counts)
+    into.times_ms += other.times_ms
+    into.refused_ms += other.refused_ms
+    into.seconds += other.seconds
+
+
+def _beside(soak: Soak, worst: Counter[str], work: Any) -> None:
+    """Do it with everything else going on, and look at the daemon meanwhile."""
+    bustle = Bustle(soak)
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK_S):
+            metrics = soak.lab.metrics()
+            for name, value in (
+                ("rss_mib", rss_bytes(soak.lab.pid) >> 20),
+                ("gets_waiting", metrics['entresol_queue_depth{queue="get"}']),
+                ("puts_waiting", metrics['entresol_queue_depth{queue="put"}']),
+                ("loop_stall_ms", 1e3 * metrics["entresol_event_loop_lag_max_seconds"]),
+            ):
+                worst[name] = max(worst[name], int(value))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
+        bustle.stop()
+    assert not bustle.failed, bustle.failed
+
+
+def _trace(what: str, one: Window, ten: Window, rest: Rest) -> None:
+    if os.environ.get("ENTRESOL_PROOF_TRACE"):
+        for name, window in (("admitted", one), ("overload", ten)):
+            print(
+                f"{what} {name}: {len(window.times_ms) / window.seconds:.0f}/s,"
+                f" p50 {percentile(window.times_ms, 50):.0f} p99 {p99(window.times_ms):.0f} ms,"
+                f" refused p99 {p99(window.refused_ms):.0f} ms, {dict(window.counts)}", flush=True,
+            )  # fmt: skip
+        print(f"{what} {rest}", flush=True)
+
+
+def _judge(
+    soak: Soak, base: dict[str, float], admitted: Window, over: Window, worst: Counter[str]
+) -> list[str]:
+    """What the load itself says."""
+    tally, metrics = soak.tally, soak.lab.metrics()
+    findings = []
+
+    def since(name: str) -> int:
+        return int(metrics.get(name, 0.0) - base.get(name, 0.0))
+
+    before, after = p99(admitted.times_ms), p99(over.times_ms)
+    ratio = after / before if before else 0.0
+    if ratio > RATIO_MAX:
+        findings.append(f"p99 {after:.0f} ms under overload, {before:.0f} ms before")
+    refused = since('entresol_blocks_missed_total{cause="busy",tenant="dev"}')
+    unheard = refused - soak.counts["get_busy"]  # a host that was cut off may not have heard of it
+    if not 0 <= unheard <= GET_BLOCKS * soak.counts["cut_off"]:
+        findings.append(f"refused blocks: {refused} counted here, {soak.counts['get_busy']} there")
+    if not over.counts["refused"]:
+        findings.append("nothing was refused: it was no overload")
+    tally.figure("max_p99_admitted_ms", round(before, 1))
+    tally.figure("max_p99_overload_ms", round(after, 1))
+    tally.figure("max_p99_ratio", round(ratio, 2))
+    tally.figure("max_p99_refusal_ms", round(p99(over.refused_ms), 1))
+    for name, value in worst.items():
+        tally.figure(f"max_{name}", value)
+    tally.figure("min_offered_over_served", round(
+        over.counts["offered"] / max(1, over.counts["served"] + over.counts["flooded"]), 1
+    ))  # fmt: skip
+    for name in ("served", "flooded", "refused", "not_asked", "cut_off"):
+        tally.figure(f"gets_{name}", soak.counts[name])
+    tally.figure("forgotten", soak.counts["forgotten"])
+    tally.figure("evicted", since('entresol_evicted_blocks_total{reason="evicted"}'))
+    sealed = since('entresol_put_blocks_total{status="ok",tenant="dev"}')
+    tally.figure("max_blocks_under_one_key", sealed)
+    if sealed >= soak.lab.site.config.keys.rotate_blocks:
+        findings.append(f"{sealed} blocks under one key")
+    tally.figure("events_followed", soak.lab.driver.ask("watch", on=False))
+    return findings
+
+
+def _judge_rest(tally: Tally, warm: Rest, last: Rest, growth_max: float) -> list[str]:
+    """What is left when nobody asks for anything."""
+    findings = []
+    growth = last.rss_bytes / warm.rss_bytes - 1
+    tally.figure("max_memory_growth_percent", round(100 * growth, 2))
+    if growth > growth_max:
+        findings.append(f"memory grew by {growth:.1%} from {warm.rss_bytes >> 20} MiB")
+    for name in ("fds", "threads", "tasks", "sessions"):
+        if getattr(last, name) > getattr(warm, name):
+            findings.append(f"{name}: {getattr(warm, name)} before, {getattr(last, name)} now")
+    return findings + [f"still held: {name} {value}" for name, value in last.held.items() if value]
+
+
+def _canary() -> None:
+    """A daemon that forgets to let go of memory now and then, and one without a door."""
+    with tempfile.TemporaryDirectory(prefix="entresol-canary-") as name:
+        tally = Tally()
+        _soak(Path(name), 1, 1, 1.0, tally, "tests.daemon.plants:keeps_leases")
+    assert any("still held" in finding.text for finding in tally.findings), tally.findings
+
+
+LINES = (
+    Line(
+        id="R8",
+        name="soak and overload, ten times what is admitted",
+        unit="soaks",
+        units={Size.COMMIT: 1, Size.NIGHTLY: 1, Size.RELEASE: 1},
+        slice_units=1,
+        run=run,
+        canary=_canary,
+        alone=True,
+        slice_deadline_s=5_400.0,
+    ),
+)
