@@ -149,7 +149,7 @@ class TenantKey:
                 versions[number] = KeyVersion(created, secret)
             if table:
                 raise ValueError("another field")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # Not `from` the cause: its text may quote a secret.
             raise KeyringError("it is damaged or was edited", hint=_HOW_TO_MAKE) from None
         return cls(naming, versions)

@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -24,18 +25,19 @@ from entresol_client.engines.asker import ParamsError
 from entresol_client.engines.kvbm_space import KvbmSettings
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.relay import workers
+from entresol_client.tenant_key import KeyVersion, TenantKey
 from entresol_daemon import config as daemon_config
 from entresol_daemon.config import Config
 from entresol_daemon.config_reference import to_toml
 from entresol_daemon.config_values import settings_of
-from entresol_proto.status import ConfigError, EntresolError
+from entresol_proto.status import ConfigError, EntresolError, KeyringError
 from tests.fuzz.mutate import mutate_tree, to_json
 from tests.fuzz.target import Parser, Scratch, Target
 
 TOML_WORDS = (
     b"[", b"]", b"[[", b"]]", b"=", b'"', b'"""', b"'", b"\n", b",", b"{", b"}", b"#", b"true",
     b"1_000", b"0x7f", b"1e400", b"nan", b"-inf", b"1979-05-27T07:32:00Z", b"9" * 400,
-    b"[" * 300, b"{a=" * 100, b"64MiB", b"10s", b"\\u0000", b"\\uD800", b"\xff",
+    b"[" * 600, b"{a=" * 100, b"64MiB", b"10s", b"\\u0000", b"\\uD800", b"\xff",
 )  # fmt: skip
 
 
@@ -169,6 +171,39 @@ def _without_checks() -> AbstractContextManager[object]:
     return patch.object(client_config, "_check", lambda config: None)
 
 
+# The tenant's own key file ------------------------------------------------------------------------
+
+
+def tenant_key_seeds() -> list[bytes]:
+    """One version, and two."""
+    keys = [bytes(range(n, n + 32)) for n in (0, 40, 80)]
+    one = TenantKey(keys[0], {1: KeyVersion(5, keys[1])})
+    return [
+        one.encode(),
+        replace(one, versions={**one.versions, 7: KeyVersion(6, keys[2])}).encode(),
+    ]
+
+
+def tenant_key_parser() -> Parser:
+    """Keys that could be used, or a refusal that shows none of them."""
+
+    def parse(raw: bytes) -> str:
+        try:
+            found = TenantKey.decode(raw)
+        except KeyringError as error:
+            return f"refused {_kind(str(error))}"
+        assert TenantKey.decode(found.encode()) == found
+        assert len(found.naming) == 32
+        assert found.active in found.versions
+        return f"ok {min(len(found.versions), 3)}"
+
+    return parse
+
+
+def _any_key_file() -> AbstractContextManager[object]:
+    return patch.object(TenantKey, "__post_init__", lambda self: None)
+
+
 # Engines ------------------------------------------------------------------------------------------
 
 
@@ -299,6 +334,12 @@ TARGETS = (
         name="client_config", share=15, seeds=client_seeds, make=client_config_parser,
         generate=a_client_config, words=TOML_WORDS, bytes_max=700, alloc_bytes_max=2 << 20,
         canaries=(_without_checks,), modules=("entresol_client.config",),
+    ),
+    Target(
+        name="tenant_key", share=10, seeds=tenant_key_seeds, make=tenant_key_parser,
+        words=(*TOML_WORDS, b"[[versions]]", b"version = 1", b"00" * 32, b"secret"), bytes_max=900,
+        alloc_bytes_max=2 << 20, canaries=(_any_key_file,),
+        modules=("entresol_client.tenant_key",),
     ),
     Target(
         name="engine_settings", share=40, seeds=engine_seeds, make=engines_parser,

@@ -356,7 +356,7 @@ TARGETS = (
         modules=("entresol_proto.wire.frames",),
     ),
     Target(
-        name="messages", share=100, seeds=message_seeds, make=messages_parser,
+        name="messages", share=90, seeds=message_seeds, make=messages_parser,
         canaries=tuple(functools.partial(cursor_fault, *fault) for fault in _CURSOR_FAULTS),
         modules=("entresol_proto.wire.data", "entresol_proto.wire.opening",
                  "entresol_proto.wire.cursor"),
