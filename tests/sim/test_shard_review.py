@@ -82,6 +82,26 @@ async def stage(host: Host, keys: list[bytes], open_at: OpenAt) -> list[Status]:
 # Gets.
 
 
+def test_a_stage_that_waits_outside_the_door_had_arrived_there(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, other = await joined(world), await joined(world)
+        await stored(host, KEYS[:2])
+        first = next(iter(world.shard.sessions.values()))
+        first.held_bytes += 4 << 20  # no room for another block: the STAGE waits
+        asking = asyncio.ensure_future(stage(host, KEYS[:1], OpenAt.HOST))
+        await asyncio.sleep(0.1)
+        present = world.shard.gets.door._present
+        assert min(present.values(), default=0) >= 0, present
+        assert await other.get(KEYS[:2], OpenAt.HOST) == [Status.OK, Status.OK]
+        first.held_bytes -= 4 << 20
+        world.shard.parts.room.notify()
+        await asking
+        await asyncio.sleep(0)
+        assert not present
+
+    simulate(tmp_path, story)
+
+
 def test_a_key_twice_in_a_fetch_and_removed_meanwhile_leaves_no_pin(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host = await joined(world)

@@ -203,7 +203,7 @@ class SessionHandler:
         self, request_id: int, message: Any, account: Account | None
     ) -> Callable[[object], None] | None:
         """What to call when the request is over; None when it was refused, for a frame's price."""
-        if account is None or not isinstance(message, data.Fetch):
+        if account is None or not isinstance(message, data.Fetch | data.Stage):
             return _nothing
         door = self._shard.gets.door
         try:
