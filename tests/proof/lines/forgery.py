@@ -225,5 +225,6 @@ LINES = (
         slice_units=5,
         run=run,
         canary=canary,
+        slice_deadline_s=900.0,
     ),
 )

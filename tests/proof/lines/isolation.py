@@ -120,5 +120,6 @@ LINES = (
         slice_units=8,
         run=run,
         canary=canary,
+        slice_deadline_s=900.0,
     ),
 )

@@ -365,6 +365,6 @@ LINES = (
         slice_units=1,
         run=run,
         canary=canary,
-        slice_deadline_s=900.0,
+        slice_deadline_s=2_400.0,
     ),
 )
