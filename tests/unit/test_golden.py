@@ -13,7 +13,10 @@ import pytest
 
 
 def test_no_golden_file_has_changed() -> None:
-    """What is on file was written once: make a new one instead of changing it."""
+    """What is on file was written once: make a new one instead of changing it.
+
+    A new one is listed by `python tests/vectors/make_v1.py hashes`.
+    """
     assert golden.unchanged() == []
 
 

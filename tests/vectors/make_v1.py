@@ -4,7 +4,8 @@ Each is made by the code that writes it in service, from fixed inputs: run it as
 packages on PYTHONPATH. What is released is never made again: a new version has a folder of its own.
 Its companions are `make_sealed_block.py` (sealed_*.bin), `tests/unit/test_ids.py` (ids.json) and
 `tests/unit/test_flash_golden.py` (datafile_v1). `HASHES` lists them all; `tests/golden.py` reads
-them, and `tests/unit/test_golden.py` sees that none has changed.
+them, and `tests/unit/test_golden.py` sees that none has changed. With the word `hashes` the script
+makes nothing, and only adds to HASHES what it does not list yet.
 """
 
 from __future__ import annotations
@@ -251,17 +252,20 @@ def events() -> list[dict[str, str]]:
     ]
 
 
-def hashes() -> str:
-    """A line per golden file: its SHA-256 and name."""
-    found = [
-        path
-        for path in sorted(HERE.rglob("*"))
+def add_hashes() -> list[str]:
+    """List files that HASHES does not know yet; lines that are there stay. Returns the names."""
+    text = HASHES.read_text(encoding="utf-8") if HASHES.exists() else ""
+    known = {line.split("  ", 1)[1] for line in text.splitlines()}
+    found = {
+        path.relative_to(HERE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in HERE.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc") and path != HASHES
-    ]
-    return "".join(
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(HERE).as_posix()}\n"
-        for path in found
-    )
+    }
+    new = sorted(found.keys() - known)
+    lines = [*text.splitlines(), *(f"{found[name]}  {name}" for name in new)]
+    lines.sort(key=lambda line: line.split("  ", 1)[1])
+    HASHES.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return new
 
 
 def as_json(value: Any) -> str:
@@ -287,7 +291,8 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    shutil.rmtree(V1, ignore_errors=True)
-    make(V1)
-    HASHES.write_text(hashes())
-    print(HASHES.read_text(), end="")
+    if sys.argv[1:] != ["hashes"]:  # that lists new files of others, and makes none
+        if V1.exists():
+            sys.exit(f"{V1} is there: what was written once is not written again")
+        make(V1)
+    print("\n".join(add_hashes()))
