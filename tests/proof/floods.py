@@ -29,7 +29,7 @@ FLOODER = "mallory"
 BLOCK_BYTES = 64 * KIB
 BLOCKS = 192  # of every victim: more than its part of memory
 GET_BLOCKS, PUT_BLOCKS = 16, 4
-GETS_PER_S, PUTS_PER_S = 140.0, 35.0
+GETS_PER_S, PUTS_PER_S = 60.0, 20.0
 FLOOD_BLOCKS = 512
 WARM_S = 0.4
 
@@ -303,8 +303,8 @@ class HugeExists(Flood):
 
 
 FLOODS: tuple[type[Flood], ...] = (
-    Puts, TinyPuts, Reserves, AbsentGets, FlashGets, ResidentGets, Leases, Sessions, Watchers,
-    HugeExists,
+    HugeExists, FlashGets, Leases, Puts, AbsentGets, Sessions, ResidentGets, Watchers, TinyPuts,
+    Reserves,
 )  # fmt: skip
 
 

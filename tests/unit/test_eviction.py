@@ -575,3 +575,18 @@ def test_a_quota_of_blocks_is_a_quota() -> None:
     share = TenantShare(stream(1), used_bytes=10, used_blocks=11, quota_blocks=10)
     assert share.over_quota
     assert not TenantShare(stream(1), used_bytes=10, used_blocks=10, quota_blocks=10).over_quota
+
+
+def test_whoever_fills_the_index_from_one_open_segment_pays_with_that() -> None:
+    """Found by Q3, seed 1: others within their share had lost sealed segments instead."""
+    filler, other = info(1, 1, state=SegmentState.OPEN, live=900), info(2, 2, live=50)
+    shares = [
+        TenantShare(stream(1), used_bytes=9_000, used_blocks=901),
+        TenantShare(stream(2), used_bytes=500_000, used_blocks=50),
+    ]
+    victim = choose_victim(
+        [filler, other], shares, capacity_bytes=600_000, capacity_blocks=950, now_touch=NOW,
+        short=Short.BLOCKS,
+    )  # fmt: skip
+    assert victim is not None
+    assert (victim.segment, victim.reason) == (1, VictimReason.OVER_SHARE_OPEN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entresol_daemon.core import fairness
@@ -114,6 +114,7 @@ def test_tenants_of_the_past_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(queue._flows) <= 8 + 1
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 64), st.integers(0, 1)), max_size=300

@@ -124,6 +124,7 @@ class VictimReason(enum.StrEnum):
     OVER_QUOTA = "over_quota"
     OVER_QUOTA_OPEN = "over_quota_open"  # still written; the tenant has no other. Seal it first.
     OVER_SHARE = "over_share"
+    OVER_SHARE_OPEN = "over_share_open"  # its entries of the index are all in the one still written
     PRESSURE = "pressure"  # no tenant over its fair share has a segment to give
 
 
@@ -232,8 +233,9 @@ def choose_victim(
 ) -> Victim | None:
     """The next segment to free, or None when nothing may be evicted.
 
-    Only sealed segments are chosen, except for a tenant over its quota that has nothing but its
-    open one, and condemned ones, which go first: their space is of no use until they are freed.
+    Only sealed segments are chosen, except for a tenant over its quota, or over its share of blocks
+    where these are short, that has nothing but its open one, and condemned ones, which go first:
+    their space is of no use until they are freed.
     `capacity_bytes` is what tenants share, `capacity_blocks` where blocks are `short`. Without a
     `ranking`, or while `budget` could not pay for what the ranked victim may keep, the segment
     whose last touch is oldest is taken (segment LRU), whole.
@@ -274,10 +276,14 @@ def choose_victim(
             return Victim(segment, VictimReason.OVER_QUOTA_OPEN, tenant.stream)
     capacity = capacity_bytes if short is Short.BYTES else capacity_blocks
     for tenant in sorted(tenants, key=lambda t: (-t.used(short) / t.weight, t.stream)):
+        over = tenant.used(short) > fair_share(tenant, tenants, capacity, short)
         if tenant.stream in sealed:
-            over = tenant.used(short) > fair_share(tenant, tenants, capacity, short)
             reason = VictimReason.OVER_SHARE if over else VictimReason.PRESSURE
             return pick(tenant.stream, reason)
+        if over and short is Short.BLOCKS and tenant.stream in opened:
+            # Tiny blocks fill the index before they fill a segment.
+            segment = opened[tenant.stream].segment
+            return Victim(segment, VictimReason.OVER_SHARE_OPEN, tenant.stream)
     return None
 
 

@@ -17,14 +17,11 @@ from typing import Any
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.fairness import GETS, PUTS
 from entresol_daemon.shard import lookups
-from entresol_daemon.shard.reserving import ITEMS_PER_TURN
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.shard import Shard
 from entresol_daemon.shard.turns import (
     ITEM_COST,
     KEY_COST_SHIFT,
-    KEYS_PER_TURN,
-    KEYS_PER_TURN_BYTES,
     REQUEST_COST,
     SESSION_COST,
 )
@@ -51,15 +48,15 @@ def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
 
 
-def cost_of(message: Any) -> tuple[int, int]:
+def cost_of(message: Any, stretch: int) -> tuple[int, int]:
     """About how long a request takes the loop until it waits for the first time, and its rank."""
     if isinstance(message, data.Fetch | data.Stage | data.Exists | data.Touch | data.Forget):
-        keys = min(KEYS_PER_TURN, len(message.keys) // limits.WIRE_KEY_BYTES)
-        return REQUEST_COST + (keys >> KEY_COST_SHIFT), GETS
+        keys = len(message.keys) // limits.WIRE_KEY_BYTES
+        return REQUEST_COST + min(stretch, keys >> KEY_COST_SHIFT), GETS
     if isinstance(message, data.Reserve):
-        return REQUEST_COST + min(len(message.items), ITEMS_PER_TURN) * ITEM_COST, PUTS
+        return REQUEST_COST + min(stretch, len(message.items) * ITEM_COST), PUTS
     if isinstance(message, data.Commit):
-        return REQUEST_COST + len(message.items) * ITEM_COST, PUTS
+        return REQUEST_COST + min(stretch, len(message.items)), PUTS
     return REQUEST_COST, GETS
 
 
@@ -163,7 +160,7 @@ class SessionHandler:
             return
         work: Coroutine[Any, Any, None] | None = None
         account = self.session.account if self.session is not None else None
-        cost, rank = cost_of(message)
+        cost, rank = cost_of(message, self._shard.parts.turns.loop.stretch)
         # A PING asks whether anybody is here: its answer waits for nothing.
         entered = (
             account is None
@@ -245,7 +242,7 @@ class SessionHandler:
         session = self.session
         if session is None:
             return None
-        if isinstance(message, data.Exists) and len(message.keys) <= KEYS_PER_TURN_BYTES:
+        if isinstance(message, data.Exists) and lookups.at_once(self._shard.parts, message.keys):
             return lookups.exists_now(self._shard.parts, session, message)
         if isinstance(message, data.Touch):
             return data.Done(lookups.touch(self._shard.parts, session, message))

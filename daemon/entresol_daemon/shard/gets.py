@@ -53,8 +53,7 @@ WINDOWS_LANDING_MAX = 4  # batches of one request under way
 WINDOW_BLOCKS_MAX = 64
 WINDOW_COST = REQUEST_COST // 2  # of the loop, beside its blocks
 NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
-MISSES_PER_GRANT_MAX = 256
-MISSES_COST = 80  # of the loop, for so many
+MISSES_PER_COST = 4  # of the loop, to be told
 WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 _KEY = limits.WIRE_KEY_BYTES
 
@@ -197,7 +196,7 @@ class GetPath:
         landing: dict[asyncio.Task[None], Window] = {}
         known: list[int] | None = slots if fresh else None  # until the first await from here
         in_vain = False
-        if len(job.misses) > MISSES_PER_GRANT_MAX:
+        if len(job.misses) > self._parts.turns.loop.stretch * MISSES_PER_COST:
             await self._tell_misses(job)
             known = None
         try:
@@ -238,11 +237,9 @@ class GetPath:
     async def _tell_misses(self, job: _Job) -> None:
         """Thousands of absent keys are told in parts, each in a turn on the loop."""
         parts, account = self._parts, job.session.account
-        while len(job.misses) > MISSES_PER_GRANT_MAX:
-            await parts.turns.loop.take(account, MISSES_COST)
-            now, job.misses = (
-                tuple(job.misses[:MISSES_PER_GRANT_MAX]), job.misses[MISSES_PER_GRANT_MAX:],
-            )  # fmt: skip
+        while len(job.misses) > (most := parts.turns.loop.stretch * MISSES_PER_COST):
+            await parts.turns.loop.take(account, parts.turns.loop.stretch)
+            now, job.misses = tuple(job.misses[:most]), job.misses[most:]
             parts.meters.granted(account.name, (), now, job.open_at)
             job.emit(Grant(False, 0, job.lease_ns, parts.now_ns() + job.lease_ns, (), now))
 

@@ -11,26 +11,28 @@ import numpy.typing as npt
 
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
-from entresol_daemon.shard.turns import KEYS_PER_TURN_BYTES, LOOP_TURN_COST
+from entresol_daemon.shard.turns import KEY_COST_SHIFT
+from entresol_proto import limits
 from entresol_proto.wire.data import Exists, ExistsReply, Touch
+
+_KEY = limits.WIRE_KEY_BYTES
+
+
+def at_once(parts: Parts, keys: bytes) -> bool:
+    """Whether so many keys are looked up without a break."""
+    return len(keys) <= (parts.turns.loop.stretch << KEY_COST_SHIFT) * _KEY
 
 
 def exists_now(parts: Parts, session: Session, request: Exists) -> ExistsReply:
-    """Which keys are stored, and the longest stored prefix. For KEYS_PER_TURN keys at most."""
+    """Which keys are stored, and the longest stored prefix. For keys that are looked up at once."""
     namespace = session.namespace(request.handle)
-    return _existing(parts.engine.index.lookup(namespace.namespace_id, request.keys) >= 0)
+    return _existing(parts.engine.index.lookup(namespace.namespace_id, request.keys))
 
 
 async def exists(parts: Parts, session: Session, request: Exists) -> ExistsReply:
     """As `exists_now`, of any number of keys, in as many turns on the loop as they take."""
-    namespace = session.namespace(request.handle)
-    lookup, keys = parts.engine.index.lookup, request.keys
-    found = []
-    for at in range(0, len(keys), KEYS_PER_TURN_BYTES):
-        if at:
-            await parts.turns.loop.take(session.account, LOOP_TURN_COST)
-        found.append(lookup(namespace.namespace_id, keys[at : at + KEYS_PER_TURN_BYTES]) >= 0)
-    return _existing(np.concatenate(found) if found else np.zeros(0, np.bool_))
+    slots, _ = await _look_up(parts, session, session.namespace(request.handle), request.keys)
+    return _existing(slots)
 
 
 async def slots_of(
@@ -38,12 +40,26 @@ async def slots_of(
 ) -> tuple[list[int], bool]:
     """The slots of all keys, -1 for absent ones; and whether that took one turn on the loop, so
     that all of them are so right now."""
-    lookup, space = parts.engine.index.lookup, namespace.namespace_id
-    slots: list[int] = lookup(space, keys[:KEYS_PER_TURN_BYTES]).tolist()
-    for at in range(KEYS_PER_TURN_BYTES, len(keys), KEYS_PER_TURN_BYTES):
-        await parts.turns.loop.take(session.account, LOOP_TURN_COST)
-        slots += lookup(space, keys[at : at + KEYS_PER_TURN_BYTES]).tolist()
-    return slots, len(keys) <= KEYS_PER_TURN_BYTES
+    slots, fresh = await _look_up(parts, session, namespace, keys)
+    return slots.tolist(), fresh
+
+
+async def _look_up(
+    parts: Parts, session: Session, namespace: OpenedNamespace, keys: bytes
+) -> tuple[npt.NDArray[np.int64], bool]:
+    lookup, space, loop_turns = parts.engine.index.lookup, namespace.namespace_id, parts.turns.loop
+    if at_once(parts, keys):
+        return lookup(space, keys), True
+    found = []
+    at = 0
+    while at < len(keys):
+        stretch = loop_turns.stretch
+        if at:
+            await loop_turns.take(session.account, stretch)
+        end = at + (stretch << KEY_COST_SHIFT) * _KEY
+        found.append(lookup(space, keys[at:end]))
+        at = end
+    return np.concatenate(found), False
 
 
 def touch(parts: Parts, session: Session, request: Touch) -> int:
@@ -55,7 +71,8 @@ def touch(parts: Parts, session: Session, request: Touch) -> int:
     return len(found)
 
 
-def _existing(present: npt.NDArray[np.bool_]) -> ExistsReply:
+def _existing(slots: npt.NDArray[np.int64]) -> ExistsReply:
+    present = slots >= 0
     absent = np.flatnonzero(~present)
     prefix = int(absent[0]) if absent.size else len(present)
     return ExistsReply(prefix, np.packbits(present, bitorder="little").tobytes())

@@ -36,7 +36,7 @@ from entresol_daemon.shard.pulls import (
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reserving import Reserving
 from entresol_daemon.shard.sessions import Session
-from entresol_daemon.shard.turns import LOOP_TURN_COST, compute_in_turns
+from entresol_daemon.shard.turns import compute_in_turns
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import short
 from entresol_proto.status import EntresolError, Status
@@ -45,7 +45,6 @@ from entresol_proto.wire.data import Ack, Commit, PutDone, Reserve, Reserved
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
 
 APPEND_COST = 80  # of the loop: a block entered into index, books and event log
-APPENDS_PER_TURN = max(1, LOOP_TURN_COST // APPEND_COST)
 
 log = logging.getLogger("entresol.put")
 
@@ -185,10 +184,8 @@ class PutPath:
             waits = []
             here = [pull for pull in here if pull.status is Status.OK]
             here.sort(key=lambda p: p.reservation.item.position)
-            for number, pull in enumerate(here):
-                if number % APPENDS_PER_TURN == 0:
-                    cost = APPEND_COST * min(APPENDS_PER_TURN, len(here) - number)
-                    await parts.turns.loop.take(account, cost, PUTS)
+            for pull in here:
+                await parts.turns.loop.take(account, APPEND_COST, PUTS)
                 flushed = await self._append(pull)
                 if flushed is not None:
                     waits.append((pull, flushed))

@@ -153,6 +153,8 @@ class Removal:
         keep: Keep = self._keep if victim.reinsert else ()
         if victim.reason is VictimReason.CONDEMNED:
             keep = _keep_all
+        if victim.reason is VictimReason.OVER_SHARE_OPEN:
+            keep = self._newer_half
         removed = await engine.evict(victim.segment, keep)
         log.info(
             "event=evicted segment=%d blocks=%d reason=%s",

@@ -26,7 +26,6 @@ from entresol_proto.wire.data import Ack, PutItem, Reason, Reserve, Reserved
 
 COMMIT_WAIT_NS_MAX = 30_000_000_000  # a reservation waits so long for its COMMIT, at most
 PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
-ITEMS_PER_TURN = turns.LOOP_TURN_COST // turns.ITEM_COST
 STALE_DEADLINES_MAX = 1_024  # beyond as many as there are reservations; then they are swept out
 _BUSY = Reserved.Item(Status.BUSY)
 
@@ -100,9 +99,11 @@ class Reserving:
         full = False
         start = 0
         while start < len(items):
+            stretch = parts.turns.loop.stretch
             if start:
-                await parts.turns.loop.take(session.account, turns.LOOP_TURN_COST, PUTS)
-            part = items[start : start + (turns.KEYS_PER_TURN if full else ITEMS_PER_TURN)]
+                await parts.turns.loop.take(session.account, stretch, PUTS)
+            most = stretch << turns.KEY_COST_SHIFT if full else max(1, stretch // turns.ITEM_COST)
+            part = items[start : start + most]
             keys = b"".join(item.key for item in part)
             slots = parts.engine.index.lookup(namespace.namespace_id, keys).tolist()
             for place, (item, slot) in enumerate(zip(part, slots, strict=True), start):

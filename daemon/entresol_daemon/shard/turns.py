@@ -39,8 +39,6 @@ REQUEST_COST = 100
 SESSION_COST = 500  # admitted and entered
 HANDSHAKE_COST = 1_500  # certificates and keys, before anybody is known
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
-KEYS_PER_TURN = LOOP_TURN_COST << KEY_COST_SHIFT
-KEYS_PER_TURN_BYTES = KEYS_PER_TURN * limits.WIRE_KEY_BYTES
 BLOCK_COST = 20  # a block granted
 ITEM_COST = 25  # an item of a RESERVE decided
 EVENT_COST = 10  # an event written to one watcher
@@ -134,6 +132,12 @@ class LoopTurns:
         """Stretches of work that wait for their turn."""
         return len(self._queue)
 
+    @property
+    def stretch(self) -> int:
+        """How much work may be done without a break: long while one tenant is alone."""
+        contended = asyncio.get_running_loop().time() < self._contended_until
+        return LOOP_TURN_COST if contended else LOOP_ROUND_COST
+
     def enter(self, account: Account, cost: int) -> bool:
         """Begin at once if the loop is free and nobody waits; True if so."""
         return self._enter(account.name, account.weight, cost)
@@ -159,15 +163,11 @@ class LoopTurns:
         if flow != self._last:
             self._contended_until = asyncio.get_running_loop().time() + CONTENDED_S
             self._last = flow
-        if len(self._queue) or (self._begun and self._begun + cost > self._round_cost()):
+        if len(self._queue) or (self._begun and self._begun + cost > self.stretch):
             return False
         self._queue.charge(flow, weight, cost)
         self._begin(cost)
         return True
-
-    def _round_cost(self) -> int:
-        contended = asyncio.get_running_loop().time() < self._contended_until
-        return LOOP_TURN_COST if contended else LOOP_ROUND_COST
 
     def _begin(self, cost: int) -> None:
         self._begun += cost
@@ -182,7 +182,7 @@ class LoopTurns:
         """Once per turn of the loop while there is work: begin what comes next."""
         self._scheduled = False
         self._begun = 0
-        most = self._round_cost()
+        most = self.stretch
         while len(self._queue) and self._begun < most:
             unit = self._queue.pop()
             if not unit.dropped and not unit.item.done():

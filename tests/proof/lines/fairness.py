@@ -5,7 +5,8 @@ percentiles are exact and the same for the same seed. The seed's remainder says 
 a unit is.
 
 - Q1: under every kind of flood four other tenants get at least 0.9 of what they ask for (which is
-  less than their fair share), and their 99th percentiles are within twice those without it.
+  less than their fair share). The 99th percentile of their gets is within twice that without it,
+  that of their puts, which take many more steps and go after gets, within four times.
 - Q2: when all take as much as they can, each gets at least 0.9 of its weight's share.
 - Q3: a flood that overfills flash, by bytes or by entries of the index, pushes out nothing of a
   tenant within its share.
@@ -31,9 +32,9 @@ from tests.proof.fairlab import BusyLoop, Place
 from tests.proof.line import Line, Size, Slice, Tally
 
 FAIR = 0.9
-SLOWER = 2.0
+SLOWER, PUTS_SLOWER = 2.0, 4.0
 CONTEST_S = 0.25
-STORM_S = {Size.COMMIT: 0.3, Size.NIGHTLY: 0.5, Size.RELEASE: 0.5}
+STORM_S = {Size.COMMIT: 0.4, Size.NIGHTLY: 0.5, Size.RELEASE: 0.5}
 CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1, 1, 1)),
             (floods.FlashGets, (1, 2, 3, 1, 1)))  # fmt: skip
 
@@ -69,11 +70,12 @@ def run_storms(work: Slice) -> Tally:
         )  # fmt: skip
         tally.tried += 1
         faults = []
-        for what, before, after in (
-            ("gets", calm.get_p99_s, rough.get_p99_s), ("puts", calm.put_p99_s, rough.put_p99_s),
+        for what, most, before, after in (
+            ("gets", SLOWER, calm.get_p99_s, rough.get_p99_s),
+            ("puts", PUTS_SLOWER, calm.put_p99_s, rough.put_p99_s),
         ):  # fmt: skip
             tally.figure(f"max_{what} slower in {kind.name}", round(after / before, 2))
-            if after > SLOWER * before:
+            if after > most * before:
                 faults.append(f"{what} p99 {before * 1e3:.1f} ms, then {after * 1e3:.1f} ms")
         share = rough.blocks / rough.offered_blocks
         tally.figure("min_share served", round(share, 4))
@@ -212,7 +214,7 @@ def canary_quotas() -> None:
 LINES = (
     Line(
         id="Q1", name="victims of every kind of flood", unit="floods",
-        units={Size.COMMIT: 10, Size.NIGHTLY: 20, Size.RELEASE: 30}, slice_units=2,
+        units={Size.COMMIT: 4, Size.NIGHTLY: 10, Size.RELEASE: 20}, slice_units=2,
         run=run_storms, canary=canary_storms, slice_deadline_s=900.0,
     ),
     Line(
