@@ -60,7 +60,7 @@ MISS_S = 0.25e-6  # to answer one
 BLOCK_S = 15e-6  # to grant one
 ITEM_S = 20e-6  # to reserve one
 APPEND_S = 100e-6  # to enter one into the index and the log
-OPEN_S = 0.5e-3  # a session, after its TLS handshake
+OPEN_S = 0.15e-3  # a session, after its TLS handshake
 
 
 class BusyLoop(SimLoop):

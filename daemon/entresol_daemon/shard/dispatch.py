@@ -10,6 +10,7 @@ or by an ERROR; an unexpected exception is logged and answered as INTERNAL, neve
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -32,6 +33,9 @@ from entresol_proto.status import EntresolError, ProtocolError, Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.frames import FrameType
 from entresol_proto.wire.session import Message, Received, ServerSession, State
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""Begins when it is called: a task that ends before its first step has begun nothing."""
 
 BACKLOG_BYTES_MAX = 256 * limits.KIB  # of one session's requests that wait for their turn
 
@@ -158,7 +162,7 @@ class SessionHandler:
             error = EntresolError("draining", hint="ask another shard", status=Status.DRAINING)
             self._fail(request_id, message.TYPE, error)
             return
-        work: Coroutine[Any, Any, None] | None = None
+        work: Work | None = None
         account = self.session.account if self.session is not None else None
         cost, rank = cost_of(message, self._shard.parts.turns.loop.stretch)
         # A PING asks whether anybody is here: its answer waits for nothing.
@@ -170,7 +174,7 @@ class SessionHandler:
         try:
             answer = self._answer_now(message) if entered else None
             if answer is None:
-                work = self._work(request_id, message)
+                work = functools.partial(self._work, request_id, message)
         except EntresolError as error:
             self._fail(request_id, message.TYPE, error)
             return
@@ -184,11 +188,10 @@ class SessionHandler:
         assert work is not None
         leave = self._arrive(request_id, message, account)
         if leave is None:
-            work.close()
             return
         if not entered:
             assert account is not None
-            work = self._in_turn(account, cost, rank, size_of(message), work)
+            work = functools.partial(self._in_turn, account, cost, rank, size_of(message), work)
         task = asyncio.get_running_loop().create_task(
             self._guard(request_id, message.TYPE, work), name=f"session {message.TYPE.name}"
         )
@@ -216,18 +219,15 @@ class SessionHandler:
         cost: int,
         rank: int,
         size_bytes: int,
-        work: Coroutine[Any, Any, None],
+        work: Work,
     ) -> None:
         """Begin a request when it is its tenant's turn; read no more than so much ahead."""
         self._wait_for(size_bytes)
         try:
             await self._shard.parts.turns.loop.take(account, cost, rank)
-        except BaseException:
-            work.close()
-            raise
         finally:
             self._wait_for(-size_bytes)
-        await work
+        await work()
 
     def _wait_for(self, more_bytes: int) -> None:
         before, self._backlog_bytes = self._backlog_bytes, self._backlog_bytes + more_bytes
@@ -248,13 +248,11 @@ class SessionHandler:
             return data.Done(lookups.touch(self._shard.parts, session, message))
         return None
 
-    async def _guard(
-        self, request_id: int, kind: FrameType, work: Coroutine[Any, Any, None]
-    ) -> None:
+    async def _guard(self, request_id: int, kind: FrameType, work: Work) -> None:
         metrics = self._shard.parts.metrics
         started_ns = self._shard.parts.now_ns()
         try:
-            await work
+            await work()
         except EntresolError as error:
             self._fail(request_id, kind, error)
             return

@@ -36,7 +36,7 @@ CONTENDED_S = 0.1  # so long after two tenants took turns only LOOP_TURN_COST is
 
 # About how many microseconds of the event loop a piece of work takes on one core of today.
 REQUEST_COST = 100
-SESSION_COST = 500  # admitted and entered
+SESSION_COST = 200  # admitted and entered
 HANDSHAKE_COST = 1_500  # certificates and keys, before anybody is known
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
 BLOCK_COST = 20  # a block granted
