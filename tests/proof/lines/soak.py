@@ -268,7 +268,7 @@ def _rounds(soak: Soak, rounds: int, growth_max: float) -> list[str]:
         _merge(admitted, one)
         _merge(over, ten)
         last = soak.rest()
-        if warm is None and number >= max(1, rounds // 10):
+        if warm is None and number >= min(rounds - 1, max(1, rounds // 10)):
             warm = last
         _trace(f"round {number}", one, ten, last)
     assert warm is not None
@@ -377,7 +377,7 @@ def _judge_rest(tally: Tally, warm: Rest, last: Rest, growth_max: float) -> list
 
 
 def _canary() -> None:
-    """A daemon that forgets to let go of memory now and then, and one without a door."""
+    """A daemon that forgets to let go of a lease now and then."""
     with tempfile.TemporaryDirectory(prefix="entresol-canary-") as name:
         tally = Tally()
         _soak(Path(name), 1, 1, 1.0, tally, "tests.daemon.plants:keeps_leases")

@@ -135,7 +135,7 @@ def _not_run() -> str:
 
 
 def _canary() -> None:
-    """A daemon that believes a flush that failed, and one that a failed read can end."""
+    """A daemon that a failed read can end."""
     with tempfile.TemporaryDirectory(prefix="entresol-canary-") as name:
         part = Slice(0, 4, Size.COMMIT, Path(name))
         tally = scenes(part, plant="tests.daemon.plants:dies_of_reads", only="failing_reads")
