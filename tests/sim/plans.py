@@ -16,6 +16,7 @@ from tests.sim.simdaemon import Geometry
 
 TENANTS = ("alpha", "beta")
 KEYS_PER_SPACE = 32
+COUNTS = (1, 3, 8, 16, 16, 24, 32, 32)  # blocks of one call
 
 # What may be wrong with a device besides crashes. Failing says so; rotten lies.
 FAILING = (Fault.READ_EIO, Fault.WRITE_EIO, Fault.TORN_WRITE, Fault.ENOSPC, Fault.FLUSH_FAIL)
@@ -182,8 +183,8 @@ def make_plan(seed: int, emphasis: str = "") -> Plan:
         media[Fault.LATENCY] = rng.uniform(0.002, 0.02)
     network = {}
     for name in rng.sample(NETWORK, rng.randint(0, 8)):
-        high = {"cut": 0.004, "stall": 0.004, "refuse": 0.2, "split": 0.2}.get(name, 0.06)
-        network[name] = rng.uniform(high / 10, high)
+        high = {"cut": 0.004, "stall": 0.004, "refuse": 0.2, "split": 0.2}.get(name, 0.08)
+        network[name] = rng.uniform(high / 4, high)
     rounds = tuple(_round(draw, number, shards) for number in range(rng.choice((1, 2, 2, 2, 3))))
     sizes: tuple[int, ...] = (1, 700, 3000, 4096, 9000)
     if flavour == "large":
@@ -217,7 +218,7 @@ def _round(draw: _Draw, number: int, shards: int) -> Round:
     for at in range(rng.randint(1, 3)):
         hostile = rng.random() < 0.1
         workers = tuple(
-            tuple(_op(draw, first=at == 0) for at in range(rng.randint(4, 10)))
+            tuple(_op(draw, first=at == 0) for at in range(rng.randint(4, 9)))
             for _ in range(rng.randint(1, 3))
         )
         name = f"host{number}{at}{'x' if hostile else ''}"
@@ -252,7 +253,7 @@ def _op(draw: _Draw, *, first: bool) -> Op:
     )[0]  # fmt: skip
     if first and rng.random() < 0.6:
         kind = "put"  # there should be something to be got
-    count = rng.randint(1, 3) if kind == "forget" else rng.choice((1, 4, 12, 20, 32))
+    count = rng.choice((1, 2, 4, 8)) if kind == "forget" else rng.choice(COUNTS)
     if draw.flavour == "large":
         count = min(count, 6)
     start = rng.randrange(KEYS_PER_SPACE - count + 1)

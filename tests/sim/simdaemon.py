@@ -7,6 +7,7 @@ held, books equal to the index, events equal to the index.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import ssl
@@ -163,7 +164,7 @@ class SimDaemon:
             engine=engine,
             keyring=self.keyring,
             compute=InlineCompute(),
-            metrics=Metrics(),
+            metrics=_metrics(),
             fabrics=self._servers,
             surroundings=Surroundings(
                 make_buffer=SimBuffer, make_private=SimBuffer, host_id=HOST_ID,
@@ -311,6 +312,13 @@ class SimDaemon:
         return wrong
 
 
+@functools.cache
+def _metrics() -> Metrics:
+    """One for all: nothing under test reads them, and making them costs a tenth of a run."""
+    return Metrics()
+
+
+@functools.cache
 def _no_tls() -> ssl.SSLContext:
     """What the listener is given; the simulated network shows certificates without it."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

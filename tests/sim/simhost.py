@@ -35,6 +35,8 @@ from tests.simloop import SECOND_NS
 
 MS_NS = 1_000_000
 SHARD_NAMES = ("shard0", "shard1", "shard2")
+OUTAGES = (Status.DISCONNECTED.label, Status.BREAKER_OPEN.label, Status.DRAINING.label)
+OUTAGE_PAUSE_S = 0.15
 WATCHED_MAX = 24  # buffers of ended gets that are looked at again later
 # What says that a block is not there; every other status says nothing about it.
 ABSENT = frozenset({Status.MISS})
@@ -145,12 +147,15 @@ class SimHost:
         for op in ops:
             if self.gone:
                 return
-            await self.do(op)
-            if op.pause_s:
-                await asyncio.sleep(op.pause_s)
+            said = await self.do(op)
+            pause_s = op.pause_s
+            if any(word in said for word in OUTAGES):
+                pause_s += OUTAGE_PAUSE_S  # or the rest of the work is over in no time
+            if pause_s:
+                await asyncio.sleep(pause_s)
 
-    async def do(self, op: Op) -> None:
-        """One call; it may be cancelled on the way."""
+    async def do(self, op: Op) -> str:
+        """One call, in words; it may be cancelled on the way."""
         oracle = self._oracle
         oracle.tried += op.count
         began_s = self._loop.time()
@@ -169,6 +174,7 @@ class SimHost:
         limit_s = op.deadline_ns / 1e9 + 1.0
         if took_s > limit_s:
             oracle.accuse(f"{self.name} {op} took {took_s:.3f} s")
+        return said
 
     def _calls(self) -> dict[str, Callable[[Op], Coroutine[Any, Any, str]]]:
         return {
@@ -266,7 +272,9 @@ class SimHost:
         if result.complete:
             for name, known, present in zip(names, before, result.present, strict=True):
                 oracle.judge(name, known, present)
-        return f"{sum(result.present)} present, complete={result.complete}"
+        if not result.complete:
+            return Status.DISCONNECTED.label
+        return f"{sum(result.present)} present"
 
     async def _forget(self, op: Op) -> str:
         oracle = self._oracle
@@ -279,7 +287,7 @@ class SimHost:
             complete = result.complete
         finally:
             oracle.forget_ended(names, epochs, complete=complete)
-        return f"{result.count} forgotten, complete={complete}"
+        return f"{result.count} forgotten" if complete else Status.DISCONNECTED.label
 
     async def _touch(self, op: Op) -> str:
         _, keys = self._names(op)
