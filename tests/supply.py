@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD_DEADLINE_S = 240
+BUILD_DEADLINE_S = 600
 EPOCH = "1750000000"
 SBOM = "sboms/entresol.cdx.json"
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-DEADLINE_S = 120
+DEADLINE_S = 240
 THREAD = "thread: "
 REFUSED = "PermissionError"
 

@@ -58,5 +58,6 @@ LINES = (
         slice_units=100_000,
         run=run,
         canary=canary,
+        slice_deadline_s=900.0,
     ),
 )

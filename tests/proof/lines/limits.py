@@ -16,7 +16,7 @@ from tests import bounds
 from tests.proof.line import Line, Size, Slice, Tally
 
 ROOT = Path(__file__).resolve().parents[3]
-TEST_DEADLINE_S = 240.0
+TEST_DEADLINE_S = 600.0
 
 
 def checks() -> list[tuple[str, Callable[[], None] | str]]:
@@ -106,5 +106,6 @@ LINES = (
         slice_units=_ALL,
         run=run,
         canary=canary,
+        slice_deadline_s=900.0,
     ),
 )

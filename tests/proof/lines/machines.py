@@ -266,8 +266,9 @@ LINES = (
         name="session machines against a model",
         unit="walks of 50 steps",
         units={Size.COMMIT: 400, Size.NIGHTLY: 20_000, Size.RELEASE: 100_000},
-        slice_units=25_000,
+        slice_units=10_000,
         run=run,
         canary=canary,
+        slice_deadline_s=900.0,
     ),
 )
