@@ -29,7 +29,7 @@ from entresol_daemon.fabrics import open_fabrics
 from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.keys.keyring import Keyring
-from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import clear_on_free, sweep
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
@@ -153,9 +153,7 @@ class Daemon:
             return None
         try:
             return await asyncio.to_thread(FileKek.open, path)
-        except KeyringError as error:
-            if error.status is not Status.LOCKED:
-                raise
+        except KekMissingError as error:
             log.warning("event=locked reason=%r hint='see `entresol unlock`'", str(error))
             return None
 

@@ -141,8 +141,7 @@ async def test_key_files(site: Site, starter: Starter) -> None:
     for bad in (b"", b"short", b"z" * 64, bytes(32), os.urandom(33), b"x" * 100_000):
         kek.write_bytes(bad)
         assert "KEK" in starter.refuses(*config)
-    kek.unlink()
-    assert "keygen" in starter.refuses(*config)
+    kek.unlink()  # without one it starts, locked: test_key_life
     kek.mkdir()
     starter.refuses(*config)
     kek.rmdir()

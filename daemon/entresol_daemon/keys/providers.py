@@ -22,7 +22,7 @@ from typing import Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from entresol_proto.status import KeyringError, Status
+from entresol_proto.status import KeyringError
 
 KEK_BYTES = 32
 KEK_ID_BYTES = 8
@@ -35,6 +35,10 @@ _TAG_BYTES = 16
 _CREDENTIALS = "$CREDENTIALS_DIRECTORY/"
 _HOW_TO_MAKE = "make one with `entresold keygen PATH`"
 _DAMAGED = "the keyring was altered: restore the state folder from a backup"
+
+
+class KekMissingError(KeyringError):
+    """The KEK is not where it should be: it may come yet. Anything else that is there is wrong."""
 
 
 class KekProvider(Protocol):
@@ -90,9 +94,7 @@ class FileKek:
         except IsADirectoryError:
             raise KeyringError(f"KEK file {file} is a folder", hint=_HOW_TO_MAKE) from None
         except FileNotFoundError:
-            raise KeyringError(
-                f"there is no KEK file {file}", hint=_HOW_TO_MAKE, status=Status.LOCKED
-            ) from None
+            raise KekMissingError(f"there is no KEK file {file}", hint=_HOW_TO_MAKE) from None
         except OSError as error:
             raise KeyringError(
                 f"cannot read KEK file {file}: {error.strerror}",
