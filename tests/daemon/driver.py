@@ -261,19 +261,23 @@ class Driver:
         self._journal.note("tenants", rows)
         return rows
 
-    async def do_admin(self, what: str, tenant: str, wait: bool = False) -> Any:
-        """Add, rotate or erase a tenant, in the background unless `wait`."""
-        task = asyncio.create_task(self._administer(what, tenant))
+    async def do_admin(
+        self, what: str, tenant: str, wait: bool = False, flash_bytes: int = 0
+    ) -> Any:
+        """Add (with a quota), rotate or erase a tenant, in the background unless `wait`."""
+        task = asyncio.create_task(self._administer(what, tenant, flash_bytes))
         self._admin.add(task)
         task.add_done_callback(self._admin.discard)
         if wait:
             await task
         return what
 
-    async def _administer(self, what: str, tenant: str) -> None:
+    async def _administer(self, what: str, tenant: str, flash_bytes: int) -> None:
         note = self._journal.note
         name = {"add": "TenantAdd", "rotate": "TenantRotate", "erase": "TenantErase"}[what]
-        more = {"confirm": tenant} if what == "erase" else {}
+        more: dict[str, Any] = {"confirm": tenant} if what == "erase" else {}
+        if what == "add" and flash_bytes:
+            more = {"quota": {"flash_bytes": flash_bytes}}
         note(what, tenant)
         try:
             got = await asyncio.to_thread(self._ask, name, f"{name}Request", name=tenant, **more)

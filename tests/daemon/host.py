@@ -34,7 +34,7 @@ from tests.daemon.daemon_lab import DESCRIPTOR, key_of
 BLOCK_BYTES = 64 * KIB
 GET_BLOCKS = 32
 PUTS_AT_ONCE_MAX = 2
-REFUSED_PAUSE_S = 0.02
+REFUSED_PAUSE_S = 0.005
 OUTAGE = frozenset({Status.DISCONNECTED, Status.BREAKER_OPEN, Status.DRAINING, Status.DEADLINE})
 
 

@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 # What children import from: the root and `tests`, as pytest and the proof suite have it.
 PATHS = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
 READY_SECONDS_MAX = 60.0
+BLOCKS_MAX = 16_384  # of the index: the blocks here are smaller than it is made for
 # What no daemon may write, whatever is done to it.
 BUGS = re.compile(
     r"Traceback|event=(?:bug|tick_failed|task_failed|request_failed|writer_broke)|AssertionError"
@@ -194,7 +195,10 @@ class Lab:
             config.listen, control_port=7440, grpc_port=7441, data_port=7442, metrics_port=7443,
             control_host=own, grpc_host=own, data_host=own, metrics_host=own,
         )  # fmt: skip
-        config = replace(config, listen=listen, tenants=replace(config.tenants, auto_add=False))
+        config = replace(
+            config, listen=listen, tenants=replace(config.tenants, auto_add=False),
+            flash=replace(config.flash, blocks_max=BLOCKS_MAX),
+        )  # fmt: skip
         if state_dir is not None:
             config = replace(config, shard=replace(config.shard, state_dir=state_dir))
         for tenant in TENANTS:

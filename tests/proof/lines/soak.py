@@ -36,6 +36,7 @@ FORGET = 0.004  # of the gets that found everything
 KEYS = 1_600
 WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0
 ROUNDS = {Size.COMMIT: 3, Size.NIGHTLY: 33, Size.RELEASE: 200}
+SAMPLES_MIN = 3_000  # for a 99th percentile
 RATIO_MAX = 2.0  # of the p99 under ten times the load to that under what is admitted
 GROWTH_MAX = {Size.COMMIT: 0.10, Size.NIGHTLY: 0.02, Size.RELEASE: 0.02}  # of memory, once warm
 QUIET_SECONDS_MAX = 20.0
@@ -144,7 +145,8 @@ class Soak:
         self.flooder = self.host("dev", seed + HOSTS)
         self._turn = 0
         self.counts: Counter[str] = Counter()
-        self.capacity = 0.0  # gets a second that were served at best
+        self.capacity = 0.0  # gets a second that were served, with or without the flood
+        self._latest = 0.0
 
     def host(self, tenant: str, seed: int) -> Process:
         """A host process of a tenant."""
@@ -175,7 +177,8 @@ class Soak:
             window.counts.update(flood["counts"])
         self.counts.update(window.counts)
         served = window.counts["served"] + window.counts["flooded"]
-        self.capacity = max(self.capacity, served / window.seconds)
+        other, self._latest = self._latest, served / window.seconds
+        self.capacity = max(other, self._latest)
         return window
 
     def rest(self) -> Rest:
@@ -222,7 +225,8 @@ def _soak(
         gets_at_once_max=AT_ONCE, lease_ns=LEASE_NS,
     ) as lab:  # fmt: skip
         lab.first_life()
-        lab.driver.ask("admin", what="add", tenant="other", wait=True)
+        # It stores more than it may, all the time, and evicts itself.
+        lab.driver.ask("admin", what="add", tenant="other", wait=True, flash_bytes=FLASH_BYTES // 4)
         soak = Soak(lab, seed, tally)
         try:
             findings = _rounds(soak, rounds, growth_max)
@@ -332,19 +336,23 @@ def _judge(
     def since(name: str) -> int:
         return int(metrics.get(name, 0.0) - base.get(name, 0.0))
 
-    before, after = p99(admitted.times_ms), p99(over.times_ms)
+    # Of few samples the 99th percentile is one of the worst three: chance, and not the shard.
+    percent = 99 if len(over.times_ms) >= SAMPLES_MIN else 95
+    before = percentile(admitted.times_ms, percent)
+    after = percentile(over.times_ms, percent)
     ratio = after / before if before else 0.0
     if ratio > RATIO_MAX:
-        findings.append(f"p99 {after:.0f} ms under overload, {before:.0f} ms before")
+        findings.append(f"p{percent} {after:.0f} ms under overload, {before:.0f} ms before")
     refused = since('entresol_blocks_missed_total{cause="busy",tenant="dev"}')
     unheard = refused - soak.counts["get_busy"]  # a host that was cut off may not have heard of it
     if not 0 <= unheard <= GET_BLOCKS * soak.counts["cut_off"]:
         findings.append(f"refused blocks: {refused} counted here, {soak.counts['get_busy']} there")
     if not over.counts["refused"]:
         findings.append("nothing was refused: it was no overload")
-    tally.figure("max_p99_admitted_ms", round(before, 1))
-    tally.figure("max_p99_overload_ms", round(after, 1))
-    tally.figure("max_p99_ratio", round(ratio, 2))
+    tally.figure(f"max_p{percent}_admitted_ms", round(before, 1))
+    tally.figure(f"max_p{percent}_overload_ms", round(after, 1))
+    tally.figure(f"max_p{percent}_ratio", round(ratio, 2))
+    tally.figure("samples_overload", len(over.times_ms))
     tally.figure("max_p99_refusal_ms", round(p99(over.refused_ms), 1))
     for name, value in worst.items():
         tally.figure(f"max_{name}", value)
