@@ -26,7 +26,7 @@ $(READY): pyproject.toml proto/build_kernel.py proto/entresol_proto/native/kerne
 	  fi
 	@echo "installing Entresol and its tools into $(VENV) (about a minute)" >&2
 	@if [ -n "$(LOCK)" ]; then \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r $(LOCK) >&2 && \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r $(LOCK) >&2 && \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . >&2; \
 	else \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]' >&2; \
