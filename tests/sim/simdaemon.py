@@ -29,9 +29,9 @@ from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.metrics import Metrics
 from entresol_daemon.shard.shard import Shard, Surroundings
 from entresol_proto.fabric.base import FabricKind
-from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.ids import EngineKey, NamespaceDescriptor, wire_key
 from entresol_proto.status import Status
-from tests.sim.oracle import SALTS, space_of
+from tests.sim.oracle import SALTS, Name, space_of
 from tests.sim.shardlab import SimBuffer
 from tests.sim.simfabric import Fabrics, SimFabric
 from tests.sim.simnet import SimNetwork
@@ -262,6 +262,13 @@ class SimDaemon:
             if event.kind.ends_blocks and event.reason.label != "forgotten"
             for key in event.wire_keys
         }
+
+    def has(self, name: Name) -> bool:
+        """True if a block is in the index."""
+        namespace, secret = self.spaces[name[0]]
+        return (
+            self.shard.parts.engine.index.find(namespace, wire_key(secret, EngineKey(name[1]))) >= 0
+        )
 
     def check_events(self) -> list[str]:
         """A consumer that followed the events knows exactly what is stored."""

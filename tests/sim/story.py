@@ -242,6 +242,16 @@ class Story:
         was, self.media.enabled = self.media.enabled, False  # a start that fails is systemd's
         await daemon.start(TENANTS)
         self.media.enabled = was
+        self._look_at_indexes()
+
+    def _look_at_indexes(self) -> None:
+        """Right after a start, before anybody stores again what may be missing."""
+        up = [daemon for daemon in self.daemons if daemon.up]
+        if len(up) < len(self.daemons):
+            return
+        for name in list(self.oracle.stories):
+            present = any(daemon.has(name) for daemon in up)
+            self.oracle.judge(name, self.oracle.look(name), present)
 
     def _count(self, name: str) -> None:
         injected = self.network.faults.injected
