@@ -33,7 +33,7 @@ from tests.proof.line import Line, Size, Slice, Tally
 
 FAIR = 0.9
 SLOWER, PUTS_SLOWER = 2.0, 4.0
-CONTEST_S = 0.25
+CONTEST_S = 0.6
 STORM_S = {Size.COMMIT: 0.4, Size.NIGHTLY: 0.5, Size.RELEASE: 0.5}
 CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1, 1, 1)),
             (floods.FlashGets, (1, 2, 3, 1, 1)))  # fmt: skip
