@@ -188,7 +188,7 @@ def _finds(run: Callable[[Slice], Tally], seeds: tuple[int, ...], what: str) -> 
 
 def canary_storms() -> None:
     """First come, first served."""
-    at = floods.FLOODS.index(floods.HugeExists)
+    at = floods.FLOODS.index(floods.FlashGets)
     with fair_daemon.without_fairness():
         _finds(run_storms, (at,), "a queue without fairness")
 
