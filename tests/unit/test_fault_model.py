@@ -1,4 +1,4 @@
-"""FAULT_MODEL.md names the lines of the proof suite that show what it says, and every one of them."""
+"""FAULT_MODEL.md names the lines of the proof suite that show what it says, and every line."""
 
 from __future__ import annotations
 
