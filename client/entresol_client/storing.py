@@ -220,6 +220,8 @@ class _Put:
         jobs: list[_Job] = []
         for block, grant in zip(blocks, reserved.items, strict=True):
             if grant.status is Status.OK:
+                # It may have been BUSY a round ago: from here on its outcome is what COMMIT says.
+                self._tally.statuses[block.position] = None
                 jobs.append(_Job(block, grant))
             else:
                 self._tally.statuses[block.position] = grant.status

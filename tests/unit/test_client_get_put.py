@@ -7,12 +7,13 @@ import contextlib
 import hashlib
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from client_peer import DESCRIPTOR, SECRET, Peer, serving
+from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
 from entresol_client import AsyncClient, Namespace, PutBlock, UsageError
 from entresol_proto.fabric.base import FabricKind, Offer
@@ -420,6 +421,32 @@ async def test_a_commit_that_is_not_answered_keeps_its_staging(tmp_path: Path) -
         peer.faults.hold_put_done = False
         assert (await ns.put(blocks(3)[1:])).ok
         assert arena.used_bytes > 0
+
+
+async def test_a_block_that_was_busy_first_is_what_its_commit_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, rounds = PeerSession.on_reserve, 0
+
+    async def choosy(self: PeerSession, request_id: int, message: data.Reserve) -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds > 1:  # now there is room, and no answer to the COMMIT
+            self.peer.faults.hold_put_done = True
+            return await honest(self, request_id, message)
+        sent: list[data.Reserved] = []
+        monkeypatch.setattr(self, "send", lambda reply, _request: sent.append(reply))
+        await honest(self, request_id, replace(message, items=message.items[:1]))
+        monkeypatch.undo()
+        monkeypatch.setattr(PeerSession, "on_reserve", choosy)
+        busy = data.Reserved.Item(Status.BUSY)
+        self.send(data.Reserved((*sent[0].items, busy)), request_id)
+
+    monkeypatch.setattr(PeerSession, "on_reserve", choosy)
+    async with opened(tmp_path) as (_, ns):
+        put = await ns.put(blocks(2), deadline_ns=300_000_000)
+        assert rounds == 2
+        assert put.statuses == [Status.OK, Status.DEADLINE]  # nobody knows of the second
 
 
 async def test_what_cannot_be_sealed_in_time_is_given_up(tmp_path: Path) -> None:
