@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from entresol_daemon.flash.sim import Fault
 from tests.sim.oracle import SALTS
@@ -16,6 +16,7 @@ from tests.sim.simdaemon import Geometry
 
 TENANTS = ("alpha", "beta")
 KEYS_PER_SPACE = 32
+PROMISES_EVERY = 5
 COUNTS = (1, 3, 8, 16, 16, 24, 32, 32)  # blocks of one call
 
 # What may be wrong with a device besides crashes. Failing says so; rotten lies.
@@ -158,6 +159,7 @@ class _Draw:
     flavour: str
     emphasis: str
     numbers: int = 0
+    stored: list[tuple[str, int, int]] = field(default_factory=list)  # salt, first key, blocks
 
     def next_number(self) -> int:
         self.numbers += 1
@@ -165,11 +167,16 @@ class _Draw:
 
 
 def make_plan(seed: int, emphasis: str = "") -> Plan:
-    """The plan of a seed. `emphasis`: "outages" for more of those, "sealing" for more puts."""
+    """The plan of a seed. `emphasis`: "outages" for more of those, "sealing" for more puts; every
+    fifth of the others has power fail right after something was promised."""
+    if not emphasis and seed % PROMISES_EVERY == 0:
+        emphasis = "promises"
     rng = random.Random(f"{seed} plan {emphasis}")
     flavour = rng.choices(
         ("honest", "failing", "rotten", "tight", "large"), (45, 15, 21, 16, 3)
     )[0]  # fmt: skip
+    if emphasis == "promises":
+        flavour = "honest"
     draw = _Draw(rng, flavour, emphasis)
     shards = rng.choices((1, 2, 3), (75, 20, 5))[0]
     geometry = _geometry(rng, flavour)
@@ -229,6 +236,8 @@ def _round(draw: _Draw, number: int, shards: int) -> Round:
     promises = [op for op in calls if op.kind == "put" and op.durable]
     count = rng.choices((0, 1, 2, 3), (20, 40, 30, 10))[0] + (draw.emphasis == "outages")
     weights = (40, 8, 16, 12, 8, 11, 40 if draw.emphasis == "sealing" else 5)
+    if draw.emphasis == "promises":
+        calls, count, weights = [*forgets, *promises] or calls, 2, (100, 0, 0, 0, 0, 0, 0)
     mishaps = tuple(
         Mishap(
             draw.next_number(),
@@ -248,6 +257,8 @@ def _op(draw: _Draw, *, first: bool) -> Op:
     weights: Sequence[int] = (36, 35, 9, 10, 3, 4, 3)
     if draw.emphasis == "sealing":
         weights = (70, 15, 2, 12, 0, 1, 0)
+    if draw.emphasis == "promises":
+        weights = (50, 15, 10, 25, 0, 0, 0)
     kind = rng.choices(
         ("put", "get", "exists", "forget", "touch", "stage", "explain"), weights
     )[0]  # fmt: skip
@@ -257,8 +268,15 @@ def _op(draw: _Draw, *, first: bool) -> Op:
     if draw.flavour == "large":
         count = min(count, 6)
     start = rng.randrange(KEYS_PER_SPACE - count + 1)
+    salt = rng.choices(SALTS, (85, 15))[0]
+    if kind == "put":
+        draw.stored.append((salt, start, count))
+    elif draw.stored and rng.random() < (0.9 if kind == "forget" else 0.6):
+        salt, low, most = rng.choice(draw.stored[-4:])  # what may well be there
+        count = min(count, most)
+        start = low + rng.randrange(most - count + 1)
     return Op(
-        draw.next_number(), kind, rng.choices(SALTS, (85, 15))[0], start, count,
+        draw.next_number(), kind, salt, start, count,
         durable=rng.random() < 0.6,
         at_daemon=rng.random() < 0.3,
         prefix=rng.random() < 0.2,

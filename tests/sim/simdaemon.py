@@ -237,6 +237,7 @@ class SimDaemon:
         if not clean:  # the process is dead; the objects are only tidied up
             await self.listener.close()
         await self.shard.close(clean=clean)
+        self.remember_gone()  # a stop makes room for what it still writes
         self.keyring.close()
 
     async def restart_if_failed(self, tenants: tuple[str, ...]) -> bool:
@@ -248,6 +249,11 @@ class SimDaemon:
         return False
 
     # What must hold.
+
+    def remember_gone(self) -> None:
+        """Note what events of this start said is gone."""
+        for tenant in self._mirrors:
+            self.told_gone |= self.removed_names(tenant)
 
     def removed_names(self, tenant: str) -> set[tuple[bytes, bytes]]:
         """Blocks that events said are gone, other than by a forget, since the start."""

@@ -356,8 +356,7 @@ class Story:
 
     def _collect(self, daemon: SimDaemon) -> None:
         if daemon.up:
-            for tenant in TENANTS:
-                daemon.told_gone |= daemon.removed_names(tenant)
+            daemon.remember_gone()
 
     def _was_told(self, name: Name) -> bool:
         """An event said that the block was evicted, or lost: possible only where space is short."""
