@@ -18,6 +18,7 @@ Name = tuple[str, bytes]  # space (tenant, with its salt if it has one), engine 
 SALTS = ("s", "t")  # every tenant has a namespace with each
 FILL = 0xEE  # what a destination holds before
 _FILLED = bytes((FILL,))
+OVERLAPS = -1  # no epoch: the other kind of call was under way when this one began
 # A put that ended so stored nothing and will not.
 REFUSED = frozenset({
     Status.BUSY, Status.NO_SPACE, Status.QUOTA, Status.TOO_LARGE, Status.NOT_ADMITTED,
@@ -108,7 +109,7 @@ class Oracle:
             story.put_epoch += 1
             story.puts += 1
             story.forgotten = False
-            epochs.append(story.forget_epoch)
+            epochs.append(OVERLAPS if story.forgets else story.forget_epoch)
         return epochs
 
     def put_ended(
@@ -134,7 +135,7 @@ class Oracle:
             story.forget_epoch += 1
             story.forgets += 1
             story.durable = False
-            epochs.append(story.put_epoch)
+            epochs.append(OVERLAPS if story.puts else story.put_epoch)
         return epochs
 
     def forget_ended(self, names: Sequence[Name], epochs: Sequence[int], *, complete: bool) -> None:
