@@ -32,6 +32,11 @@ def space_of(tenant: str, salt: str) -> str:
     return tenant if salt == SALTS[0] else f"{tenant}/{salt}"
 
 
+def salt_of(space: str) -> str:
+    """The salt of a namespace, from its name."""
+    return space.partition("/")[2] or SALTS[0]
+
+
 @dataclass(slots=True)
 class Story:
     """What is known of one block."""

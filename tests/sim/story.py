@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from entresol_client.placement import Placement
 from entresol_daemon.flash.sim import FaultPlan
-from entresol_proto.ids import EngineKey, TenantName, wire_key
+from entresol_proto.ids import EngineKey, NamespaceDescriptor, TenantName, wire_key
 from entresol_proto.status import Status
 from tests import simloop
 from tests.sim.hostile import HostileHost
-from tests.sim.oracle import SALTS, Name, Oracle, space_of
+from tests.sim.oracle import SALTS, Name, Oracle, salt_of, space_of
 from tests.sim.plans import KEYS_PER_SPACE, TENANTS, HostPlan, Mishap, Op, Plan, Round
 from tests.sim.sealing import Sealings
 from tests.sim.simdaemon import SimDaemon, private_folder
@@ -135,6 +136,7 @@ class Story:
             for name in SHARD_NAMES[: plan.shards]
         ]  # fmt: skip
         self._rng = random.Random(f"{plan.seed} story")
+        self._placement = Placement([(daemon.name, 1.0) for daemon in self.daemons])
         self._due: dict[int, list[Mishap]] = {}  # by the call they follow
         self._hosts: list[SimHost] = []
         self._at_work: list[asyncio.Task[None]] = []  # restarts and rotations
@@ -246,12 +248,14 @@ class Story:
 
     def _look_at_indexes(self) -> None:
         """Right after a start, before anybody stores again what may be missing."""
-        up = [daemon for daemon in self.daemons if daemon.up]
-        if len(up) < len(self.daemons):
-            return
         for name in list(self.oracle.stories):
-            present = any(daemon.has(name) for daemon in up)
-            self.oracle.judge(name, self.oracle.look(name), present)
+            owner = self.daemons[self._owner(name)]  # a hostile host stores where it likes
+            if owner.up:
+                self.oracle.judge(name, self.oracle.look(name), owner.has(name))
+
+    def _owner(self, name: Name) -> int:
+        digest = NamespaceDescriptor(model="sim", cache_salt=salt_of(name[0])).digest()
+        return self._placement.owner(digest, EngineKey(name[1]))
 
     def _count(self, name: str) -> None:
         injected = self.network.faults.injected
