@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 from entresol_daemon.compute import InlineCompute
 from entresol_daemon.flash import checkpoint
 from entresol_daemon.flash.device import BLOCK, IoOp
-from entresol_daemon.flash.engine import Engine, EngineOptions
+from entresol_daemon.flash.engine import Engine, EngineOptions, Removed, RemoveReason
+from entresol_daemon.flash.evict import Evictor
+from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.sim import TEAR, Logged, SimDevice
 from entresol_proto.status import Status
 from tests.flashlab import (
@@ -362,8 +364,24 @@ class Life:
         chosen = victims(engine)
         if not chosen:
             return
+        self.tell_drops(engine)
         for r in await engine.evict(chosen[0], lambda slots: keep(slots.tolist())):
             self.held.pop((r.namespace_id, r.wire_key), None)
+
+    def tell_drops(self, engine: Engine) -> None:
+        """A kept block for which there is no room is evicted after all: its mark comes before."""
+        evictor = engine._evictor
+        drop = Evictor._drop.__get__(evictor)
+
+        def told(slots: Slots, reason: RemoveReason) -> list[Removed]:
+            if reason is RemoveReason.NO_SPACE:
+                for slot in slots.tolist():
+                    name = (engine.index.namespace_of(slot), engine.index.key_of(slot))
+                    self.say("evicting", name)
+            gone: list[Removed] = drop(slots, reason)
+            return gone
+
+        evictor._drop = told  # type: ignore[method-assign]
 
     async def steps(self, engine: Engine) -> None:
         style = self.style

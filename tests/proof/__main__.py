@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.proof import slices
@@ -28,7 +28,8 @@ def main(words: Sequence[str] | None = None) -> int:
     lines = find_lines()
     wanted = getattr(args, "line", None) or []
     wanted = [wanted] if isinstance(wanted, str) else wanted
-    unknown = [name for name in wanted if name not in lines]
+    left_out = getattr(args, "without", None) or []
+    unknown = [name for name in [*wanted, *left_out] if name not in lines]
     if unknown:
         print(f"no line {', '.join(unknown)}; there are: {' '.join(lines)}", file=sys.stderr)
         return RC_USAGE
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     run = verb("run", _run, "run lines, print the table, write it as JSON")
     run.add_argument("--size", choices=sizes, default=Size.COMMIT.value)
     run.add_argument("--line", action="append", metavar="ID", help="only this one; repeatable")
+    run.add_argument("--without", action="append", metavar="ID", help="not this one; it is said")
     run.add_argument("--seed", type=int, default=1, help="of the first unit (default 1)")
     run.add_argument(
         "--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N",
@@ -104,6 +106,10 @@ def _run(args: argparse.Namespace, lines: Sequence[Line]) -> int:
     size = Size(args.size)
     journals = Path(os.environ.get("ENTRESOL_PROOF_JOURNALS", ROOT / ".proof"))
     journal = Journal(journals / f"{size.value}.jsonl", resume=args.resume)
+    lines = [
+        replace(line, not_run=lambda: "left out by --without") if line.id in (args.without or [])
+        else line for line in lines
+    ]  # fmt: skip
     card = Run(
         lines, size, args.seed, max(1, args.jobs), journal, canaries=not args.no_canaries
     ).scorecard()

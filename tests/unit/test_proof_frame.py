@@ -151,6 +151,9 @@ def test_replay_canary_and_list(proof) -> None:  # type: ignore[no-untyped-def]
     assert "R2   NOT FOUND" in done.stdout
     assert "R10  found" in done.stdout
     assert "cannot run here: no such device" in proof("list").stdout
+    done = proof("run", "--line", "R10", "--line", "F1", "--without", "F1")
+    assert done.returncode == 0
+    assert "NOT RUN: left out by --without" in done.stdout
     done = proof("run", "--line", "Z9")
     assert done.returncode == 2
     assert "no line Z9" in done.stderr
