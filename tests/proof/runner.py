@@ -6,6 +6,7 @@ what it started; its journal keeps the slices that were done.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,9 +41,26 @@ class Run:
     units_left: dict[str, int] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     said_s: float = 0.0
+    stopping: bool = False
 
     def scorecard(self) -> Scorecard:
-        """Run everything. On KeyboardInterrupt the children are killed and it goes on up."""
+        """Run everything. Raises: KeyboardInterrupt on SIGINT, when all children are killed.
+
+        The signal is only noted, and looked at between two steps: it must not come between a
+        child's start and the list that it is killed by.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._stop)
+        try:
+            return self._scorecard()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _stop(self, *_: object) -> None:
+        self.stopping = True
+
+    def _scorecard(self) -> Scorecard:
         for line in self.lines:
             reason = line.not_run()
             self.rows[line.id] = Row(line.id, line.name, self.seed, not_run=reason)
@@ -80,6 +98,8 @@ class Run:
                     line, seed, units = todo.pop()
                     children.append(Child.start(line, seed, units, self.size))
                 time.sleep(POLL_S)
+                if self.stopping:
+                    raise KeyboardInterrupt
                 for child in tuple(children):
                     seconds = child.seconds
                     tally = child.poll()
