@@ -6,11 +6,24 @@ not do: every skip is counted under its reason, so that nothing is green by sile
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 NOT_RUN = "not run here:"
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_as_they_were() -> Iterator[None]:
+    """A test that silences our loggers, because it provokes thousands of lines, does so alone."""
+    known = logging.root.manager.loggerDict
+    before = {name: one.level for name, one in known.items() if isinstance(one, logging.Logger)}
+    yield
+    for name, one in known.items():
+        if name.startswith("entresol") and isinstance(one, logging.Logger):
+            one.setLevel(before.get(name, logging.NOTSET))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
