@@ -137,10 +137,9 @@ def _rotating(lab: Lab, rng: random.Random, tally: Tally) -> None:
         _forced_in_background(lab, rng)
     if how.startswith("kill"):
         lab.driver.ask("stop")
-        if how == "kill_forced":
-            _may_be_gone(lab)
         lab.judge.read(lab.journal)
         _restart(lab)
+        lab.judge.evicts = False
         return
     lab.driver.ask("stop")
     _only_misses(lab, began_at)
@@ -182,6 +181,9 @@ def _forced_in_background(lab: Lab, rng: random.Random) -> None:
         except EntresolError:
             return  # the daemon died, as it should
 
+    # From here to the next start blocks go at a moment nobody knows, also those stored meanwhile.
+    _may_be_gone(lab)
+    lab.judge.evicts = True
     thread = threading.Thread(target=force)
     thread.start()
     time.sleep(rng.random() * 0.05)
