@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from tests.fuzz.mutate import mutate, mutate_text
 from tests.fuzz.target import Parser, Target
 
 TRACED_EVERY = 16  # inputs whose allocations are measured
-TRACES = 5  # of one input, as long as it seems too much
+TRACES = 7  # of one input, as long as it seems too much
+SETTLE_S = 0.02  # before the second of them, and twice as long before each that follows
 SHARES = 1000
 FIXED = 0.7  # of the inputs get their checksums made right
 GENERATED = 0.3
@@ -118,10 +120,13 @@ class Fuzzer:
                 close()
 
     def _traced(self, target: Target, parser: Parser, seed: int, raw: bytes) -> str:
-        """Read it and measure. The daemon of the gRPC target allocates in a thread of its own, so
-        what is too much is measured again: what a parser allocates for an input stays the same."""
+        """Read it and measure. The daemon of the gRPC target allocates in a thread of its own, also
+        for the input before this one, so what is too much is measured again once that had time to
+        end: what a parser allocates for an input stays the same."""
         outcome, peak = "", 0
-        for _ in range(TRACES):
+        for trace in range(TRACES):
+            if trace:
+                time.sleep(SETTLE_S * 2 ** (trace - 1))
             tracemalloc.start(1)
             try:
                 outcome = self._parse(target, parser, seed, raw)

@@ -32,6 +32,7 @@ UNITS = int(os.environ.get("ENTRESOL_PROOF_UNITS", "1"))
 BYTES = device_bytes(SEGMENTS)
 SECTORS = BYTES // blockdev.SECTOR
 STEPS = 45  # of work before, during and after a fault
+READS_IN_A_FAULT = 24  # beside those of the work, so that a fault of reads is met
 FELT_S = 0.05
 CYCLES = 2  # faults in one life
 IMAGES_MAX = 16  # states of one log that are opened and compared
@@ -71,6 +72,8 @@ class DeviceRun(Run):
             self.lying = self.lies
             self.switch(True)
             await self.work(STEPS // 2)
+            for _ in range(READS_IN_A_FAULT):
+                self.later(self.read(self.engine))
             await asyncio.sleep(FELT_S)  # for what is under way to meet the fault
             if self.lies:  # the power fails: nothing after the cut has happened
                 device = await self.reborn(device, clean=False)
@@ -84,8 +87,19 @@ class DeviceRun(Run):
         engine = self.engine
         assert engine is not None
         await engine.close(clean=True)
+        self.count(engine)
         await device.close()
         return self.oracle
+
+    def count(self, engine: Engine) -> None:
+        """What an engine that has ended met; damage on a medium also where it opened."""
+        stats, found = engine.stats, engine.recovery
+        self.lost_tombstones += stats.tombstones_lost
+        self.condemned += stats.condemned
+        self.felt += stats.refused_reads + stats.refused_writes + stats.refused_flushes
+        self.felt += stats.read_retries + stats.corrupt_reads
+        if self.media:
+            self.felt += found.records_damaged + found.segments_damaged
 
     async def work(self, steps: int = STEPS) -> None:
         """Random operations; ends early where the engine has given up."""
@@ -133,11 +147,7 @@ class DeviceRun(Run):
         await engine.close(clean=False)
         await self.settle()
         await device.close()
-        stats = engine.stats
-        self.lost_tombstones += stats.tombstones_lost
-        self.condemned += stats.condemned
-        self.felt += stats.refused_reads + stats.refused_writes + stats.refused_flushes
-        self.felt += stats.read_retries + stats.corrupt_reads
+        self.count(engine)
         self.gone.clear()
         self.switch(False)
         self.lying, self.plan.rates = False, {}
