@@ -3,11 +3,13 @@
 Every unit of contended work (a flash read, a block to seal, a pull from a host, a stretch of the
 event loop) is pushed with its cost under its tenant's name. The queue pops the unit with the least
 virtual start time: a tenant's next unit starts where its last one ended, cost over weight later,
-and never before the present. Source: Goyal, Vin and Cheng, "Start-time fair queueing" (1996); with
-several units in service at once, Jin, Chase and Kaur, "Interposed proportional sharing" (2004).
+and at most `credit` before the present: who asked for less than its share lately goes before those
+who ask for more, up to that. Source: Goyal, Vin and Cheng, "Start-time fair queueing" (1996); with
+several units in service at once, Jin, Chase and Kaur, "Interposed proportional sharing" (2004); the
+credit is the warp of Duda and Cheriton, "Borrowed-virtual-time scheduling" (1999), bounded.
 
 Invariants: while two tenants both wait, the costs they are served, each over its weight, differ by
-at most one unit of each (plus what is in service); nothing waits while there is room (work
+at most one unit of each (plus what is in service) and the credit; nothing waits while there is room (work
 conserving); within a tenant a lower rank goes first, and equals in the order they came.
 """
 
@@ -27,6 +29,7 @@ GETS, PUTS = 0, 1  # ranks: within one tenant, gets go before puts
 RANKS = 2
 WAITING_MAX = 262_144  # units that wait in one queue, over all tenants
 FLOWS_REMEMBERED_MAX = 1_024  # then tenants whose last unit is past are forgotten
+CREDIT_ROOM = 4
 MEASURED_TARGETS = 4  # a pace is measured over so many times its target
 _SCALE = 1 << 20  # virtual time is whole: cost * _SCALE // weight
 
@@ -51,6 +54,7 @@ class _Flow(Generic[T]):
     weight: int = 1
     finish: int = 0
     waiting: int = 0
+    owed: int = 0  # cost of what was done beyond the units popped, to be counted with the next
     lines: tuple[deque[Unit[T]], ...] = field(
         default_factory=lambda: tuple(deque() for _ in range(RANKS))
     )
@@ -61,9 +65,14 @@ class _Flow(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Units of work of all tenants. Costs and weights are whole and at least 1."""
+    """Units of work of all tenants. Costs and weights are whole and at least 1.
 
-    def __init__(self) -> None:
+    `credit`: the cost, for each unit of weight, by which a tenant that was served less than others
+    may go before them.
+    """
+
+    def __init__(self, credit: int = 0) -> None:
+        self._credit = credit * _SCALE
         self._flows: dict[Hashable, _Flow[T]] = {}
         self._heap: list[tuple[int, int, Hashable]] = []  # one entry per flow that waits
         self._now = 0  # virtual: the start of the unit popped last
@@ -83,7 +92,7 @@ class FairQueue(Generic[T]):
         mine.waiting += 1
         self._waiting += 1
         if mine.waiting == 1:
-            self._enter(flow, max(self._now, mine.finish))
+            self._enter(flow, self._start(mine))
         return unit
 
     def pop(self) -> Unit[T]:
@@ -93,7 +102,8 @@ class FairQueue(Generic[T]):
         unit = mine.pop()
         self._waiting -= 1
         self._now = max(self._now, start)
-        mine.finish = start + unit.cost * _SCALE // mine.weight
+        mine.finish = start + (unit.cost + mine.owed) * _SCALE // mine.weight
+        mine.owed = 0
         if mine.waiting:
             self._enter(flow, mine.finish)
         return unit
@@ -102,8 +112,31 @@ class FairQueue(Generic[T]):
         """Count a unit that is served without having waited. Nobody may wait."""
         assert not self._waiting, "it would overtake those who wait"
         mine = self._flow(flow, weight, cost)
-        self._now = max(self._now, mine.finish)
-        mine.finish = self._now + cost * _SCALE // weight
+        start = self._start(mine)
+        self._now = max(self._now, start)
+        mine.finish = start + cost * _SCALE // weight
+
+    @property
+    def next_has_credit(self) -> bool:
+        """Whether whoever comes next was served less than the others. Somebody must wait."""
+        return self._heap[0][0] < self._now
+
+    def has_credit(self, flow: Hashable) -> bool:
+        """Whether a tenant that does not wait was served less than the others."""
+        mine = self._flows.get(flow)
+        return self._credit > 0 and (mine is None or mine.finish < self._now)
+
+    def add(self, flow: Hashable, weight: int, cost: int) -> None:
+        """Count more for a unit popped or charged before: its turn turned out to be longer."""
+        mine = self._flow(flow, weight, cost)
+        if mine.waiting:
+            mine.owed += cost
+        else:
+            mine.finish += cost * _SCALE // weight
+
+    def _start(self, mine: _Flow[T]) -> int:
+        """The virtual time at which a tenant that does not wait yet begins."""
+        return max(self._now - self._credit, mine.finish)
 
     def _flow(self, flow: Hashable, weight: int, cost: int) -> _Flow[T]:
         assert weight >= 1, "a weight starts at 1"
@@ -134,20 +167,22 @@ class Gate(Generic[T]):
 
     The next unit may start when its cost fits into `cost_max` beside what is in service, or when
     fewer than `count_min` units are: so many at a time keep the resource busy whatever their size.
+    For a tenant that was served less than the others lately (`credit`) there is CREDIT_ROOM times
+    as much room: what it asks for is short, and need not wait here for what others have in service.
     Every unit started must be ended with `done`, once.
     """
 
-    def __init__(self, *, cost_max: int, count_min: int) -> None:
+    def __init__(self, *, cost_max: int, count_min: int, credit: int = 0) -> None:
         assert count_min >= 1, "nothing would ever start"
         self.cost_max = cost_max
         self.count_min = count_min
         self.in_service = 0
         self.cost_in_service = 0
-        self.queue: FairQueue[T] = FairQueue()
+        self.queue: FairQueue[T] = FairQueue(credit)
 
     def enter(self, flow: Hashable, weight: int, cost: int) -> bool:
         """Start a unit at once if there is room and nobody waits; True if it was."""
-        if len(self.queue) or not self._room(cost):
+        if len(self.queue) or not self._room(cost, self.queue.has_credit(flow)):
             return False
         self.queue.charge(flow, weight, cost)
         self._begin(cost)
@@ -156,7 +191,7 @@ class Gate(Generic[T]):
     def starting(self) -> list[Unit[T]]:
         """The units whose turn has come; they are in service from here on."""
         found: list[Unit[T]] = []
-        while len(self.queue) and self._room(1):
+        while len(self.queue) and self._room(1, self.queue.next_has_credit):
             unit = self.queue.pop()
             if not unit.dropped:
                 self._begin(unit.cost)
@@ -169,8 +204,9 @@ class Gate(Generic[T]):
         self.cost_in_service -= cost
         assert min(self.in_service, self.cost_in_service) >= 0, "a turn was given back twice"
 
-    def _room(self, cost: int) -> bool:
-        return self.in_service < self.count_min or self.cost_in_service + cost <= self.cost_max
+    def _room(self, cost: int, has_credit: bool) -> bool:
+        most = self.cost_max * CREDIT_ROOM if has_credit else self.cost_max
+        return self.in_service < self.count_min or self.cost_in_service + cost <= most
 
     def _begin(self, cost: int) -> None:
         self.in_service += 1
@@ -182,7 +218,9 @@ class Pace:
 
     What a busy resource gets done in `target_ns`: as it is faster or slower, more or less. With too
     little in service a resource is seen slower than it is; that corrects itself, because it still
-    gets more done in `target_ns` than was in service, as long as its latency is below that.
+    gets more done in `target_ns` than was in service, as long as its latency is below that. What
+    passes between a unit's end and the next one's begin is added to the target; and while nothing
+    waits, a resource that gets little done may just have little to do.
     """
 
     def __init__(self, *, target_ns: int, cost_min: int, cost_max: int) -> None:
@@ -193,19 +231,25 @@ class Pace:
         self.cost = cost_min
         self._since_ns = 0  # of the stretch being measured; it is busy all the time
         self._done = 0
+        self._spare = False  # whether there was room for more during it
 
     def busy(self, now_ns: int) -> None:
         """Something is in service again, after nothing was."""
         self._since_ns = now_ns
         self._done = 0
+        self._spare = False
 
-    def done(self, cost: int, now_ns: int) -> None:
-        """A unit ended."""
+    def done(self, cost: int, now_ns: int, *, lag_ns: int = 0, waiting: bool = True) -> None:
+        """A unit ended, and was seen to end `lag_ns` after it did; `waiting`: others wait."""
         self._done += cost
+        self._spare |= not waiting
         elapsed_ns = now_ns - self._since_ns
         if elapsed_ns < MEASURED_TARGETS * self._target_ns:
             return
-        seen = self._done * self._target_ns // elapsed_ns
-        smoothed = (self.cost + seen) // 2 if seen < self.cost else seen
+        seen = self._done * (self._target_ns + lag_ns) // elapsed_ns
+        if seen < self.cost:
+            smoothed = self.cost if self._spare else (self.cost + seen) // 2
+        else:
+            smoothed = seen
         self.cost = min(max(smoothed, self._cost_min), self._cost_max)
         self.busy(now_ns)

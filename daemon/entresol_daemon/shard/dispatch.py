@@ -10,6 +10,7 @@ or by an ERROR; an unexpected exception is logged and answered as INTERNAL, neve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Coroutine
@@ -23,13 +24,14 @@ from entresol_daemon.shard.shard import Shard
 from entresol_daemon.shard.turns import (
     ITEM_COST,
     KEY_COST_SHIFT,
+    LOOP_TURN_COST,
     REQUEST_COST,
     SESSION_COST,
 )
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import TenantName
-from entresol_proto.status import EntresolError, ProtocolError, Status
+from entresol_proto.status import EntresolError, ProtocolError, QuotaError, Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.frames import FrameType
 from entresol_proto.wire.session import Message, Received, ServerSession, State
@@ -38,6 +40,8 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 """Begins when it is called: a task that ends before its first step has begun nothing."""
 
 BACKLOG_BYTES_MAX = 256 * limits.KIB  # of one session's requests that wait for their turn
+READ_FREE_BYTES = 32 * limits.KIB  # more than that at a time takes a turn on the loop
+READ_COST_SHIFT = 10  # about a microsecond for a KiB
 
 log = logging.getLogger("entresol.session")
 
@@ -52,15 +56,16 @@ def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
 
 
-def cost_of(message: Any, stretch: int) -> tuple[int, int]:
-    """About how long a request takes the loop until it waits for the first time, and its rank."""
+def cost_of(message: Any) -> tuple[int, int]:
+    """About how long a request takes the loop until it waits for the first time, and its rank.
+    What it does beyond LOOP_TURN_COST it counts itself (`LoopTurns.extend`)."""
     if isinstance(message, data.Fetch | data.Stage | data.Exists | data.Touch | data.Forget):
         keys = len(message.keys) // limits.WIRE_KEY_BYTES
-        return REQUEST_COST + min(stretch, keys >> KEY_COST_SHIFT), GETS
+        return REQUEST_COST + min(LOOP_TURN_COST, keys >> KEY_COST_SHIFT), GETS
     if isinstance(message, data.Reserve):
-        return REQUEST_COST + min(stretch, len(message.items) * ITEM_COST), PUTS
+        return REQUEST_COST + min(LOOP_TURN_COST, len(message.items) * ITEM_COST), PUTS
     if isinstance(message, data.Commit):
-        return REQUEST_COST + min(stretch, len(message.items)), PUTS
+        return REQUEST_COST + min(LOOP_TURN_COST, len(message.items)), PUTS
     return REQUEST_COST, GETS
 
 
@@ -89,6 +94,7 @@ class SessionHandler:
         self._close = close
         self._read_on = read_on
         self._backlog_bytes = 0  # of requests that wait for their turn on the loop
+        self._holds = 0  # reasons not to read on
         self._machine = ServerSession(now_ns=shard.parts.now_ns())
         self._tasks: set[asyncio.Task[None]] = set()
         self._offers: list[Offer] = []
@@ -118,6 +124,24 @@ class SessionHandler:
             return
         for item in received:
             self._dispatch(item)
+        if self.session is not None and len(raw) > READ_FREE_BYTES:
+            self._read_in_turn(self.session.account, len(raw) >> READ_COST_SHIFT)
+
+    def _read_in_turn(self, account: Account, cost: int) -> None:
+        """Much was read: so much more is read only when it is this tenant's turn."""
+        loop_turns = self._shard.parts.turns.loop
+        if loop_turns.enter(account, cost):
+            return
+
+        async def turn() -> None:
+            with contextlib.suppress(QuotaError):  # too much waits: then this does not
+                await loop_turns.take(account, cost)
+
+        self._hold(1)
+        task = asyncio.get_running_loop().create_task(turn(), name="session reads on")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _task: self._hold(-1))
 
     def say_goodbye(self, status: Status, message: str) -> None:
         """Tell the host to take new work elsewhere."""
@@ -164,7 +188,7 @@ class SessionHandler:
             return
         work: Work | None = None
         account = self.session.account if self.session is not None else None
-        cost, rank = cost_of(message, self._shard.parts.turns.loop.stretch)
+        cost, rank = cost_of(message)
         # A PING asks whether anybody is here: its answer waits for nothing.
         entered = (
             account is None
@@ -232,9 +256,14 @@ class SessionHandler:
     def _wait_for(self, more_bytes: int) -> None:
         before, self._backlog_bytes = self._backlog_bytes, self._backlog_bytes + more_bytes
         if before <= BACKLOG_BYTES_MAX < self._backlog_bytes:
-            self._read_on(False)
+            self._hold(1)
         elif self._backlog_bytes <= BACKLOG_BYTES_MAX < before:
-            self._read_on(True)
+            self._hold(-1)
+
+    def _hold(self, change: int) -> None:
+        before, self._holds = self._holds, self._holds + change
+        if (before == 0) is not (self._holds == 0):
+            self._read_on(self._holds == 0)
 
     def _answer_now(self, message: Any) -> Message | None:
         if isinstance(message, opening.Ping):

@@ -31,6 +31,8 @@ from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
 from entresol_daemon.shard.staging import Staging
 from entresol_daemon.shard.turns import (
     BLOCK_COST,
+    FRAME_COST,
+    LOOP_TURN_COST,
     REQUEST_COST,
 )
 from entresol_proto import limits
@@ -74,6 +76,9 @@ class _Job:
     prefix: bool = False
     misses: list[tuple[int, Status]] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)  # slots, in order of the request
+    pending: deque[int] = field(default_factory=deque)  # of what no window has been made yet
+    owed: int = 0  # grants that are to come, of windows there are
+    ended: bool = False  # the final grant is out
     visit: Visit = field(init=False)
 
 
@@ -192,7 +197,7 @@ class GetPath:
         index = self._parts.engine.index
         slots, fresh = await slots_of(self._parts, job.session, job.namespace, job.keys)
         wanted = plan_fetch(slots, prefix=job.prefix)
-        job.misses = wanted.misses
+        job.misses, job.pending = wanted.misses, wanted.pending
         landing: dict[asyncio.Task[None], Window] = {}
         known: list[int] | None = slots if fresh else None  # until the first await from here
         in_vain = False
@@ -210,11 +215,11 @@ class GetPath:
                 job.misses += window.misses
                 if window.waits:
                     loads = self._staging.reads_of(window)
+                    job.owed += 1
                     landing[asyncio.create_task(self._land(job, window, loads))] = window
                 if window.ready:
-                    final = not wanted.pending and not landing
-                    await self._grant_ready(job, window.ready, final)
-                    if final:
+                    await self._grant_ready(job, window.ready)
+                    if job.ended:
                         return
                 elif not len(window) and not await job.visit.outside(
                     self._wait_for_room(job, landing, in_vain), own=self._full(job.session) > 0
@@ -223,7 +228,8 @@ class GetPath:
                 in_vain = not len(window)
             while landing:
                 await self._first_of(landing)
-            await self._grant(job, [], final=True)
+            if not job.ended:
+                await self._grant(job, [], final=True)
         finally:
             for task in landing:
                 task.cancel()
@@ -235,10 +241,15 @@ class GetPath:
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
 
     async def _tell_misses(self, job: _Job) -> None:
-        """Thousands of absent keys are told in parts, each in a turn on the loop."""
+        """Thousands of absent keys are told in parts, each in a turn on the loop; what is left is
+        told with the next grant, in the last of them."""
         parts, account = self._parts, job.session.account
-        while len(job.misses) > (most := parts.turns.loop.stretch * MISSES_PER_COST):
-            await parts.turns.loop.take(account, parts.turns.loop.stretch)
+        while True:
+            await parts.turns.loop.take(account, FRAME_COST + LOOP_TURN_COST)
+            stretch = parts.turns.loop.extend(account, -(-len(job.misses) // MISSES_PER_COST))
+            most = stretch * MISSES_PER_COST
+            if len(job.misses) <= most:
+                return
             now, job.misses = tuple(job.misses[:most]), job.misses[most:]
             parts.meters.granted(account.name, (), now, job.open_at)
             job.emit(Grant(False, 0, job.lease_ns, parts.now_ns() + job.lease_ns, (), now))
@@ -360,7 +371,8 @@ class GetPath:
             job.misses += misses
             granted = True
             if arrived:
-                await self._grant(job, arrived, final=False)
+                await self._grant(job, arrived, final=self._last(job))
+            job.owed -= 1
         finally:
             if not granted:
                 self._undo(job, mine)
@@ -372,15 +384,21 @@ class GetPath:
         if entries:
             self._parts.room.notify(job.session.number)
 
-    async def _grant_ready(self, job: _Job, rest: list[tuple[int, Resident]], final: bool) -> None:
+    def _last(self, job: _Job) -> bool:
+        """Whether nothing comes after the grant that is about to be made."""
+        return not job.pending and job.owed == 1
+
+    async def _grant_ready(self, job: _Job, rest: list[tuple[int, Resident]]) -> None:
         """Grant what is in memory; of a large window the first part at once."""
+        job.owed += 1
         try:
             if first := granted_ahead(rest):
                 ahead, rest = rest[:first], rest[first:]
                 await self._grant(job, ahead, final=False)
                 await asyncio.sleep(0)  # the frame leaves while the rest is prepared
             mine, rest = rest, []
-            await self._grant(job, mine, final=final)
+            await self._grant(job, mine, final=self._last(job))
+            job.owed -= 1
         finally:
             self._undo(job, rest)
 
@@ -419,6 +437,7 @@ class GetPath:
         job.hits += [resident.slot for _, resident in entries]
         misses, job.misses = tuple(sorted(job.misses, key=itemgetter(0))), []
         parts.meters.granted(session.account.name, items, misses, job.open_at)
+        job.ended |= final
         job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
 
     async def _lease_room(self, job: _Job) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
-from entresol_daemon.shard.turns import KEY_COST_SHIFT
+from entresol_daemon.shard.turns import KEY_COST_SHIFT, LOOP_TURN_COST
 from entresol_proto import limits
 from entresol_proto.wire.data import Exists, ExistsReply, Touch
 
@@ -20,12 +20,18 @@ _KEY = limits.WIRE_KEY_BYTES
 
 def at_once(parts: Parts, keys: bytes) -> bool:
     """Whether so many keys are looked up without a break."""
-    return len(keys) <= (parts.turns.loop.stretch << KEY_COST_SHIFT) * _KEY
+    return _cost_of(len(keys)) <= parts.turns.loop.stretch
+
+
+def _cost_of(length_bytes: int) -> int:
+    """What the loop takes to look up keys, so many bytes of them."""
+    return -(-(length_bytes // _KEY) >> KEY_COST_SHIFT)
 
 
 def exists_now(parts: Parts, session: Session, request: Exists) -> ExistsReply:
     """Which keys are stored, and the longest stored prefix. For keys that are looked up at once."""
     namespace = session.namespace(request.handle)
+    parts.turns.loop.extend(session.account, _cost_of(len(request.keys)))
     return _existing(parts.engine.index.lookup(namespace.namespace_id, request.keys))
 
 
@@ -49,13 +55,14 @@ async def _look_up(
 ) -> tuple[npt.NDArray[np.int64], bool]:
     lookup, space, loop_turns = parts.engine.index.lookup, namespace.namespace_id, parts.turns.loop
     if at_once(parts, keys):
+        loop_turns.extend(session.account, _cost_of(len(keys)))
         return lookup(space, keys), True
     found = []
     at = 0
     while at < len(keys):
-        stretch = loop_turns.stretch
         if at:
-            await loop_turns.take(session.account, stretch)
+            await loop_turns.take(session.account, LOOP_TURN_COST)
+        stretch = loop_turns.extend(session.account, _cost_of(len(keys) - at))
         end = at + (stretch << KEY_COST_SHIFT) * _KEY
         found.append(lookup(space, keys[at:end]))
         at = end

@@ -99,9 +99,10 @@ class Reserving:
         full = False
         start = 0
         while start < len(items):
-            stretch = parts.turns.loop.stretch
+            left = (len(items) - start) * turns.ITEM_COST
             if start:
-                await parts.turns.loop.take(session.account, stretch, PUTS)
+                await parts.turns.loop.take(session.account, turns.LOOP_TURN_COST, PUTS)
+            stretch = parts.turns.loop.extend(session.account, left)
             most = stretch << turns.KEY_COST_SHIFT if full else max(1, stretch // turns.ITEM_COST)
             part = items[start : start + most]
             keys = b"".join(item.key for item in part)

@@ -24,18 +24,23 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 WAIT_NS_TARGET = 1_000_000  # what is in service at flash or in pulls is about so long
-FLASH_BYTES_MIN, FLASH_BYTES_MAX = 2 * limits.MIB, 128 * limits.MIB  # handed to the device
+FLASH_BYTES_MIN, FLASH_BYTES_MAX = 1 * limits.MIB, 128 * limits.MIB  # handed to the device
 PULL_BYTES_MIN, PULL_BYTES_MAX = 4 * limits.MIB, 128 * limits.MIB  # read from hosts, and sealed
+HOPS = 4  # turns of the loop between the end of a read and the begin of the next
+HOPS_REMEMBERED = 16
 COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
 COMPUTE_TURN_BYTES = 2 * limits.MIB  # sealed or opened by one thread without a break
+CREDIT_BYTES = 8 * limits.MIB  # who used less of flash, pulls or threads goes first so far
+LOOP_CREDIT_COST = 4_000  # likewise on the loop
 LOOP_TURN_COST = 50  # about as many microseconds of work without a break
-LOOP_ROUND_COST = 1_000  # begun between two looks at the sockets while one tenant is alone
+LOOP_ROUND_COST = 500  # begun between two looks at the sockets while one tenant is alone
 CONTENDED_S = 0.1  # so long after two tenants took turns only LOOP_TURN_COST is begun
 
 # About how many microseconds of the event loop a piece of work takes on one core of today.
 REQUEST_COST = 100
+FRAME_COST = 40  # sent
 SESSION_COST = 200  # admitted and entered
 HANDSHAKE_COST = 1_500  # certificates and keys, before anybody is known
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
@@ -51,13 +56,16 @@ class Turns:
         self,
         *,
         count_min: int,
+        credit: int = 0,
         pace: Pace | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._pace = pace
         self._now_ns = now_ns
+        self._told_ns = 0  # when those whose turn has come were told last
+        self._hop_ns = 0  # about how long the loop takes from there to them
         self._gate: Gate[asyncio.Future[None]] = Gate(
-            cost_max=1 if pace is None else pace.cost, count_min=count_min
+            cost_max=1 if pace is None else pace.cost, count_min=count_min, credit=credit
         )
 
     @property
@@ -89,6 +97,9 @@ class Turns:
             return
         turn = asyncio.get_running_loop().create_future()
         unit = gate.queue.push(account.name, account.weight, cost, turn, rank)
+        self._begin_next()
+        if turn.done():
+            return
         try:
             await turn
         except asyncio.CancelledError:
@@ -97,13 +108,20 @@ class Turns:
             else:
                 unit.drop()
             raise
+        self._hop_ns += (self._now_ns() - self._told_ns - self._hop_ns) // HOPS_REMEMBERED
 
     def give(self, cost: int) -> None:
         """The work of a turn has ended."""
         if self._pace is not None:
-            self._pace.done(cost, self._now_ns())
+            self._told_ns = now_ns = self._now_ns()
+            lag_ns, waiting = HOPS * self._hop_ns, len(self._gate.queue) > 0
+            self._pace.done(cost, now_ns, lag_ns=lag_ns, waiting=waiting)
             self._gate.cost_max = self._pace.cost
         self._gate.done(cost)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin what there is room for."""
         while started := self._gate.starting():
             for unit in started:
                 if unit.item.done():  # cancelled; its task is about to say so
@@ -121,7 +139,7 @@ class LoopTurns:
     """
 
     def __init__(self) -> None:
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(LOOP_CREDIT_COST)
         self._begun = 0
         self._scheduled = False
         self._last: Hashable = None  # whose turn was the last one
@@ -137,6 +155,15 @@ class LoopTurns:
         """How much work may be done without a break: long while one tenant is alone."""
         contended = asyncio.get_running_loop().time() < self._contended_until
         return LOOP_TURN_COST if contended else LOOP_ROUND_COST
+
+    def extend(self, account: Account, wanted: int) -> int:
+        """How much of the work wanted may be done in the turn begun just now: LOOP_TURN_COST, which
+        is paid, and as much more as a tenant alone may, which is counted here."""
+        most = min(wanted, self.stretch)
+        if most > LOOP_TURN_COST:
+            self._queue.add(account.name, account.weight, most - LOOP_TURN_COST)
+            self._begin(most - LOOP_TURN_COST)
+        return most
 
     def enter(self, account: Account, cost: int) -> bool:
         """Begin at once if the loop is free and nobody waits; True if so."""
@@ -163,7 +190,7 @@ class LoopTurns:
         if flow != self._last:
             self._contended_until = asyncio.get_running_loop().time() + CONTENDED_S
             self._last = flow
-        if len(self._queue) or (self._begun and self._begun + cost > self.stretch):
+        if len(self._queue) or self._begun >= self.stretch:
             return False
         self._queue.charge(flow, weight, cost)
         self._begin(cost)
@@ -205,13 +232,13 @@ class SharedTurns:
 
         def paced(least: int, most: int) -> Turns:
             pace = Pace(target_ns=WAIT_NS_TARGET, cost_min=least, cost_max=most)
-            return Turns(count_min=COUNT_MIN, pace=pace, now_ns=now_ns)
+            return Turns(count_min=COUNT_MIN, credit=CREDIT_BYTES, pace=pace, now_ns=now_ns)
 
         return cls(
             loop=LoopTurns(),
             flash=paced(FLASH_BYTES_MIN, FLASH_BYTES_MAX),
             # One more than threads, so that none of them waits for the loop.
-            compute=Turns(count_min=threads + 1, now_ns=now_ns),
+            compute=Turns(count_min=threads + 1, credit=CREDIT_BYTES, now_ns=now_ns),
             pulls=paced(PULL_BYTES_MIN, PULL_BYTES_MAX),
         )
 
