@@ -46,7 +46,9 @@ OPEN_AT = ("host", "daemon")
 OPERATIONS = ("get", "put")
 FLASH_OPERATIONS = ("read", "write", "flush")
 FORMS = ("plain", "wire", "stored")
-QUEUES = ("get", "loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send")
+QUEUES = (
+    "get", "hello", "loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send",
+)  # fmt: skip
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
 SEGMENT_STATES = ("free", "open", "sealed", "condemned")
 CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label, "scrub")

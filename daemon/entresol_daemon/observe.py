@@ -48,6 +48,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.queue_depth["put"], lambda: parts.put_budget.used_blocks)
     turns = parts.turns
     follow(metrics.queue_depth["loop"], lambda: turns.loop.waiting)
+    follow(metrics.queue_depth["hello"], lambda: turns.loop.greeting)
     follow(metrics.queue_depth["flash_read"], lambda: turns.flash.waiting)
     follow(metrics.queue_depth["compute"], lambda: turns.compute.waiting)
     follow(metrics.queue_depth["pull"], lambda: turns.pulls.waiting)

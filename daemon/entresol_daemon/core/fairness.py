@@ -213,6 +213,30 @@ class Gate(Generic[T]):
         self.cost_in_service += cost
 
 
+class Spacing:
+    """At most so many events of one tenant at a time, then one each `spacing_ns` (a leaky bucket:
+    ITU-T I.371, the generic cell rate algorithm). Remembers only tenants that are ahead of it."""
+
+    def __init__(self, *, spacing_ns: int, burst: int) -> None:
+        assert spacing_ns > 0, "a spacing"
+        assert burst > 0, "at least one at a time"
+        self._spacing_ns = spacing_ns
+        self._ahead_ns = burst * spacing_ns
+        self._due_ns: dict[Hashable, int] = {}  # when a tenant's bucket is full again
+
+    def note(self, flow: Hashable, now_ns: int, wait_ns_max: int) -> int | None:
+        """How long one event has to wait to keep to the rate; None when that is too long, and then
+        it does not count."""
+        if len(self._due_ns) >= FLOWS_REMEMBERED_MAX:
+            self._due_ns = {f: due for f, due in self._due_ns.items() if due > now_ns}
+        due_ns = max(self._due_ns.get(flow, now_ns), now_ns) + self._spacing_ns
+        wait_ns = max(0, due_ns - self._ahead_ns - now_ns)
+        if wait_ns > wait_ns_max:
+            return None
+        self._due_ns[flow] = due_ns
+        return wait_ns
+
+
 class Pace:
     """How much to have in service, so that what comes next waits about `target_ns` for it.
 
@@ -243,6 +267,8 @@ class Pace:
         """A unit ended, and was seen to end `lag_ns` after it did; `waiting`: others wait."""
         self._done += cost
         self._spare |= not waiting
+        least = self._cost_min * (self._target_ns + lag_ns) // self._target_ns
+        self.cost = min(max(self.cost, least), self._cost_max)
         elapsed_ns = now_ns - self._since_ns
         if elapsed_ns < MEASURED_TARGETS * self._target_ns:
             return
@@ -251,5 +277,5 @@ class Pace:
             smoothed = self.cost if self._spare else (self.cost + seen) // 2
         else:
             smoothed = seen
-        self.cost = min(max(smoothed, self._cost_min), self._cost_max)
+        self.cost = min(max(smoothed, least), self._cost_max)
         self.busy(now_ns)

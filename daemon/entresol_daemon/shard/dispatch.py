@@ -22,11 +22,13 @@ from entresol_daemon.shard import lookups
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.shard import Shard
 from entresol_daemon.shard.turns import (
+    BLOCK_COST,
     ITEM_COST,
     KEY_COST_SHIFT,
     LOOP_TURN_COST,
     REQUEST_COST,
-    SESSION_COST,
+    WINDOW_BLOCKS_IN_TURN,
+    WINDOW_COST,
 )
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
@@ -61,7 +63,10 @@ def cost_of(message: Any) -> tuple[int, int]:
     What it does beyond LOOP_TURN_COST it counts itself (`LoopTurns.extend`)."""
     if isinstance(message, data.Fetch | data.Stage | data.Exists | data.Touch | data.Forget):
         keys = len(message.keys) // limits.WIRE_KEY_BYTES
-        return REQUEST_COST + min(LOOP_TURN_COST, keys >> KEY_COST_SHIFT), GETS
+        cost = REQUEST_COST + min(LOOP_TURN_COST, keys >> KEY_COST_SHIFT)
+        if isinstance(message, data.Fetch | data.Stage):  # the first window is in the same turn
+            cost += WINDOW_COST + min(keys, WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
+        return cost, GETS
     if isinstance(message, data.Reserve):
         return REQUEST_COST + min(LOOP_TURN_COST, len(message.items) * ITEM_COST), PUTS
     if isinstance(message, data.Commit):
@@ -336,7 +341,7 @@ class SessionHandler:
             )
         known = shard.parts.accounts.by_name.get(self._tenant)
         weight = known.weight if known is not None else 1
-        await shard.parts.turns.loop.take_as(self._tenant, weight, SESSION_COST)
+        await shard.parts.turns.loop.greet(self._tenant, weight, shard.parts.now_ns())
         session = await shard.open_session(self._tenant, hello)
         self.session = session
         self._offers = shard.offers(session)

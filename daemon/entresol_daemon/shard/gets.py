@@ -33,7 +33,8 @@ from entresol_daemon.shard.turns import (
     BLOCK_COST,
     FRAME_COST,
     LOOP_TURN_COST,
-    REQUEST_COST,
+    WINDOW_BLOCKS_IN_TURN,
+    WINDOW_COST,
 )
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
@@ -53,10 +54,8 @@ from entresol_proto.wire.data import (
 LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
 WINDOWS_LANDING_MAX = 4  # batches of one request under way
 WINDOW_BLOCKS_MAX = 64
-WINDOW_COST = REQUEST_COST // 2  # of the loop, beside its blocks
 NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
 MISSES_PER_COST = 4  # of the loop, to be told
-WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 _KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
@@ -79,6 +78,7 @@ class _Job:
     pending: deque[int] = field(default_factory=deque)  # of what no window has been made yet
     owed: int = 0  # grants that are to come, of windows there are
     ended: bool = False  # the final grant is out
+    paid: bool = True  # the turn that began it is also that of its first window
     visit: Visit = field(init=False)
 
 
@@ -268,6 +268,10 @@ class GetPath:
         """A turn on the loop for the next window; False when others had theirs before."""
         loop_turns, account = self._parts.turns.loop, job.session.account
         most = WINDOW_BLOCKS_IN_TURN if loop_turns.waiting else WINDOW_BLOCKS_MAX
+        if job.paid:
+            job.paid = False
+            loop_turns.count(account, (min(blocks, most) - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST)
+            return True
         cost = WINDOW_COST + min(blocks, most) * BLOCK_COST
         if loop_turns.enter(account, cost):
             return True

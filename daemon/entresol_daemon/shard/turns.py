@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.core.accounts import Account
-from entresol_daemon.core.fairness import GETS, FairQueue, Gate, Pace
+from entresol_daemon.core.fairness import GETS, FairQueue, Gate, Pace, Spacing
 from entresol_proto import limits
+from entresol_proto.status import QuotaError, Status
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,7 +27,7 @@ R = TypeVar("R")
 WAIT_NS_TARGET = 1_000_000  # what is in service at flash or in pulls is about so long
 FLASH_BYTES_MIN, FLASH_BYTES_MAX = 1 * limits.MIB, 128 * limits.MIB  # handed to the device
 PULL_BYTES_MIN, PULL_BYTES_MAX = 4 * limits.MIB, 128 * limits.MIB  # read from hosts, and sealed
-HOPS = 4  # turns of the loop between the end of a read and the begin of the next
+HOPS = 8  # twice the turns of the loop between the end of a read and the begin of the next
 HOPS_REMEMBERED = 16
 COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
@@ -38,6 +39,10 @@ LOOP_TURN_COST = 50  # about as many microseconds of work without a break
 LOOP_ROUND_COST = 500  # begun between two looks at the sockets while one tenant is alone
 CONTENDED_S = 0.1  # so long after two tenants took turns only LOOP_TURN_COST is begun
 
+SESSIONS_AT_ONCE = 64  # of one tenant opened at full speed, while others use the loop
+SESSION_SPACING_NS = 5_000_000  # between those that follow
+SESSION_WAIT_NS_MAX = 2_000_000_000  # who would wait longer is refused
+
 # About how many microseconds of the event loop a piece of work takes on one core of today.
 REQUEST_COST = 100
 FRAME_COST = 40  # sent
@@ -45,6 +50,8 @@ SESSION_COST = 200  # admitted and entered
 HANDSHAKE_COST = 1_500  # certificates and keys, before anybody is known
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
 BLOCK_COST = 20  # a block granted
+WINDOW_COST = 50  # of a get, beside its blocks
+WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 ITEM_COST = 25  # an item of a RESERVE decided
 EVENT_COST = 10  # an event written to one watcher
 
@@ -144,6 +151,8 @@ class LoopTurns:
         self._scheduled = False
         self._last: Hashable = None  # whose turn was the last one
         self._contended_until = 0.0
+        self._greetings = Spacing(spacing_ns=SESSION_SPACING_NS, burst=SESSIONS_AT_ONCE)
+        self.greeting = 0  # hosts whose HELLO waits
 
     @property
     def waiting(self) -> int:
@@ -153,17 +162,45 @@ class LoopTurns:
     @property
     def stretch(self) -> int:
         """How much work may be done without a break: long while one tenant is alone."""
-        contended = asyncio.get_running_loop().time() < self._contended_until
-        return LOOP_TURN_COST if contended else LOOP_ROUND_COST
+        return LOOP_TURN_COST if self.contended else LOOP_ROUND_COST
+
+    @property
+    def contended(self) -> bool:
+        """Whether more than one tenant took turns lately."""
+        return asyncio.get_running_loop().time() < self._contended_until
+
+    async def greet(self, flow: Hashable, weight: int, now_ns: int) -> None:
+        """A turn to open a session. Opening is long for a turn and cannot be cut: who opens many
+        while others use the loop waits between them. Raises: QuotaError (BUSY)."""
+        wait_ns: int | None = 0
+        if self.contended:
+            wait_ns = self._greetings.note(flow, now_ns, SESSION_WAIT_NS_MAX)
+        if wait_ns is None:
+            raise QuotaError(
+                "too many sessions of this tenant are being opened",
+                hint="keep sessions open, or open them later",
+                status=Status.BUSY,
+            )
+        self.greeting += 1
+        try:
+            if wait_ns:
+                await asyncio.sleep(wait_ns / 1e9)
+            await self.take_as(flow, weight, SESSION_COST)
+        finally:
+            self.greeting -= 1
 
     def extend(self, account: Account, wanted: int) -> int:
         """How much of the work wanted may be done in the turn begun just now: LOOP_TURN_COST, which
         is paid, and as much more as a tenant alone may, which is counted here."""
         most = min(wanted, self.stretch)
-        if most > LOOP_TURN_COST:
-            self._queue.add(account.name, account.weight, most - LOOP_TURN_COST)
-            self._begin(most - LOOP_TURN_COST)
+        self.count(account, most - LOOP_TURN_COST)
         return most
+
+    def count(self, account: Account, cost: int) -> None:
+        """The turn begun just now takes so much longer, if it does."""
+        if cost > 0:
+            self._queue.add(account.name, account.weight, cost)
+            self._begin(cost)
 
     def enter(self, account: Account, cost: int) -> bool:
         """Begin at once if the loop is free and nobody waits; True if so."""
