@@ -434,6 +434,7 @@ class Guest:
         self._up_at = 0.0
         self.handle = 0
         self.secret = b""
+        self.given_bytes = 0  # granted to it
 
     def _now(self) -> int:
         return int(self._loop.time() * 1e9)
@@ -565,6 +566,7 @@ class Guest:
         async for grant in self._answers(message):
             for index, status in grant.misses:
                 statuses[index] = status
+            self.given_bytes += sum(item.plain_bytes for item in grant.items)
             ops = [
                 ReadOp(item.span, memoryview(bytearray(item.span.length_bytes)))
                 for item in grant.items

@@ -31,6 +31,7 @@ BLOCKS = 192  # of every victim: more than its part of memory
 GET_BLOCKS, PUT_BLOCKS = 16, 4
 GETS_PER_S, PUTS_PER_S = 60.0, 20.0
 FLOOD_BLOCKS = 512
+FEW_BLOCKS = 24  # that stay in memory
 WARM_S = 0.4
 
 
@@ -75,12 +76,14 @@ class Victim:
             self.puts, BLOCK_BYTES, self.guest.put(keys, BLOCK_BYTES), PUT_BLOCKS
         )
 
-    async def take_all(self, until: float, at_once: int) -> None:
-        """Gets, one after the other, so many at once."""
+    async def take_all(self, until: float, at_once: int, blocks: int) -> None:
+        """Gets of its first so many blocks, round and round, so many at once."""
+        turns = itertools.count()
 
         async def one() -> None:
             while asyncio.get_running_loop().time() < until:
-                await self._get()
+                at = next(turns) * GET_BLOCKS % (blocks - blocks % GET_BLOCKS) * 16
+                await self.guest.get(self.names[at : at + GET_BLOCKS * 16])
 
         await asyncio.gather(*(one() for _ in range(at_once)))
 
@@ -221,7 +224,7 @@ class ResidentGets(Flood):
     at_once = 16
 
     async def attack(self, guest: Guest) -> None:
-        await guest.timed(self.seen, BLOCK_BYTES, guest.get(self.names[: 16 * 24]), 24)
+        await guest.timed(self.seen, BLOCK_BYTES, guest.get(self.names[: 16 * FEW_BLOCKS]), FEW_BLOCKS)
 
 
 class Leases(Flood):
@@ -350,17 +353,24 @@ async def storm(place: Place, kind: type[Flood], seconds: float) -> tuple[Weathe
 
 
 async def contest(place: Place, kind: type[Flood], seconds: float) -> dict[str, int]:
-    """Bytes that each tenant got when all wanted more than there was."""
+    """Bytes that each tenant was given, whole gets or not, when all wanted more than there was of
+    what this flood is after: flash, or the event loop, for blocks in memory."""
     victims = await victims_of(place)
     flood = kind(place)
     await flood.begin()
     loop = asyncio.get_running_loop()
     until = loop.time() + WARM_S + seconds
-    jobs = [asyncio.create_task(victim.take_all(until, 8)) for victim in victims]
+    blocks = FEW_BLOCKS if kind is ResidentGets else BLOCKS
+    jobs = [asyncio.create_task(victim.take_all(until, 8, blocks)) for victim in victims]
+
+    def given() -> dict[str, int]:
+        of_flood = sum(guest.given_bytes for guest in flood.guests)
+        return {v.guest.tenant: v.guest.given_bytes for v in victims} | {FLOODER: of_flood}
+
     await asyncio.sleep(WARM_S)
-    before = {v.guest.tenant: v.gets.done_bytes for v in victims} | {FLOODER: flood.seen.done_bytes}
+    before = given()
     await asyncio.sleep(seconds)
-    after = {v.guest.tenant: v.gets.done_bytes for v in victims} | {FLOODER: flood.seen.done_bytes}
+    after = given()
     await asyncio.gather(*jobs)
     await flood.end()
     return {name: after[name] - before[name] for name in after}

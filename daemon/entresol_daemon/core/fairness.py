@@ -267,7 +267,7 @@ class Pace:
         """A unit ended, and was seen to end `lag_ns` after it did; `waiting`: others wait."""
         self._done += cost
         self._spare |= not waiting
-        least = self._cost_min * (self._target_ns + lag_ns) // self._target_ns
+        least = self._cost_min
         self.cost = min(max(self.cost, least), self._cost_max)
         elapsed_ns = now_ns - self._since_ns
         if elapsed_ns < MEASURED_TARGETS * self._target_ns:
