@@ -22,6 +22,7 @@ Ts = TypeVarTuple("Ts")
 
 COMPUTE_PENDING_MAX = 4_096  # jobs submitted and not finished, in one pool
 COMPUTE_THREADS_MAX = 256
+COMPUTE_NICE = 10  # where processors are short the event loop goes first
 
 
 class ComputeError(EntresolError):
@@ -68,7 +69,7 @@ class ThreadCompute:
         self._pending_max = pending_max
         self._pending: set[Future[object]] = set()
         self._closed = False
-        self._pool = started_pool(threads, "entresol-compute")
+        self._pool = started_pool(threads, "entresol-compute", nice=COMPUTE_NICE)
 
     @property
     def pending(self) -> int:

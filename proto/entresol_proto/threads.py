@@ -10,6 +10,9 @@ pool is closed, and nothing of what raised is ever run.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,9 +21,13 @@ from entresol_proto.status import EntresolError, Status
 START_SECONDS_MAX = 30.0
 
 
-def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool of so many running threads. Raises: EntresolError (BUSY) when they cannot be had."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+def started_pool(threads: int, name: str, *, nice: int = 0) -> ThreadPoolExecutor:
+    """A pool of so many running threads. Raises: EntresolError (BUSY) when they cannot be had.
+
+    `nice`: how far they give way to the other threads of the process where processors are short
+    (Linux has a priority per thread); left as it is where a sandbox forbids to change it.
+    """
+    pool = ThreadPoolExecutor(threads, name, _give_way, (nice,))
     # Each waits until all are there, so that none is given two of these.
     gate = threading.Barrier(threads + 1)
     waits = []
@@ -40,3 +47,10 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
             status=Status.BUSY,
         ) from None
     return pool
+
+
+def _give_way(nice: int) -> None:
+    if nice and sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)

@@ -15,7 +15,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import (
@@ -43,6 +44,7 @@ from entresol_proto.status import FabricError, ProtocolError, Status
 _log = logging.getLogger("entresol.fabric")
 
 _INLINE_BYTES_MAX = 512 * limits.KIB  # copied on the loop: a hand-over to a thread costs more
+UNMAP_AT_ONCE_BYTES = 4 * limits.MIB  # about 50 us of the loop, while the peer keeps its pages
 
 
 class ShmEndpoint:
@@ -173,9 +175,15 @@ class ShmEndpoint:
         self._mapping[rkey] = False
         self._mapped_bytes += length
         mapping = POOL.submit(map_region, rkey, fd, length)
-        task = asyncio.get_running_loop().create_task(self._map(rkey, fd, length, mapping))
+        self._start(self._map(rkey, fd, length, mapping))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task that may hand work to the pool until it ends, also when this is closed."""
+        POOL.acquire()
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _task: POOL.release())
 
     async def _map(
         self, rkey: int, fd: int, length: int, mapping: concurrent.futures.Future[PeerRegion]
@@ -198,7 +206,7 @@ class ShmEndpoint:
         else:
             self._mapped_bytes -= length
             if region is not None:
-                region.unmap()
+                await self._unmap(region)
                 status = Status.LEASE_EXPIRED
         self._send(Message(Kind.EXPOSED, rkey, status=status))
         if revoked:
@@ -218,9 +226,24 @@ class ShmEndpoint:
 
     def _drop(self, region: PeerRegion) -> None:
         """Unmap a revoked region nobody copies from and tell the owner."""
-        region.unmap()
+        if region.length_bytes <= UNMAP_AT_ONCE_BYTES:
+            region.unmap()
+            self._dropped(region)
+            return
+
+        async def unmap() -> None:
+            await self._unmap(region)
+            self._dropped(region)
+
+        self._start(unmap())
+
+    def _dropped(self, region: PeerRegion) -> None:
         self._mapped_bytes -= region.length_bytes
         self._send(Message(Kind.REVOKED, region.rkey))
+
+    async def _unmap(self, region: PeerRegion) -> None:
+        """In a worker: where the peer is gone the kernel frees the pages, 300 us for each MiB."""
+        await asyncio.wrap_future(POOL.submit(region.unmap))
 
     def _send(self, message: Message) -> None:
         if self._link is not None:
