@@ -12,8 +12,8 @@ a unit is.
 - Q3: a flood that overfills flash, by bytes or by entries of the index, pushes out nothing of a
   tenant within its share.
 - Q4: every quota holds at its number and one past it, and what was held comes back.
-- Q5: the real daemon, a victim beside it on one processor, the flood on another: as Q1, the 99th
-  percentile as the median of the rounds' ratios. The figures show how far the rounds lie apart.
+- Q5: the real daemon on one processor, a victim on another, and the flood on what that one leaves
+  idle: as Q1. With fewer than 3,000 gets (commit size) it is the 95th percentile that is judged.
 """
 
 from __future__ import annotations
@@ -151,20 +151,21 @@ def run_real(work: Slice) -> Tally:
         kind = list(fair_daemon.FLOODS)[seed % len(fair_daemon.FLOODS)]
         folder = work.folder / str(seed)
         folder.mkdir()
-        _judge_real(tally, seed, kind, fair_daemon.measure(folder, kind))
+        rounds = fair_daemon.ROUNDS * (1 if work.size is Size.COMMIT else 6)
+        _judge_real(tally, seed, kind, fair_daemon.measure(folder, kind, rounds=rounds))
     return tally
 
 
-def _judge_real(tally: Tally, seed: int, kind: str, rows: list[dict[str, float]]) -> None:
-    ratios = sorted(row["storm_s"] / row["calm_s"] for row in rows)
-    middle = fair_daemon.ratio_of(rows)
+def _judge_real(tally: Tally, seed: int, kind: str, rows: list[dict[str, Any]]) -> None:
+    ratios = sorted(fair_daemon.ratio_of([row]) for row in rows)
+    slower = fair_daemon.ratio_of(rows)
     share = min(row["share"] for row in rows)
-    tally.figure(f"max_slower in {kind}", round(middle, 2))
+    tally.figure(f"max_slower in {kind}", round(slower, 2))
     tally.figure(f"min_slower in a round of {kind}", round(ratios[0], 2))
     tally.figure(f"max_slower in a round of {kind}", round(ratios[-1], 2))
     tally.tried += 1
-    if middle > SLOWER or share < FAIR:
-        tally.found(seed, f"{kind}: {middle:.2f} times as slow, {share:.3f} of the blocks: {rows}")
+    if slower > SLOWER or share < FAIR:
+        tally.found(seed, f"{kind}: {slower:.2f} times as slow, {share:.3f} of the blocks")
     else:
         tally.survived += 1
 
