@@ -224,7 +224,9 @@ class ResidentGets(Flood):
     at_once = 16
 
     async def attack(self, guest: Guest) -> None:
-        await guest.timed(self.seen, BLOCK_BYTES, guest.get(self.names[: 16 * FEW_BLOCKS]), FEW_BLOCKS)
+        await guest.timed(
+            self.seen, BLOCK_BYTES, guest.get(self.names[: 16 * FEW_BLOCKS]), FEW_BLOCKS
+        )
 
 
 class Leases(Flood):

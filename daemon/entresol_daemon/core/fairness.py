@@ -9,8 +9,8 @@ several units in service at once, Jin, Chase and Kaur, "Interposed proportional 
 credit is the warp of Duda and Cheriton, "Borrowed-virtual-time scheduling" (1999), bounded.
 
 Invariants: while two tenants both wait, the costs they are served, each over its weight, differ by
-at most one unit of each (plus what is in service) and the credit; nothing waits while there is room (work
-conserving); within a tenant a lower rank goes first, and equals in the order they came.
+at most one unit of each (plus what is in service) and the credit; nothing waits while there is room
+(work conserving); within a tenant a lower rank goes first, and equals in the order they came.
 """
 
 from __future__ import annotations

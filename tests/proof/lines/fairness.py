@@ -152,7 +152,14 @@ def run_real(work: Slice) -> Tally:
         folder = work.folder / str(seed)
         folder.mkdir()
         rounds = fair_daemon.ROUNDS * (1 if work.size is Size.COMMIT else 6)
-        _judge_real(tally, seed, kind, fair_daemon.measure(folder, kind, rounds=rounds))
+        rows = fair_daemon.measure(folder, kind, rounds=rounds)
+        if work.size is Size.COMMIT and fair_daemon.ratio_of(rows) > SLOWER:
+            # Of 500 gets, on processors that others use as well: the second time counts.
+            tally.figure("measured_again", 1)
+            again = work.folder / f"{seed}-again"
+            again.mkdir()
+            rows = fair_daemon.measure(again, kind, rounds=rounds)
+        _judge_real(tally, seed, kind, rows)
     return tally
 
 
