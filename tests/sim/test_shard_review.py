@@ -16,7 +16,8 @@ import pytest
 from entresol_daemon.control.listener import _Connection
 from entresol_daemon.shard import gets, lookups, opened
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
-from entresol_daemon.shard.dispatch import SessionHandler
+from entresol_daemon.shard.dispatch import READ_FREE_BYTES, SessionHandler
+from entresol_daemon.shard.turns import LOOP_TURN_COST
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, ReadOp
 from entresol_proto.ids import TenantName, engine_key_digest
@@ -443,6 +444,84 @@ def test_a_silent_connection_ends_although_its_timer_fires_early(tmp_path: Path)
         )
         connection._watch_handshake()
         await asyncio.wait_for(closed.wait(), 6)
+
+    simulate(tmp_path, story)
+
+
+def contend(world: World) -> None:
+    """Another tenant uses the loop, and has used up this round of it."""
+    accounts, loop_turns = world.shard.parts.accounts.by_name, world.shard.parts.turns.loop
+    for name in ("alpha", "beta"):
+        loop_turns.enter(accounts[name], LOOP_TURN_COST)
+    assert loop_turns.contended
+
+
+def piece_of(host: Host, length_bytes: int) -> bytes:
+    """Requests of a host that come in one piece, just longer than that."""
+    keys, raw = names(host, KEYS), b""
+    while len(raw) <= length_bytes:
+        raw += host._machine.send(data.Exists(host.handle, keys))[1]
+    return raw
+
+
+async def listening(world: World) -> tuple[Host, list[bool]]:
+    """A host, and what its connection is told about reading."""
+    host, reads = await joined(world), []
+    await joined(world, tenant="beta")
+    await asyncio.sleep(1)
+    host._handler._read_on = reads.append
+    return host, reads
+
+
+def test_much_that_is_read_at_a_time_takes_a_turn(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, reads = await listening(world)
+        contend(world)
+        host._handler.receive(piece_of(host, 0))
+        assert reads == [], "little is free"
+        await asyncio.sleep(1)
+        for _ in range(3):
+            contend(world)
+            host._handler.receive(piece_of(host, READ_FREE_BYTES))
+            assert reads == [False], "no more until it is its turn"
+            await asyncio.sleep(1)
+            assert reads == [False, True]
+            assert host._handler._holds == 0
+            reads.clear()
+
+    simulate(tmp_path, story)
+
+
+def test_two_reasons_not_to_read_are_one_for_the_connection(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, reads = await listening(world)
+        contend(world)
+        host._handler.receive(piece_of(host, READ_FREE_BYTES))
+        host._handler.receive(piece_of(host, READ_FREE_BYTES))
+        assert (reads, host._handler._holds) == ([False], 2)
+        await asyncio.sleep(1)
+        assert (reads, host._handler._holds) == ([False, True], 0)
+
+    simulate(tmp_path, story)
+
+
+def test_a_session_that_ends_before_its_turn_to_read_holds_nothing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, reads = await listening(world)
+        loop_turns = world.shard.parts.turns.loop
+        account = world.shard.parts.accounts.by_name["alpha"]
+        contend(world)
+        ahead = [asyncio.ensure_future(loop_turns.take(account, 1_000)) for _ in range(50)]
+        await asyncio.sleep(0)
+        host._handler.receive(piece_of(host, READ_FREE_BYTES))
+        await asyncio.sleep(0)
+        assert not ahead[-1].done(), "its turn is after those"
+        await host._handler.finish()
+        await asyncio.sleep(0)
+        assert (reads, host._handler._holds) == ([False, True], 0)
+        assert not host._handler._tasks
+        await asyncio.gather(*ahead)
+        assert loop_turns.waiting == 0
 
     simulate(tmp_path, story)
 

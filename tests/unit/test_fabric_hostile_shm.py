@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,8 +23,9 @@ from entresol_proto import limits
 from entresol_proto.fabric import registry, shmlink
 from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
 from entresol_proto.fabric.memory import F_SEAL_GROW, F_SEAL_SHRINK, MemfdBuffer
+from entresol_proto.fabric.regions import PeerRegion
 from entresol_proto.fabric.shm import ShmFabricServer, _Params
-from entresol_proto.fabric.shmendpoint import ShmEndpoint
+from entresol_proto.fabric.shmendpoint import UNMAP_AT_ONCE_BYTES, ShmEndpoint
 from entresol_proto.fabric.shmlink import Kind, Message
 from entresol_proto.status import FabricError, ProtocolError, Status
 
@@ -220,6 +222,91 @@ def test_exposing_and_revoking_in_a_loop_leaks_nothing(runner: object, tmp_path:
             assert endpoint._mapped_bytes == 0
             assert not endpoint._regions
             assert not endpoint.closed
+
+    run(runner, scenario())
+
+
+class Unmapping:
+    """Notes which threads unmap regions, and holds them until it is told to go on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, held: bool) -> None:
+        self.threads: list[threading.Thread] = []
+        self.go = threading.Event()
+        if not held:
+            self.go.set()
+        unmap = PeerRegion.unmap
+
+        def noted(region: PeerRegion) -> None:
+            self.threads.append(threading.current_thread())
+            assert self.go.wait(30)
+            unmap(region)
+
+        patch.setattr(PeerRegion, "unmap", noted)
+
+
+async def mapped(peer: RawPeer, rkey: int, length: int) -> None:
+    fd = memfd(length)
+    peer.expose(rkey, length, fd)
+    os.close(fd)
+    assert (await peer.hear()).status == Status.OK
+
+
+def test_a_large_region_is_unmapped_off_the_loop(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop goes on meanwhile, and the owner is told once it is unmapped, not before."""
+    large = UNMAP_AT_ONCE_BYTES + 1
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            await mapped(peer, 1, large)
+            unmapping = Unmapping(monkeypatch, held=True)
+            peer.say(Message(Kind.REVOKE, 1).encode())
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.get_running_loop().sock_recv(peer.sock, 100), 0.2)
+            assert [one is threading.main_thread() for one in unmapping.threads] == [False]
+            assert endpoint._mapped_bytes == large, "it still counts"
+            op = ReadOp(RemoteSpan(1, 0, 1), memoryview(bytearray(1)))
+            assert await endpoint.read([op], soon()) == [Status.LEASE_EXPIRED]
+            unmapping.go.set()
+            answer = await peer.hear()
+            assert (answer.kind, answer.rkey) == (Kind.REVOKED, 1)
+            assert endpoint._mapped_bytes == 0
+
+    run(runner, scenario())
+
+
+def test_a_region_at_the_limit_is_unmapped_at_once(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (_, peer):
+            await mapped(peer, 1, UNMAP_AT_ONCE_BYTES)
+            unmapping = Unmapping(monkeypatch, held=False)
+            peer.say(Message(Kind.REVOKE, 1).encode())
+            assert (await peer.hear()).kind is Kind.REVOKED
+            assert unmapping.threads == [threading.main_thread()]
+
+    run(runner, scenario())
+
+
+def test_closing_waits_for_a_region_that_is_being_unmapped(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            await mapped(peer, 1, 2 * UNMAP_AT_ONCE_BYTES)
+            unmapping = Unmapping(monkeypatch, held=True)
+            peer.say(Message(Kind.REVOKE, 1).encode())
+            while not unmapping.threads:
+                await asyncio.sleep(0.001)
+            closing = asyncio.create_task(endpoint.close())
+            await asyncio.sleep(0.05)
+            assert endpoint.closed
+            assert not closing.done()
+            unmapping.go.set()
+            await asyncio.wait_for(closing, 5)
+            assert endpoint._mapped_bytes == 0
 
     run(runner, scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entresol_daemon.core import fairness
-from entresol_daemon.core.fairness import GETS, PUTS, FairQueue, Gate, Pace
+from entresol_daemon.core.fairness import CREDIT_ROOM, GETS, PUTS, FairQueue, Gate, Pace, Spacing
 from entresol_proto.status import QuotaError, Status
 
 
@@ -60,6 +61,95 @@ def test_idle_time_is_not_saved_up() -> None:
         queue.push("idler", 1, 1, "idler")
     found = served(queue, 100)
     assert abs(found["idler"] - found["busy"]) <= 2
+
+
+def test_who_returns_goes_first_up_to_its_credit_and_then_shares() -> None:
+    """Being idle is worth at most `credit` of cost, once, and one unit that crosses it."""
+    queue: FairQueue[str] = FairQueue(credit=50)
+    for _ in range(1_000):
+        queue.push("flood", 1, 10, "flood")
+    served(queue, 500)
+    for _ in range(100):
+        queue.push("late", 1, 10, "late")
+    order = [queue.pop().item for _ in range(47)]
+    ahead = order.index("flood")
+    assert 50 <= ahead * 10 <= 50 + 10
+    after = order[ahead:]
+    assert all(one != other for one, other in itertools.pairwise(after))
+
+
+def test_credit_is_scaled_by_weight() -> None:
+    queue: FairQueue[str] = FairQueue(credit=50)
+    for _ in range(1_000):
+        queue.push("flood", 1, 10, "flood")
+    served(queue, 500)
+    for _ in range(100):
+        queue.push("late", 3, 10, "late")
+    order = [queue.pop().item for _ in range(40)]
+    assert 150 <= order.index("flood") * 10 <= 150 + 30 + 10
+
+
+def test_going_idle_again_and_again_earns_no_more_than_a_share() -> None:
+    """A tenant that leaves and returns is never served more than one that stayed."""
+    queue: FairQueue[str] = FairQueue(credit=50)
+    for _ in range(3_000):
+        queue.push("flood", 1, 10, "flood")
+    total = dict.fromkeys(("flood", "pulse"), 0)
+    idle, waiting = 0, 0
+    for _ in range(2_000):
+        if not waiting and (idle := idle + 1) > 3:
+            idle, waiting = 0, 12
+            for _ in range(waiting):
+                queue.push("pulse", 1, 10, "pulse")
+        unit = queue.pop()
+        total[unit.item] += unit.cost
+        waiting -= unit.item == "pulse"
+        assert total["pulse"] <= total["flood"] + 10
+    assert total["pulse"] >= total["flood"] * 0.75, "it asked for most of its share"
+
+
+def test_only_who_was_served_less_has_credit() -> None:
+    queue: FairQueue[str] = FairQueue(credit=50)
+    plain: FairQueue[str] = FairQueue()
+    for one in (queue, plain):
+        for _ in range(10):
+            one.charge("flood", 1, 10)
+    assert queue.has_credit("late")
+    assert not queue.has_credit("flood")
+    assert not plain.has_credit("late")
+    queue.push("flood", 1, 10, "flood")
+    assert not queue.next_has_credit
+    queue.push("late", 1, 10, "late")
+    assert queue.next_has_credit
+    assert [queue.pop().item for _ in range(2)] == ["late", "flood"]
+
+
+def test_a_turn_that_took_longer_is_counted_before_the_next() -> None:
+    """Of a tenant that does not wait: the next unit starts so much later."""
+    queue: FairQueue[str] = FairQueue()
+    queue.charge("long", 2, 20)
+    queue.add("long", 2, 180)
+    queue.push("long", 2, 20, "long")
+    for _ in range(30):
+        queue.push("other", 1, 10, "other")
+    order = [queue.pop().item for _ in range(20)]
+    assert order.index("long") == (20 + 180) // 2 // 10
+
+
+def test_a_turn_that_took_longer_is_counted_once_although_more_waits() -> None:
+    """Of a tenant that waits: it is owed once, with the next unit popped, and then forgotten."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(30):
+        queue.push("long", 1, 10, "long")
+    queue.pop()
+    queue.add("long", 1, 60)
+    queue.add("long", 1, 30)
+    for _ in range(30):
+        queue.push("other", 1, 10, "other")
+    found = served(queue, 30)
+    assert abs(found["other"] - (found["long"] + 10 + 90)) <= 20
+    more = served(queue, 20)
+    assert more == {"long": 100, "other": 100}
 
 
 def test_within_a_tenant_gets_go_before_puts_and_equals_in_order() -> None:
@@ -174,6 +264,46 @@ def test_a_gate_lets_in_what_fits_or_the_least_number() -> None:
         gate.done(40)
 
 
+def flooded(credit: int) -> Gate[str]:
+    """A gate that is full of what one tenant has in service, after it alone used it for long."""
+    gate: Gate[str] = Gate(cost_max=100, count_min=1, credit=credit)
+    for _ in range(50):
+        assert gate.enter("flood", 1, 100)
+        gate.done(100)
+    assert gate.enter("flood", 1, 100)
+    return gate
+
+
+def test_a_full_gate_has_more_room_for_who_has_credit() -> None:
+    gate = flooded(credit=10_000)
+    assert not gate.enter("flood", 1, 1)
+    entered = 0
+    while gate.enter("late", 1, 20):
+        entered += 20
+    assert gate.cost_in_service == CREDIT_ROOM * 100 == 100 + entered, "its credit is larger"
+    assert not flooded(credit=0).enter("late", 1, 1)
+
+
+def test_a_gate_has_no_more_room_than_the_credit() -> None:
+    gate = flooded(credit=60)
+    entered = 0
+    while gate.enter("late", 1, 20):
+        entered += 20
+    assert entered == 60
+
+
+def test_who_has_credit_goes_past_those_who_wait_at_a_full_gate() -> None:
+    gate = flooded(credit=10_000)
+    for _ in range(10):
+        gate.queue.push("flood", 1, 100, "flood")
+    assert gate.starting() == []
+    for _ in range(10):
+        gate.queue.push("late", 1, 100, "late")
+    assert [unit.item for unit in gate.starting()] == ["late"] * (CREDIT_ROOM - 1)
+    assert gate.cost_in_service == CREDIT_ROOM * 100
+    assert gate.starting() == []
+
+
 def test_an_idle_gate_gives_all_to_one() -> None:
     gate: Gate[int] = Gate(cost_max=8, count_min=1)
     assert all(gate.enter("only", 1, 1) for _ in range(8))
@@ -210,3 +340,53 @@ def test_a_pace_that_was_too_slow_recovers() -> None:
     assert pace.cost == 1 << 16
     settle(pace, 7e9, 200_000, 1.0)
     assert pace.cost >= 5_600_000
+
+
+def test_what_passes_between_two_units_is_added_to_the_target() -> None:
+    plain, late = (Pace(target_ns=1_000_000, cost_min=1, cost_max=1 << 30) for _ in range(2))
+    for pace, lag_ns in ((plain, 0), (late, 500_000)):
+        pace.busy(0)
+        pace.done(4_000, 4_000_000, lag_ns=lag_ns)
+    assert (plain.cost, late.cost) == (1_000, 1_500)
+
+
+def test_a_pace_is_not_lowered_while_there_was_spare_room() -> None:
+    """One moment with nobody waiting spoils a measurement, but only downwards and only that one."""
+    pace = Pace(target_ns=1_000_000, cost_min=1, cost_max=1 << 30)
+    pace.busy(0)
+    pace.done(4_000, 4_000_000)
+    pace.done(200, 6_000_000, waiting=False)
+    pace.done(200, 8_000_000)
+    assert pace.cost == 1_000
+    pace.done(8_000, 12_000_000, waiting=False)
+    assert pace.cost == 2_000
+    pace.done(400, 16_000_000)
+    assert pace.cost == (2_000 + 100) // 2
+
+
+def test_a_burst_passes_at_once_and_then_one_each_spacing() -> None:
+    spacing = Spacing(spacing_ns=10, burst=3)
+    assert [spacing.note("a", 0, 1_000) for _ in range(6)] == [0, 0, 0, 10, 20, 30]
+    assert spacing.note("b", 0, 1_000) == 0, "each tenant has its own"
+    assert spacing.note("a", 30, 1_000) == 10
+    assert [spacing.note("a", 1_000, 1_000) for _ in range(4)] == [0, 0, 0, 10], "no more is saved"
+
+
+def test_who_would_wait_too_long_is_refused_and_not_counted() -> None:
+    spacing = Spacing(spacing_ns=10, burst=1)
+    assert [spacing.note("a", 0, 20) for _ in range(3)] == [0, 10, 20]
+    assert [spacing.note("a", 0, 20) for _ in range(100)] == [None] * 100
+    assert spacing.note("a", 10, 20) == 20
+    assert spacing.note("a", 10, 20) is None
+
+
+def test_spacing_forgets_who_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded; who is ahead of the rate is still held to it."""
+    monkeypatch.setattr(fairness, "FLOWS_REMEMBERED_MAX", 8)
+    spacing = Spacing(spacing_ns=10, burst=2)
+    for _ in range(102):
+        spacing.note("many", 0, 10_000)
+    for number in range(100):
+        assert spacing.note(number, number * 10, 0) == 0
+        assert len(spacing._due_ns) <= 8
+    assert spacing.note("many", 1_000, 10_000) == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -37,6 +38,47 @@ def test_work_needs_no_new_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [pool.submit(gate.wait, 30) for _ in range(10)]
     gate.set()
     assert all(job.result(30) for job in jobs)
+    pool.shutdown(wait=True)
+
+
+def niceness(_job: int = 0) -> int:
+    """Of the thread that asks."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="a priority for each thread")
+
+
+@linux_only
+def test_threads_of_a_pool_give_way_and_nobody_else_does() -> None:
+    before = niceness()
+    gate = threading.Barrier(3)
+
+    def each(_job: int) -> int:
+        gate.wait(30)  # so that every thread does one
+        return niceness()
+
+    pool, plain = started_pool(3, "test-pool", nice=5), started_pool(1, "test-plain")
+    assert list(pool.map(each, range(3))) == [min(before + 5, 19)] * 3
+    assert list(plain.map(niceness, range(1))) == [before]
+    assert niceness() == before
+    pool.shutdown(wait=True)
+    plain.shutdown(wait=True)
+
+
+@linux_only
+def test_a_sandbox_that_forbids_priorities_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refused(*call: int) -> None:
+        asked.append(call)
+        raise PermissionError(1, "Operation not permitted")
+
+    before = niceness()
+    monkeypatch.setattr(os, "setpriority", refused)
+    pool = started_pool(2, "test-pool", nice=5)
+    assert len(names("test-pool")) == len(asked) == 2
+    assert list(pool.map(niceness, range(4))) == [before] * 4
     pool.shutdown(wait=True)
 
 

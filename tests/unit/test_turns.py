@@ -9,10 +9,12 @@ import pytest
 
 from entresol_daemon.compute import InlineCompute
 from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.fairness import Pace
 from entresol_daemon.shard import turns
 from entresol_daemon.shard.parts import RETRIES_IN_VAIN_MAX, Signal
 from entresol_daemon.shard.turns import LoopTurns, Turns, compute_in_turns, portions
 from entresol_proto.ids import TenantName
+from entresol_proto.status import QuotaError, Status
 
 
 def account(name: str, weight: int = 1) -> Account:
@@ -99,6 +101,27 @@ async def test_a_failure_gives_every_turn_back() -> None:
     assert await compute_in_turns(queue, compute, A, work, [], lambda _: 1) == []
 
 
+async def test_who_used_less_begins_at_once_although_others_wait() -> None:
+    pace = Pace(target_ns=SECOND_NS, cost_min=100, cost_max=100)
+    queue = Turns(count_min=1, credit=1_000, pace=pace)
+    for _ in range(50):
+        await queue.take(A, 100)
+        queue.give(100)
+    await queue.take(A, 100)
+    crowd = [asyncio.create_task(queue.take(A, 100)) for _ in range(3)]
+    await until_quiet()
+    assert (queue.waiting, queue.in_service) == (3, 1)
+    quick = queue.take(B, 100)
+    with pytest.raises(StopIteration):
+        quick.send(None)  # it ends without having waited
+    assert (queue.waiting, queue.in_service) == (3, 2)
+    for _ in range(5):
+        queue.give(100)
+        await until_quiet()
+    await asyncio.gather(*crowd)
+    assert (queue.waiting, queue.in_service) == (0, 0)
+
+
 def test_portions_keep_order_and_bounds() -> None:
     assert portions([4, 4, 4, 20, 1], lambda n: n, 8) == [[4, 4], [4], [20], [1]]
 
@@ -126,6 +149,104 @@ async def test_one_that_is_alone_goes_on_for_longer() -> None:
     while loop_turns.enter(A, turns.LOOP_TURN_COST):
         begun += turns.LOOP_TURN_COST
     assert begun == turns.LOOP_ROUND_COST
+
+
+async def test_a_turn_is_extended_while_its_tenant_is_alone() -> None:
+    loop_turns = LoopTurns()
+    loop_turns._last = A.name
+    assert loop_turns.enter(A, turns.LOOP_TURN_COST)
+    assert loop_turns.extend(A, 20) == 20
+    assert loop_turns.enter(A, turns.LOOP_TURN_COST), "a short one is paid already"
+    await until_quiet()
+    assert loop_turns.enter(A, turns.LOOP_TURN_COST)
+    assert loop_turns.extend(A, 1_000_000) == turns.LOOP_ROUND_COST
+    assert not loop_turns.enter(A, 1), "the rest of the round is used up"
+
+
+async def test_a_turn_is_not_extended_while_others_take_turns() -> None:
+    loop_turns = LoopTurns()
+    for who in (A, B):
+        await loop_turns.take(who, turns.LOOP_TURN_COST)
+        assert loop_turns.extend(who, 1_000_000) == turns.LOOP_TURN_COST
+    assert loop_turns.contended
+    assert loop_turns.extend(B, 20) == 20
+
+
+async def test_what_a_turn_took_longer_is_paid_with_the_next() -> None:
+    loop_turns, order = LoopTurns(), []
+    assert loop_turns.enter(A, turns.LOOP_TURN_COST)
+    loop_turns.count(A, 0)
+    loop_turns.count(A, turns.LOOP_CREDIT_COST + 20 * turns.LOOP_TURN_COST)
+
+    async def one(who: Account) -> None:
+        await loop_turns.take(who, turns.LOOP_TURN_COST)
+        order.append(who.name)
+
+    await asyncio.gather(*(one(who) for who in [A] * 10 + [B] * 10))
+    assert order == ["a"] + ["b"] * 10 + ["a"] * 9, "the first one found the loop idle"
+
+
+@pytest.fixture
+def slow_greetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sessions at once, then one a second; who takes turns once contends for long."""
+    monkeypatch.setattr(turns, "SESSIONS_AT_ONCE", 2)
+    monkeypatch.setattr(turns, "SESSION_SPACING_NS", SECOND_NS)
+    monkeypatch.setattr(turns, "SESSION_WAIT_NS_MAX", 2 * SECOND_NS)
+    monkeypatch.setattr(turns, "CONTENDED_S", 60.0)
+
+
+@pytest.mark.usefixtures("slow_greetings")
+async def test_a_tenant_alone_opens_sessions_as_fast_as_it_can() -> None:
+    loop_turns = LoopTurns()
+    loop_turns._last = A.name
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(loop_turns.greet(A.name, 1, 0) for _ in range(100)))
+    assert loop_turns.greeting == 0
+
+
+@pytest.mark.usefixtures("slow_greetings")
+async def test_sessions_are_spaced_and_refused_while_others_use_the_loop() -> None:
+    """Two at once, two wait one second and two; the next is refused; other tenants do not wait."""
+    loop_turns = LoopTurns()
+    for who in (A, B):
+        await loop_turns.take(who, turns.LOOP_TURN_COST)
+    many = [asyncio.create_task(loop_turns.greet(A.name, 1, 0)) for _ in range(4)]
+    await until_quiet()
+    assert [task.done() for task in many] == [True, True, False, False]
+    assert loop_turns.greeting == 2
+    with pytest.raises(QuotaError) as caught:
+        await loop_turns.greet(A.name, 1, 0)
+    assert caught.value.status is Status.BUSY
+    assert caught.value.hint
+    await loop_turns.greet(B.name, 1, 0)
+    assert loop_turns.greeting == 2
+    for task in many:
+        task.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
+    assert loop_turns.greeting == 0
+
+
+@pytest.mark.usefixtures("slow_greetings")
+async def test_a_spaced_session_is_opened_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SESSION_SPACING_NS", 20_000_000)
+    loop_turns, loop = LoopTurns(), asyncio.get_running_loop()
+    for who in (A, B):
+        await loop_turns.take(who, turns.LOOP_TURN_COST)
+    begun = loop.time()
+    await asyncio.gather(*(loop_turns.greet(A.name, 1, 0) for _ in range(4)))
+    assert loop.time() - begun >= 0.035
+    assert loop_turns.greeting == 0
+
+
+async def test_a_session_cancelled_while_it_waits_for_the_loop_is_not_counted() -> None:
+    loop_turns = LoopTurns()
+    assert loop_turns.enter(A, turns.LOOP_ROUND_COST)
+    quitter = asyncio.create_task(loop_turns.greet(B.name, 1, 0))
+    await asyncio.sleep(0)
+    patient = asyncio.create_task(loop_turns.greet(A.name, 1, 0))
+    quitter.cancel()
+    await asyncio.gather(quitter, patient, return_exceptions=True)
+    assert (loop_turns.greeting, patient.exception()) == (0, None)
 
 
 async def looker(signal: Signal, who: Account, looks: list[str], tries: int) -> bool:

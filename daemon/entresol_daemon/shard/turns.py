@@ -28,7 +28,7 @@ WAIT_NS_TARGET = 1_000_000  # what is in service at flash or in pulls is about s
 FLASH_BYTES_MIN, FLASH_BYTES_MAX = 1 * limits.MIB, 128 * limits.MIB  # handed to the device
 PULL_BYTES_MIN, PULL_BYTES_MAX = 4 * limits.MIB, 128 * limits.MIB  # read from hosts, and sealed
 HOPS = 4  # turns of the loop between the end of a read and the begin of the next
-HOPS_REMEMBERED = 16
+HOPS_REMEMBERED, HOP_NS_MAX = 16, 1_000_000
 COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
@@ -115,7 +115,8 @@ class Turns:
             else:
                 unit.drop()
             raise
-        self._hop_ns += (self._now_ns() - self._told_ns - self._hop_ns) // HOPS_REMEMBERED
+        hop_ns = min(self._now_ns() - self._told_ns, HOP_NS_MAX)  # not a loop that hung
+        self._hop_ns += (hop_ns - self._hop_ns) // HOPS_REMEMBERED
 
     def give(self, cost: int) -> None:
         """The work of a turn has ended."""
