@@ -144,7 +144,6 @@ async def test_little_is_begun_between_two_looks_at_the_sockets() -> None:
 
 async def test_one_that_is_alone_goes_on_for_longer() -> None:
     loop_turns = LoopTurns()
-    loop_turns._last = A.name
     begun = 0
     while loop_turns.enter(A, turns.LOOP_TURN_COST):
         begun += turns.LOOP_TURN_COST
@@ -153,7 +152,6 @@ async def test_one_that_is_alone_goes_on_for_longer() -> None:
 
 async def test_a_turn_is_extended_while_its_tenant_is_alone() -> None:
     loop_turns = LoopTurns()
-    loop_turns._last = A.name
     assert loop_turns.enter(A, turns.LOOP_TURN_COST)
     assert loop_turns.extend(A, 20) == 20
     assert loop_turns.enter(A, turns.LOOP_TURN_COST), "a short one is paid already"
@@ -165,6 +163,7 @@ async def test_a_turn_is_extended_while_its_tenant_is_alone() -> None:
 
 async def test_a_turn_is_not_extended_while_others_take_turns() -> None:
     loop_turns = LoopTurns()
+    assert loop_turns.enter(B, turns.LOOP_TURN_COST)
     for who in (A, B):
         await loop_turns.take(who, turns.LOOP_TURN_COST)
         assert loop_turns.extend(who, 1_000_000) == turns.LOOP_TURN_COST
@@ -174,6 +173,7 @@ async def test_a_turn_is_not_extended_while_others_take_turns() -> None:
 
 async def test_what_a_turn_took_longer_is_paid_with_the_next() -> None:
     loop_turns, order = LoopTurns(), []
+    assert loop_turns.enter(B, 1)
     assert loop_turns.enter(A, turns.LOOP_TURN_COST)
     loop_turns.count(A, 0)
     loop_turns.count(A, turns.LOOP_CREDIT_COST + 20 * turns.LOOP_TURN_COST)
@@ -198,7 +198,6 @@ def slow_greetings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow_greetings")
 async def test_a_tenant_alone_opens_sessions_as_fast_as_it_can() -> None:
     loop_turns = LoopTurns()
-    loop_turns._last = A.name
     async with asyncio.timeout(30):
         await asyncio.gather(*(loop_turns.greet(A.name, 1, 0) for _ in range(100)))
     assert loop_turns.greeting == 0

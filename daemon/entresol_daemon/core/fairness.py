@@ -132,7 +132,7 @@ class FairQueue(Generic[T]):
         if mine.waiting:
             mine.owed += cost
         else:
-            mine.finish += cost * _SCALE // weight
+            mine.finish = self._start(mine) + cost * _SCALE // weight
 
     def _start(self, mine: _Flow[T]) -> int:
         """The virtual time at which a tenant that does not wait yet begins."""
@@ -156,8 +156,10 @@ class FairQueue(Generic[T]):
     def _forget_past(self) -> None:
         """Tenants whose last unit is past start afresh; when nobody waits, all of them do."""
         if not self._waiting:
-            self._now = max((m.finish for m in self._flows.values()), default=self._now)
-        past = [f for f, m in self._flows.items() if not m.waiting and m.finish <= self._now]
+            last = max((m.finish for m in self._flows.values()), default=self._now)
+            self._now = max(self._now, last + self._credit)
+        since = self._now - self._credit  # who ended later would gain by being forgotten
+        past = [f for f, m in self._flows.items() if not m.waiting and m.finish <= since]
         for flow in past:
             del self._flows[flow]
 
@@ -229,6 +231,8 @@ class Spacing:
         it does not count."""
         if len(self._due_ns) >= FLOWS_REMEMBERED_MAX:
             self._due_ns = {f: due for f, due in self._due_ns.items() if due > now_ns}
+            if len(self._due_ns) >= FLOWS_REMEMBERED_MAX:
+                self._due_ns.clear()  # so many tenants at once are no one tenant's flood
         due_ns = max(self._due_ns.get(flow, now_ns), now_ns) + self._spacing_ns
         wait_ns = max(0, due_ns - self._ahead_ns - now_ns)
         if wait_ns > wait_ns_max:

@@ -226,7 +226,8 @@ class LoopTurns:
 
     def _enter(self, flow: Hashable, weight: int, cost: int) -> bool:
         if flow != self._last:
-            self._contended_until = asyncio.get_running_loop().time() + CONTENDED_S
+            if self._last is not None:
+                self._contended_until = asyncio.get_running_loop().time() + CONTENDED_S
             self._last = flow
         if len(self._queue) or self._begun >= self.stretch:
             return False

@@ -200,14 +200,16 @@ class ShmEndpoint:
             if mapping.cancel():
                 os.close(fd)  # the worker never saw it
             raise
-        revoked = self._mapping.pop(rkey)
+        revoked = self._mapping[rkey]
         if region is not None and not revoked and not self._closed:
+            del self._mapping[rkey]
             self._regions[rkey] = region
         else:
-            self._mapped_bytes -= length
             if region is not None:
-                await self._unmap(region)
+                await self._unmap(region)  # counted until then
                 status = Status.LEASE_EXPIRED
+            self._mapped_bytes -= length
+            revoked = self._mapping.pop(rkey)
         self._send(Message(Kind.EXPOSED, rkey, status=status))
         if revoked:
             self._send(Message(Kind.REVOKED, rkey))
