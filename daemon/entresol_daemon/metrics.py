@@ -43,8 +43,7 @@ STATUSES = tuple(status.label for status in Status)
 FABRICS = tuple(kind.label for kind in FabricKind)
 TIERS = ("memory", "flash")
 OPEN_AT = ("host", "daemon")
-OPERATIONS = ("get", "put")
-FLASH_OPERATIONS = ("read", "write", "flush")
+OPERATIONS, FLASH_OPERATIONS = ("get", "put"), ("read", "write", "flush")
 FORMS = ("plain", "wire", "stored")
 QUEUES = (
     "get", "hello", "loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send",

@@ -14,20 +14,20 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
-from entresol_daemon.shard.door import Door, Visit
+from entresol_daemon.shard.door import Door
+from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.lookups import slots_of
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
-from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_daemon.shard.sessions import Leased, Session
 from entresol_daemon.shard.staging import Staging
 from entresol_daemon.shard.turns import (
     BLOCK_COST,
@@ -59,27 +59,6 @@ MISSES_PER_COST = 4  # of the loop, to be told
 _KEY = limits.WIRE_KEY_BYTES
 
 log = logging.getLogger("entresol.get")
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One FETCH or STAGE under way."""
-
-    session: Session
-    namespace: OpenedNamespace
-    open_at: OpenAt
-    keys: bytes
-    deadline_ns: int
-    lease_ns: int
-    emit: Callable[[Grant], None]
-    prefix: bool = False
-    misses: list[tuple[int, Status]] = field(default_factory=list)
-    hits: list[int] = field(default_factory=list)  # slots, in order of the request
-    pending: deque[int] = field(default_factory=deque)  # of what no window has been made yet
-    owed: int = 0  # grants that are to come, of windows there are
-    ended: bool = False  # the final grant is out
-    paid: bool = True  # the turn that began it is also that of its first window
-    visit: Visit = field(init=False)
 
 
 class GetPath:
@@ -165,7 +144,7 @@ class GetPath:
 
     def _job(
         self, session: Session, handle: int, open_at: OpenAt, keys: bytes, deadline_ns: int
-    ) -> _Job:
+    ) -> Job:
         if open_at is OpenAt.DAEMON and not session.data_path().capabilities.private:
             raise EntresolError(
                 "daemon-opened reads need a private data path",
@@ -181,9 +160,9 @@ class GetPath:
                 hint="let the host open blocks (open_at = host)",
                 status=Status.UNSUPPORTED,
             )
-        return _Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
+        return Job(session, namespace, open_at, keys, until_ns, 0, lambda _grant: None)
 
-    async def _serve(self, job: _Job) -> None:
+    async def _serve(self, job: Job) -> None:
         left_ns, blocks = job.deadline_ns - self._parts.now_ns(), len(job.keys) // _KEY
         job.visit = await self.door.enter(job.session.account, left_ns, blocks)
         self._serving += 1
@@ -193,7 +172,7 @@ class GetPath:
             self._serving -= 1
             job.visit.leave()
 
-    async def _serve_windows(self, job: _Job) -> None:
+    async def _serve_windows(self, job: Job) -> None:
         index = self._parts.engine.index
         slots, fresh = await slots_of(self._parts, job.session, job.namespace, job.keys)
         wanted = plan_fetch(slots, prefix=job.prefix)
@@ -240,7 +219,7 @@ class GetPath:
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
 
-    async def _tell_misses(self, job: _Job) -> None:
+    async def _tell_misses(self, job: Job) -> None:
         """Thousands of absent keys are told in parts, each in a turn on the loop; what is left is
         told with the next grant, in the last of them."""
         parts, account = self._parts, job.session.account
@@ -254,7 +233,7 @@ class GetPath:
             parts.meters.granted(account.name, (), now, job.open_at)
             job.emit(Grant(False, 0, job.lease_ns, parts.now_ns() + job.lease_ns, (), now))
 
-    def _refuse(self, job: _Job, pending: deque[int]) -> None:
+    def _refuse(self, job: Job, pending: deque[int]) -> None:
         """No room for the rest by the deadline: BUSY, and counted where the tenant holds it."""
         parts, account = self._parts, job.session.account
         job.misses += [(index, Status.BUSY) for index in pending]
@@ -264,7 +243,7 @@ class GetPath:
             parts.metrics.quota_refusals[account.name, "get"].inc(len(pending))
         pending.clear()
 
-    async def _at_once(self, job: _Job, blocks: int) -> bool:
+    async def _at_once(self, job: Job, blocks: int) -> bool:
         """A turn on the loop for the next window; False when others had theirs before."""
         loop_turns, account = self._parts.turns.loop, job.session.account
         most = WINDOW_BLOCKS_IN_TURN if loop_turns.waiting else WINDOW_BLOCKS_MAX
@@ -286,7 +265,7 @@ class GetPath:
             task.result()
 
     async def _wait_for_room(
-        self, job: _Job, landing: dict[asyncio.Task[None], Window], again: bool
+        self, job: Job, landing: dict[asyncio.Task[None], Window], again: bool
     ) -> bool:
         """Until it is time to look for room again; False when the deadline comes first."""
         parts, session = self._parts, job.session
@@ -307,7 +286,7 @@ class GetPath:
         full = session.held_bytes >= bounds.inflight_bytes_per_session_max
         return session.number if full or not self._parts.leases.room(session.number) else 0
 
-    def _window(self, job: _Job, pending: deque[int], known: list[int] | None) -> Window:
+    def _window(self, job: Job, pending: deque[int], known: list[int] | None) -> Window:
         """What of `pending` can be served or loaded now; `known` are the slots of all keys."""
         parts = self._parts
         account = job.session.account
@@ -354,7 +333,7 @@ class GetPath:
         return Shape(slot, key, record, sealed, index.m_plain_bytes[slot])
 
     async def _land(
-        self, job: _Job, window: Window, loads: dict[Resident, asyncio.Future[Status]]
+        self, job: Job, window: Window, loads: dict[Resident, asyncio.Future[Status]]
     ) -> None:
         """Wait for a window's reads, then grant what arrived."""
         mine = sorted(window.take_waits(), key=lambda entry: entry[0])
@@ -375,24 +354,20 @@ class GetPath:
             job.misses += misses
             granted = True
             if arrived:
-                await self._grant(job, arrived, final=self._last(job))
+                await self._grant(job, arrived, final=job.is_last)
             job.owed -= 1
         finally:
             if not granted:
                 self._undo(job, mine)
 
-    def _undo(self, job: _Job, entries: Sequence[tuple[int, Resident]]) -> None:
+    def _undo(self, job: Job, entries: Sequence[tuple[int, Resident]]) -> None:
         for _, resident in entries:
             self._parts.residency.unpin(resident)
             self._unhold(job.session, resident.extent.length_bytes)
         if entries:
             self._parts.room.notify(job.session.number)
 
-    def _last(self, job: _Job) -> bool:
-        """Whether nothing comes after the grant that is about to be made."""
-        return not job.pending and job.owed == 1
-
-    async def _grant_ready(self, job: _Job, rest: list[tuple[int, Resident]]) -> None:
+    async def _grant_ready(self, job: Job, rest: list[tuple[int, Resident]]) -> None:
         """Grant what is in memory; of a large window the first part at once."""
         job.owed += 1
         try:
@@ -401,12 +376,12 @@ class GetPath:
                 await self._grant(job, ahead, final=False)
                 await asyncio.sleep(0)  # the frame leaves while the rest is prepared
             mine, rest = rest, []
-            await self._grant(job, mine, final=self._last(job))
+            await self._grant(job, mine, final=job.is_last)
             job.owed -= 1
         finally:
             self._undo(job, rest)
 
-    async def _grant(self, job: _Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
+    async def _grant(self, job: Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
         """Turn pinned residents into one lease and emit it, with the misses known so far."""
         parts, session = self._parts, job.session
         entries = self._openable(job, entries)
@@ -444,7 +419,7 @@ class GetPath:
         job.ended |= final
         job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
 
-    async def _lease_room(self, job: _Job) -> bool:
+    async def _lease_room(self, job: Job) -> bool:
         """Wait until the session may hold another lease: windows land several at a time."""
         parts = self._parts
         again = False
@@ -459,7 +434,7 @@ class GetPath:
         return True
 
     def _openable(
-        self, job: _Job, entries: list[tuple[int, Resident]]
+        self, job: Job, entries: list[tuple[int, Resident]]
     ) -> list[tuple[int, Resident]]:
         """Without the blocks whose key version was retired: those are gone for good."""
         deks, at_host = job.session.tenant.deks, job.namespace.host_sealed
