@@ -29,6 +29,7 @@ from entresol_client.config import ClientConfig
 from entresol_client.results import PutBlock
 from entresol_daemon.__main__ import main as daemon_main
 from entresol_daemon.core.fairness import FairQueue
+from entresol_daemon.shard.turns import LoopTurns
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Exists
 from tests.daemon import daemon_lab as lab
@@ -222,7 +223,7 @@ def _ask(process: Any, seconds: float) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     """One of the line's processes."""
     if arguments[0] == "unfair":
-        with without_fairness():
+        with without_fairness(), patch.object(LoopTurns, "stretch", 1 << 30):
             return daemon_main(arguments[1:])
     known = ClientConfig.load(Path(arguments[1]))
     asyncio.run(victim(known) if arguments[0] == "victim" else flood(known, arguments[2]))

@@ -1,7 +1,7 @@
 """Runs slices, a few at a time, and adds their tallies up into the scorecard.
 
-Lines that compare times (`alone`) run last, one slice at a time. A run that is stopped kills only
-what it started; its journal keeps the slices that were done.
+Canaries run first; lines that compare times (`alone`) run last, one slice at a time. A run that is
+stopped kills only what it started; its journal keeps the slices that were done.
 """
 
 from __future__ import annotations
@@ -68,16 +68,20 @@ class Run:
         if self.canaries:
             self.rows[CANARIES] = Row(CANARIES, "planted bugs that a line found", self.seed)
         able = [line for line in self.lines if not self.rows[line.id].not_run]
-        self._work(list(self._todo([line for line in able if not line.alone])), self.jobs)
+        # A planted bug must be found on a busy machine too.
+        together = [*self._canaries(able), *self._todo([x for x in able if not x.alone])]
+        self._work(together, self.jobs)
         self._work(list(self._todo([line for line in able if line.alone])), 1)
         return Scorecard(self.size, list(self.rows.values()), time.monotonic() - self.began_s)
 
+    def _canaries(self, lines: Sequence[Line]) -> Iterator[tuple[Line, int, int]]:
+        """Slices without units, of those not done before."""
+        for line in lines:
+            if self.canaries and line.canary is not None:
+                yield from self._unless_done(line, 0, 0)
+
     def _todo(self, lines: Sequence[Line]) -> Iterator[tuple[Line, int, int]]:
-        """(line, seed, units) of the slices not done before; canaries have no units."""
-        if self.canaries:
-            for line in lines:
-                if line.canary is not None:
-                    yield from self._unless_done(line, 0, 0)
+        """(line, seed, units) of the slices not done before."""
         for line in lines:
             for seed, units in line.slices(self.size, self.seed):
                 yield from self._unless_done(line, seed, units)

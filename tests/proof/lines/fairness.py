@@ -35,7 +35,7 @@ from tests.proof.line import Line, Size, Slice, Tally
 FAIR = 0.9
 SLOWER, PUTS_SLOWER = 2.0, 3.0
 CONTEST_S = 0.6
-STORM_S = {Size.COMMIT: 3.0, Size.NIGHTLY: 4.0, Size.RELEASE: 6.0}
+STORM_S = {Size.COMMIT: 2.0, Size.NIGHTLY: 4.0, Size.RELEASE: 6.0}
 CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1, 1, 1)),
             (floods.FlashGets, (1, 2, 3, 1, 1)))  # fmt: skip
 
@@ -178,12 +178,12 @@ def _judge_real(tally: Tally, seed: int, kind: str, rows: list[dict[str, Any]]) 
 
 
 def canary_real() -> None:
-    """First come, first served, in a real daemon."""
+    """First come, first served, in a real daemon, and however long it takes."""
     with tempfile.TemporaryDirectory() as folder:
         tally = Tally()
-        rows = fair_daemon.measure(Path(folder), "look-ups", fair_daemon.UNFAIR)
+        rows = fair_daemon.measure(Path(folder), "look-ups", fair_daemon.UNFAIR, rounds=2)
         _judge_real(tally, 0, "look-ups", rows)
-    assert tally.findings, f"a daemon without fairness was not found: {rows}"
+    assert tally.findings, f"a daemon without fairness was not found: {tally.figures}"
 
 
 def _finds(run: Callable[[Slice], Tally], seeds: tuple[int, ...], what: str) -> None:
