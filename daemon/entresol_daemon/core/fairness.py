@@ -29,7 +29,7 @@ GETS, PUTS = 0, 1  # ranks: within one tenant, gets go before puts
 RANKS = 2
 WAITING_MAX = 262_144  # units that wait in one queue, over all tenants
 FLOWS_REMEMBERED_MAX = 1_024  # then tenants whose last unit is past are forgotten
-CREDIT_ROOM = 4
+CREDIT_ROOM = 4  # times as much may be in service for who was served less lately
 MEASURED_TARGETS = 4  # a pace is measured over so many times its target
 _SCALE = 1 << 20  # virtual time is whole: cost * _SCALE // weight
 

@@ -47,7 +47,6 @@ SESSION_WAIT_NS_MAX = 2_000_000_000  # who would wait longer is refused
 REQUEST_COST = 100
 FRAME_COST = 40  # sent
 SESSION_COST = 200  # admitted and entered
-HANDSHAKE_COST = 1_500  # certificates and keys, before anybody is known
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
 BLOCK_COST = 20  # a block granted
 WINDOW_COST = 50  # of a get, beside its blocks
