@@ -341,7 +341,11 @@ class SessionHandler:
             )
         known = shard.parts.accounts.by_name.get(self._tenant)
         weight = known.weight if known is not None else 1
-        await shard.parts.turns.loop.greet(self._tenant, weight, shard.parts.now_ns())
+        try:
+            await shard.parts.turns.loop.greet(self._tenant, weight, shard.parts.now_ns())
+        except QuotaError:
+            shard.parts.metrics.queue_shed["hello"].inc()
+            raise
         session = await shard.open_session(self._tenant, hello)
         self.session = session
         self._offers = shard.offers(session)
