@@ -34,18 +34,32 @@ OVERLOAD = 10
 OVER_WINDOW = 100  # gets that the flood has under way, at most
 FORGET = 0.004  # of the gets that found everything
 KEYS = 1_600
-WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0
-ROUNDS = {Size.COMMIT: 3, Size.NIGHTLY: 33, Size.RELEASE: 200}
+WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0  # to warm up; of one round
 SAMPLES_MIN = 3_000  # for a 99th percentile
 RATIO_MAX = 2.0  # of the p99 under ten times the load to that under what is admitted
-GROWTH_MAX = {Size.COMMIT: 0.10, Size.NIGHTLY: 0.02, Size.RELEASE: 0.02}  # of memory, once warm
 QUIET_SECONDS_MAX = 20.0
-LATE = "under overload"
 DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
 LOOK_S = 1.0
 LEASE_NS = 2_000_000_000
 HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue="put"}',
         'queue_depth{queue="stage"}', "staging_reads_in_flight")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long a soak is, and what memory may grow by, once warm. `more`: rounds that are added
+    where few gets decide what is late and say that they were. `length`: of every stretch of load,
+    as a part of what it is meant to be."""
+
+    rounds: int
+    growth_max: float
+    more: int = 0
+    length: float = 1.0
+
+
+PLANS = {Size.COMMIT: Plan(3, 0.10, more=3), Size.NIGHTLY: Plan(33, 0.02),
+         Size.RELEASE: Plan(200, 0.02)}  # fmt: skip
+CANARY = Plan(1, 1.0, length=0.2)
 
 
 @dataclass(slots=True)
@@ -138,8 +152,9 @@ class Bustle:
 class Soak:
     """One soak."""
 
-    def __init__(self, lab: Lab, seed: int, tally: Tally) -> None:
+    def __init__(self, lab: Lab, seed: int, tally: Tally, length: float) -> None:
         self.lab = lab
+        self._length = length
         self.seed = seed
         self.tally = tally
         self.hosts = [self.host("dev", seed + number) for number in range(HOSTS)]
@@ -169,6 +184,7 @@ class Soak:
 
     def load(self, seconds: float, *, overload: bool = False) -> Window:
         """The same stretch of load by every host, with or without the flood beside it."""
+        seconds *= self._length
         for host in self.hosts:
             host.tell("run", seconds=seconds, window=WINDOW, forget=FORGET)
         if overload:
@@ -212,27 +228,16 @@ class Soak:
 
 
 def run(part: Slice) -> Tally:
-    """A soak for each unit. At commit size a few hundred gets decide what is late: where that alone
-    was wrong, it is measured once more and the second time counts (a figure tells)."""
+    """A soak for each unit."""
     tally = Tally()
     for seed in part.seeds:
-        for attempt in range(2):
-            folder = part.folder / f"{seed}-{attempt}"
-            folder.mkdir()
-            mine = Tally()
-            _soak(folder, seed, ROUNDS[part.size], GROWTH_MAX[part.size], mine)
-            late = bool(mine.findings) and all(LATE in each.text for each in mine.findings)
-            if attempt or part.size is not Size.COMMIT or not late:
-                break
-            tally.figure("measured_again", 1)
-            print(f"seed={seed}: {mine.findings[0].text}; measured again")
-        tally.add(mine)
+        folder = part.folder / f"{seed}"
+        folder.mkdir()
+        _soak(folder, seed, PLANS[part.size], tally)
     return tally
 
 
-def _soak(
-    folder: Path, seed: int, rounds: int, growth_max: float, tally: Tally, plant: str = ""
-) -> None:
+def _soak(folder: Path, seed: int, plan: Plan, tally: Tally, plant: str = "") -> None:
     with Lab(
         folder, evicts=True, plant=plant, events_max=2_000, dram=DRAM_BYTES, flash=FLASH_BYTES,
         gets_at_once_max=AT_ONCE, lease_ns=LEASE_NS,
@@ -240,9 +245,9 @@ def _soak(
         lab.first_life()
         # It stores more than it may, all the time, and evicts itself.
         lab.driver.ask("admin", what="add", tenant="other", wait=True, flash_bytes=FLASH_BYTES // 4)
-        soak = Soak(lab, seed, tally)
+        soak = Soak(lab, seed, tally, plan.length)
         try:
-            findings = _rounds(soak, rounds, growth_max)
+            findings = _rounds(soak, plan)
         finally:
             for host in (*soak.hosts, soak.flooder):
                 host.close()
@@ -262,9 +267,12 @@ def _soak(
         tally.found(seed, text)
 
 
-def _rounds(soak: Soak, rounds: int, growth_max: float) -> list[str]:
-    """Warm up, then so many rounds of admitted load and of overload; what was wrong."""
-    lab = soak.lab
+def _rounds(soak: Soak, plan: Plan) -> list[str]:
+    """Warm up, then so many rounds of admitted load and of overload; what was wrong.
+
+    Rounds that are added are judged together with the others; a figure tells.
+    """
+    lab, rounds = soak.lab, plan.rounds
     stored = soak.hosts[0].ask("fill", first=0, count=KEYS)
     assert stored == KEYS, stored
     base = lab.metrics()
@@ -274,7 +282,8 @@ def _rounds(soak: Soak, rounds: int, growth_max: float) -> list[str]:
     last: Rest | None = None
     _beside(soak, worst, lambda: soak.load(WARM_S))
     _beside(soak, worst, lambda: soak.load(WARM_S, overload=True))
-    for number in range(rounds):
+    number = 0
+    while number < rounds:
         one, ten = Window(), Window()
 
         def load(one: Window = one, ten: Window = ten) -> None:
@@ -288,10 +297,14 @@ def _rounds(soak: Soak, rounds: int, growth_max: float) -> list[str]:
         if warm is None and number >= min(rounds - 1, max(1, rounds // 10)):
             warm = last
         _trace(f"round {number}", one, ten, last)
+        number += 1
+        if plan.more and number == plan.rounds and _late(admitted, over):
+            rounds += plan.more
+            soak.tally.figure("rounds_added", plan.more)
     assert warm is not None
     assert last is not None
     findings = _judge(soak, base, admitted, over, worst)
-    return findings + _judge_rest(soak.tally, warm, last, growth_max)
+    return findings + _judge_rest(soak.tally, warm, last, plan.growth_max)
 
 
 def _merge(into: Window, other: Window) -> None:
@@ -339,6 +352,21 @@ def _trace(what: str, one: Window, ten: Window, rest: Rest) -> None:
         print(f"{what} {rest}", flush=True)
 
 
+def _compared(admitted: Window, over: Window) -> tuple[int, float, float]:
+    """Which percentile is judged, and what it is of either, in ms. Of few samples the 99th is one
+    of the worst three: chance, and not the shard."""
+    percent = 99 if len(over.times_ms) >= SAMPLES_MIN else 95
+    return percent, percentile(admitted.times_ms, percent), percentile(over.times_ms, percent)
+
+
+def _late(admitted: Window, over: Window) -> str:
+    """What is wrong with the times of what is served under overload; empty if nothing is."""
+    percent, before, after = _compared(admitted, over)
+    if after <= RATIO_MAX * before:
+        return ""
+    return f"p{percent} {after:.0f} ms under overload, {before:.0f} ms before"
+
+
 def _judge(
     soak: Soak, base: dict[str, float], admitted: Window, over: Window, worst: Counter[str]
 ) -> list[str]:
@@ -349,13 +377,9 @@ def _judge(
     def since(name: str) -> int:
         return int(metrics.get(name, 0.0) - base.get(name, 0.0))
 
-    # Of few samples the 99th percentile is one of the worst three: chance, and not the shard.
-    percent = 99 if len(over.times_ms) >= SAMPLES_MIN else 95
-    before = percentile(admitted.times_ms, percent)
-    after = percentile(over.times_ms, percent)
-    ratio = after / before if before else 0.0
-    if ratio > RATIO_MAX:
-        findings.append(f"p{percent} {after:.0f} ms {LATE}, {before:.0f} ms before")
+    percent, before, after = _compared(admitted, over)
+    if late := _late(admitted, over):
+        findings.append(late)
     refused = since('entresol_blocks_missed_total{cause="busy",tenant="dev"}')
     unheard = refused - soak.counts["get_busy"]  # a host that was cut off may not have heard of it
     if not 0 <= unheard <= GET_BLOCKS * soak.counts["cut_off"]:
@@ -364,7 +388,7 @@ def _judge(
         findings.append("nothing was refused: it was no overload")
     tally.figure(f"max_p{percent}_admitted_ms", round(before, 1))
     tally.figure(f"max_p{percent}_overload_ms", round(after, 1))
-    tally.figure(f"max_p{percent}_ratio", round(ratio, 2))
+    tally.figure(f"max_p{percent}_ratio", round(after / max(before, 1e-9), 2))
     tally.figure("samples_overload", len(over.times_ms))
     tally.figure("max_p99_refusal_ms", round(p99(over.refused_ms), 1))
     for name, value in worst.items():
@@ -401,7 +425,8 @@ def _canary() -> None:
     """A daemon that forgets to let go of a lease now and then."""
     with tempfile.TemporaryDirectory(prefix="entresol-canary-") as name:
         tally = Tally()
-        _soak(Path(name), 1, 1, 1.0, tally, "tests.daemon.plants:keeps_leases")
+        plant = "tests.daemon.plants:keeps_leases"
+        _soak(Path(name), 1, CANARY, tally, plant)
     assert any("still held" in finding.text for finding in tally.findings), tally.findings
 
 
