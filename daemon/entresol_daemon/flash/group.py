@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.model import (
     GROUP_BYTES_MAX,
+    SHARED_FOR_S,
     SHARED_GROUP_BYTES_MAX,
+    SHARED_GROUP_BYTES_MIN,
     SHARED_GROUP_RECORDS_MAX,
+    SHARED_GROUP_S,
 )
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
@@ -28,10 +31,14 @@ from entresol_daemon.flash.segment import (
     encode_footer,
     encode_header,
     encode_record_header,
+    footer_bytes,
     payload_hash,
 )
 from entresol_daemon.flash.space import Segment
 from entresol_proto.status import Status
+
+Footer = tuple[int, int, bytes, int, bytes]
+"""Of a segment: number, sequence, stream, used bytes, table of records."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +70,23 @@ class Group:
     footers: list[Segment] = field(default_factory=list)
     frees: list[Segment] = field(default_factory=list)
 
+    def tables(self) -> tuple[list[SegmentHeader], list[Footer], int]:
+        """What `fill` needs to know of segments, and the bytes of scratch for it."""
+        headers = [
+            SegmentHeader(HeaderState.OPEN, s.index, s.sequence, s.stream) for s in self.headers
+        ] + [SegmentHeader(HeaderState.FREE, s.index, s.sequence, s.stream) for s in self.frees]
+        footers = [
+            (s.index, s.sequence, s.stream, s.used_bytes, bytes(s.rows)) for s in self.footers
+        ]
+        size = BLOCK * (len(self.headers) + 2 * len(self.frees))
+        return headers, footers, size + sum(footer_bytes(s.row_count) for s in self.footers)
+
 
 def fill(
     superblock: Superblock,
     records: list[Pending],
     headers: list[SegmentHeader],
-    footers: list[tuple[int, int, bytes, int, bytes]],
+    footers: list[Footer],
     scratch: memoryview,
 ) -> list[tuple[int, int, int]]:
     """Hash payloads and write record headers into their extents; encode the rest into `scratch`.
@@ -110,32 +128,67 @@ def free_again(superblock: Superblock, segment: Segment) -> list[IoOp]:
     return [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]
 
 
-def take_records(queue: deque[Pending], queued_bytes: int) -> list[Pending]:
-    """The records of the next group, taken off the queue: about GROUP_BYTES_MAX of them.
+class GroupLength:
+    """How much goes out together: all there is while one stream writes; while several do, as much
+    as is written in a few milliseconds, because whoever comes next waits for all of it.
 
-    When more is queued and it is of several streams, each gets its part of a smaller group, so that
-    a stream that has little waits for a group or two and not for all that another has queued. The
-    records of one stream stay in order.
+    A flush costs the same however little it covers: groups are at least as long as one takes.
+    """
+
+    def __init__(self) -> None:
+        self._stream: bytes | None = None  # of the record that came last
+        self._shared_until = 0.0
+        self._bytes_per_s = SHARED_GROUP_BYTES_MIN / SHARED_GROUP_S
+        self._flush_s = 0.0
+
+    def came(self, stream: bytes, now: float) -> None:
+        """A record was queued."""
+        if stream != self._stream:
+            if self._stream is not None:
+                self._shared_until = now + SHARED_FOR_S
+            self._stream = stream
+
+    def wrote(self, length_bytes: int, write_s: float, flush_s: float) -> None:
+        """A group is durable. Half of what is believed is what was seen last."""
+        if write_s > 0:
+            self._bytes_per_s = (self._bytes_per_s + length_bytes / write_s) / 2
+        self._flush_s = (self._flush_s + flush_s) / 2
+
+    def shared_bytes_max(self, now: float) -> int | None:
+        """Bytes of the next group; None while one stream is alone."""
+        if now >= self._shared_until:
+            return None
+        length = int(self._bytes_per_s * max(SHARED_GROUP_S, self._flush_s))
+        return min(max(length, SHARED_GROUP_BYTES_MIN), SHARED_GROUP_BYTES_MAX)
+
+
+def take_records(queue: deque[Pending], shared_bytes_max: int | None) -> list[Pending]:
+    """The records of the next group, taken off the queue: about GROUP_BYTES_MAX of them, or the
+    smaller part of that which streams that share may have together.
+
+    Then each gets its part of the group, so that a stream that has little waits for a group or two
+    and not for all that another has queued. The records of one stream stay in order.
     """
     taken: list[Pending] = []
     size = 0
-    if queued_bytes > SHARED_GROUP_BYTES_MAX or len(queue) > SHARED_GROUP_RECORDS_MAX:
+    if shared_bytes_max is not None:
         lines: dict[bytes, deque[Pending]] = {}
         for p in queue:
             lines.setdefault(p.stream, deque()).append(p)
-        if len(lines) > 1:
-            return _take_in_turns(queue, lines)
+        return _take_in_turns(queue, lines, shared_bytes_max)
     while queue and (not taken or size + queue[0].extent.nbytes <= GROUP_BYTES_MAX):
         taken.append(queue.popleft())
         size += taken[-1].extent.nbytes
     return taken
 
 
-def _take_in_turns(queue: deque[Pending], lines: dict[bytes, deque[Pending]]) -> list[Pending]:
+def _take_in_turns(
+    queue: deque[Pending], lines: dict[bytes, deque[Pending]], bytes_max: int
+) -> list[Pending]:
     taken: list[Pending] = []
     size = 0
     heap = [(0, number, line) for number, line in enumerate(lines.values())]
-    while heap and size < SHARED_GROUP_BYTES_MAX and len(taken) < SHARED_GROUP_RECORDS_MAX:
+    while heap and size < bytes_max and len(taken) < SHARED_GROUP_RECORDS_MAX:
         had, number, line = heap[0]
         p = line.popleft()
         taken.append(p)

@@ -19,8 +19,11 @@ from entresol_proto.status import ConfigError
 APPEND_TRIES_MAX = 3  # groups a record may fail in before its future says IO_ERROR
 GROUP_FAILURES_MAX = 5  # consecutive failed groups after which the engine pauses writing
 GROUP_BYTES_MAX = 64 << 20  # one group writes at most about this much
-SHARED_GROUP_BYTES_MAX = 16 << 20  # of several streams that have more queued than that
-SHARED_GROUP_RECORDS_MAX = 128  # or more than so many records
+SHARED_GROUP_BYTES_MIN = 1 << 19  # while several streams write, a group is as long as is written
+SHARED_GROUP_BYTES_MAX = 16 << 20  # in SHARED_GROUP_S, within these bounds,
+SHARED_GROUP_RECORDS_MAX = 128  # and no more than so many records
+SHARED_GROUP_S = 0.0025  # or as long as a flush takes, if that is longer
+SHARED_FOR_S = 0.5  # so long after records of two streams came
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although its tombstones could not be carried on
 COPY_BYTES_MAX = 16 << 20  # memory that eviction uses to copy kept blocks

@@ -16,7 +16,7 @@ from collections import deque
 
 from entresol_daemon.compute import Compute, ComputeError
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
-from entresol_daemon.flash.group import Group, Pending, fill, free_again, take_records
+from entresol_daemon.flash.group import Group, GroupLength, Pending, fill, free_again, take_records
 from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
     APPEND_TRIES_MAX,
@@ -31,15 +31,12 @@ from entresol_daemon.flash.model import (
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     TOMBSTONES_PER_RECORD_MAX,
-    HeaderState,
     RecordKind,
-    SegmentHeader,
     Superblock,
     Tombstone,
     TombstoneKind,
     encode_tombstones,
     extent_bytes,
-    footer_bytes,
 )
 from entresol_daemon.flash.space import COPY_RESERVE, NO_STREAM, Segment, SegmentTable
 from entresol_proto.status import DeviceError, Status
@@ -78,6 +75,7 @@ class Writer:
         self._queue: deque[Pending] = deque()
         self._inflight: list[Pending] = []  # in the group being written
         self._queued_bytes = 0
+        self._length = GroupLength()
         self._since = 0.0  # loop time of the oldest waiting thing
         self._tombstones: deque[Tombstone] = deque()
         self._waiting_lsns: set[int] = set()  # of the queued and the in-flight ones
@@ -118,6 +116,7 @@ class Writer:
             self._since = self._now()
         self._queue.append(pending)
         self._queued_bytes += pending.extent.nbytes
+        self._length.came(pending.stream, self._now())
         if pending.slot >= 0:
             self.pending[pending.slot] = pending
         self._wake.set()
@@ -260,7 +259,7 @@ class Writer:
         """Decide what goes out together."""
         self._urgent = False
         group = Group()
-        group.records = take_records(self._queue, self._queued_bytes)
+        group.records = take_records(self._queue, self._length.shared_bytes_max(self._now()))
         self._queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)
@@ -311,14 +310,7 @@ class Writer:
                 )
 
     async def _commit(self, group: Group) -> None:
-        headers = [
-            SegmentHeader(HeaderState.OPEN, s.index, s.sequence, s.stream) for s in group.headers
-        ] + [SegmentHeader(HeaderState.FREE, s.index, s.sequence, s.stream) for s in group.frees]
-        footers = [
-            (s.index, s.sequence, s.stream, s.used_bytes, bytes(s.rows)) for s in group.footers
-        ]
-        size = BLOCK * (len(group.headers) + 2 * len(group.frees))
-        size += sum(footer_bytes(s.row_count) for s in group.footers)
+        headers, footers, size = group.tables()
         if not (size or group.records):
             return
         scratch = aligned_buffer(size)
@@ -332,8 +324,10 @@ class Writer:
             at = self._superblock.segment_at(p.segment.index) + p.offset * BLOCK
             ops.append(IoOp(at, p.extent))
         self._stats.groups += 1
+        start = self._now()
         try:
             await self._device.write(ops)
+            written = self._now()
             self._stats.flushes += 1
             await self._device.flush()
         except DeviceError as error:
@@ -341,7 +335,9 @@ class Writer:
             if not self.failed:
                 await asyncio.sleep(FAILURE_BACKOFF_NS * 2 ** (self._failures - 1) / 1e9)
         else:
-            self._stats.written_bytes += sum(op.view.nbytes for op in ops)
+            length_bytes = sum(op.view.nbytes for op in ops)
+            self._stats.written_bytes += length_bytes
+            self._length.wrote(length_bytes, written - start, self._now() - written)
             self._succeed(group)
 
     # -- outcomes
