@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,9 @@ class SimDaemon:
         self._name_spaces(tenants)
         self._follow_events(tenants)
         self.listener = ControlListener(
-            self.shard, host=self.name, port=PORT, tls=_no_tls(), trust_domain=TRUST_DOMAIN
-        )
+            self.shard, host=self.name, port=PORT, tls=_no_tls(), trust_domain=TRUST_DOMAIN,
+            server=_SimServer,  # type: ignore[arg-type]
+        )  # fmt: skip
         await self.listener.start()
         self.up = True
 
@@ -329,6 +331,25 @@ class SimDaemon:
 def _metrics() -> Metrics:
     """One for all: nothing under test reads them, and making them costs a tenth of a run."""
     return Metrics()
+
+
+class _SimServer:
+    """Stands where `TlsServer` would: the simulated network accepts."""
+
+    def __init__(self, factory: Callable[[], Any], *, host: str, port: int, **_: Any) -> None:
+        self._place = (factory, host, port)
+        self._server: Any = None
+
+    async def start(self) -> int:
+        self._server = await asyncio.get_running_loop().create_server(*self._place)
+        return self._place[2]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def wait_closed(self) -> None:
+        pass
 
 
 @functools.cache

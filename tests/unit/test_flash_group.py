@@ -79,8 +79,24 @@ def test_a_shared_group_is_as_long_as_is_written_in_a_few_milliseconds(
     length.came(ONE, 0.0)
     length.came(TWO, 0.0)
     for _ in range(60):
-        length.wrote(int(bytes_per_s / 1_000), 0.001, flush_s)
+        length.wrote(SHARED_GROUP_BYTES_MIN, SHARED_GROUP_BYTES_MIN / bytes_per_s, flush_s)
     assert length.shared_bytes_max(0.0) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_short_group_does_not_make_a_device_look_slow() -> None:
+    length = GroupLength()
+    length.came(ONE, 0.0)
+    length.came(TWO, 0.0)
+    for _ in range(60):
+        length.wrote(8 * MIB, 0.004, 0.0)
+    before = length.shared_bytes_max(0.0)
+    length.wrote(4_096, 0.001, 0.0)
+    assert length.shared_bytes_max(0.0) == before
+    length.wrote(8 * MIB, 0.008, 0.0)
+    after = length.shared_bytes_max(0.0)
+    assert before is not None
+    assert after is not None
+    assert after < before
 
 
 def test_a_group_written_in_no_time_teaches_nothing() -> None:

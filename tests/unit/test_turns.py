@@ -302,3 +302,46 @@ async def test_waiting_ends_at_its_deadline() -> None:
     assert not await signal.wait(A, 0)
     assert not await signal.wait(A, 10_000_000)
     assert not signal._tenants
+
+
+@pytest.fixture
+def slow_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of an address at once, then one a second."""
+    monkeypatch.setattr(turns, "HANDSHAKES_AT_ONCE", 2)
+    monkeypatch.setattr(turns, "HANDSHAKE_SPACING_NS", SECOND_NS)
+    monkeypatch.setattr(turns, "HANDSHAKE_WAIT_NS_MAX", 2 * SECOND_NS)
+    monkeypatch.setattr(turns, "CONTENDED_S", 60.0)
+
+
+@pytest.mark.usefixtures("slow_handshakes")
+async def test_hands_are_shaken_at_full_speed_while_no_tenant_is_there() -> None:
+    loop_turns = LoopTurns()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(loop_turns.shake_hands("10.0.0.1", 0) for _ in range(50)))
+
+
+@pytest.mark.usefixtures("slow_handshakes")
+async def test_handshakes_of_one_address_are_spaced_and_refused_while_a_tenant_works() -> None:
+    loop_turns = LoopTurns()
+    await loop_turns.take(A, turns.LOOP_TURN_COST)
+    many = [asyncio.create_task(loop_turns.shake_hands("10.0.0.1", 0)) for _ in range(4)]
+    await until_quiet()
+    assert [task.done() for task in many] == [True, True, False, False]
+    with pytest.raises(QuotaError) as caught:
+        await loop_turns.shake_hands("10.0.0.1", 0)
+    assert caught.value.status is Status.BUSY
+    async with asyncio.timeout(30):
+        await loop_turns.shake_hands("10.0.0.2", 0)
+    for task in many:
+        task.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
+
+
+async def test_a_handshake_is_no_tenant_that_others_must_be_kept_from() -> None:
+    loop_turns = LoopTurns()
+    await loop_turns.take(A, turns.LOOP_TURN_COST)
+    await loop_turns.shake_hands("10.0.0.1", 0)
+    await loop_turns.take(A, turns.LOOP_TURN_COST)
+    assert not loop_turns.contended
+    await loop_turns.take(B, turns.LOOP_TURN_COST)
+    assert loop_turns.contended

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Callable
 from typing import cast
 
+from entresol_daemon.control.accepting import CLOSE_SECONDS_MAX, TlsServer
 from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_daemon.shard.shard import Shard
 from entresol_proto.identity import IdentityError, tenant_from_cert
 from entresol_proto.status import ConfigError, Status
 
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024  # unsent answers; above it nothing more is read
-BACKLOG = 512
-TLS_HANDSHAKE_SECONDS_MAX = 5.0
-CLOSE_SECONDS_MAX = 2.0
 HANDSHAKE_LOOK_NS_MIN = 1_000_000
 
 log = logging.getLogger("entresol.control")
@@ -129,37 +128,37 @@ class ControlListener:
     """Listens for hosts. `start`, then `close`."""
 
     def __init__(
-        self, shard: Shard, *, host: str, port: int, tls: ssl.SSLContext, trust_domain: str
-    ) -> None:
+        self, shard: Shard, *, host: str, port: int, tls: ssl.SSLContext, trust_domain: str,
+        server: Callable[..., TlsServer] = TlsServer,
+    ) -> None:  # fmt: skip
         self.shard = shard
         self.trust_domain = trust_domain
         self.host = host
         self.port = port
         self.connections: set[_Connection] = set()
         self.finishing: set[asyncio.Task[None]] = set()
-        self._tls = tls
-        self._server: asyncio.Server | None = None
+        self._server: TlsServer | None = server(
+            lambda: _Connection(self), host=host, port=port, tls=tls,
+            shake_hands=self._shake_hands, refused=self._refused,
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Bind; `port` is the real one afterwards. Raises: ConfigError when it is taken."""
-        loop = asyncio.get_running_loop()
+        assert self._server is not None, "started after close"
         try:
-            self._server = await loop.create_server(
-                lambda: _Connection(self),
-                self.host,
-                self.port,
-                ssl=self._tls,
-                ssl_handshake_timeout=TLS_HANDSHAKE_SECONDS_MAX,
-                ssl_shutdown_timeout=CLOSE_SECONDS_MAX,
-                backlog=BACKLOG,
-                reuse_address=True,
-            )
+            self.port = await self._server.start()
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at {self.host}:{self.port}: {error.strerror or error}",
                 hint="is another daemon running? see [listen] control_host and control_port",
             ) from None
-        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _shake_hands(self, origin: str) -> None:
+        parts = self.shard.parts
+        await parts.turns.loop.shake_hands(origin, parts.now_ns())
+
+    def _refused(self, status: Status) -> None:
+        self.shard.parts.metrics.sessions_refused[status].inc()
 
     def say_goodbye(self, status: Status, message: str) -> None:
         """Tell every host to take new work elsewhere."""

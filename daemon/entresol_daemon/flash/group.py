@@ -149,9 +149,11 @@ class GroupLength:
             self._stream = stream
 
     def wrote(self, length_bytes: int, write_s: float, flush_s: float) -> None:
-        """A group is durable. Half of what is believed is what was seen last."""
-        if write_s > 0:
-            self._bytes_per_s = (self._bytes_per_s + length_bytes / write_s) / 2
+        """A group is durable. Half of what is believed is what was seen last; a short group says
+        how long a device takes for anything, not how much it takes in a time."""
+        seen = length_bytes / write_s if write_s > 0 else 0.0
+        if seen > self._bytes_per_s or length_bytes >= SHARED_GROUP_BYTES_MIN:
+            self._bytes_per_s = (self._bytes_per_s + seen) / 2 if seen else self._bytes_per_s
         self._flush_s = (self._flush_s + flush_s) / 2
 
     def shared_bytes_max(self, now: float) -> int | None:

@@ -42,11 +42,15 @@ CONTENDED_S = 0.1  # so long after two tenants took turns only LOOP_TURN_COST is
 SESSIONS_AT_ONCE = 64  # of one tenant opened at full speed, while others use the loop
 SESSION_SPACING_NS = 5_000_000  # between those that follow
 SESSION_WAIT_NS_MAX = 2_000_000_000  # who would wait longer is refused
+HANDSHAKES_AT_ONCE = 64  # of one address at full speed, while tenants use the loop
+HANDSHAKE_SPACING_NS = 10_000_000
+HANDSHAKE_WAIT_NS_MAX = 4_000_000_000
 
 # About how many microseconds of the event loop a piece of work takes on one core of today.
 REQUEST_COST = 100
 FRAME_COST = 40  # sent
 SESSION_COST = 200  # admitted and entered
+HANDSHAKE_COST = 1_500  # of TLS, both certificates verified
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
 BLOCK_COST = 20  # a block granted
 WINDOW_COST = 50  # of a get, beside its blocks
@@ -151,7 +155,9 @@ class LoopTurns:
         self._scheduled = False
         self._last: Hashable = None  # whose turn was the last one
         self._contended_until = 0.0
+        self._used_until = 0.0  # by any tenant
         self._greetings = Spacing(spacing_ns=SESSION_SPACING_NS, burst=SESSIONS_AT_ONCE)
+        self._handshakes = Spacing(spacing_ns=HANDSHAKE_SPACING_NS, burst=HANDSHAKES_AT_ONCE)
         self.greeting = 0  # hosts whose HELLO waits
 
     @property
@@ -175,19 +181,33 @@ class LoopTurns:
         wait_ns: int | None = 0
         if self.contended:
             wait_ns = self._greetings.note(flow, now_ns, SESSION_WAIT_NS_MAX)
+        self.greeting += 1
+        try:
+            await self._wait_between(wait_ns, "sessions of this tenant are being opened")
+            self._note(flow)
+            await self._take(flow, weight, SESSION_COST)
+        finally:
+            self.greeting -= 1
+
+    async def shake_hands(self, origin: str, now_ns: int) -> None:
+        """A turn for a TLS handshake, which is longer still. Nobody knows yet whose it will be, so
+        it is the address's, which waits between many of them while any tenant uses the loop.
+        Raises: QuotaError (BUSY)."""
+        wait_ns: int | None = 0
+        if asyncio.get_running_loop().time() < self._used_until:
+            wait_ns = self._handshakes.note(origin, now_ns, HANDSHAKE_WAIT_NS_MAX)
+        await self._wait_between(wait_ns, f"connections from {origin}")
+        await self._take(("origin", origin), 1, HANDSHAKE_COST)
+
+    async def _wait_between(self, wait_ns: int | None, what: str) -> None:
         if wait_ns is None:
             raise QuotaError(
-                "too many sessions of this tenant are being opened",
+                f"too many {what}",
                 hint="keep sessions open, or open them later",
                 status=Status.BUSY,
             )
-        self.greeting += 1
-        try:
-            if wait_ns:
-                await asyncio.sleep(wait_ns / 1e9)
-            await self.take_as(flow, weight, SESSION_COST)
-        finally:
-            self.greeting -= 1
+        if wait_ns:
+            await asyncio.sleep(wait_ns / 1e9)
 
     def extend(self, account: Account, wanted: int) -> int:
         """How much of the work wanted may be done in the turn begun just now: LOOP_TURN_COST, which
@@ -204,14 +224,15 @@ class LoopTurns:
 
     def enter(self, account: Account, cost: int) -> bool:
         """Begin at once if the loop is free and nobody waits; True if so."""
+        self._note(account.name)
         return self._enter(account.name, account.weight, cost)
 
     async def take(self, account: Account, cost: int, rank: int = GETS) -> None:
         """Return when it is this tenant's turn. Raises: QuotaError (BUSY)."""
-        await self.take_as(account.name, account.weight, cost, rank)
+        self._note(account.name)
+        await self._take(account.name, account.weight, cost, rank)
 
-    async def take_as(self, flow: Hashable, weight: int, cost: int, rank: int = GETS) -> None:
-        """A turn of somebody who is no tenant, or not known as one yet."""
+    async def _take(self, flow: Hashable, weight: int, cost: int, rank: int = GETS) -> None:
         if self._enter(flow, weight, cost):
             return
         turn = asyncio.get_running_loop().create_future()
@@ -223,11 +244,16 @@ class LoopTurns:
             unit.drop()
             raise
 
-    def _enter(self, flow: Hashable, weight: int, cost: int) -> bool:
+    def _note(self, flow: Hashable) -> None:
+        """A tenant uses the loop."""
+        now = asyncio.get_running_loop().time()
+        self._used_until = now + CONTENDED_S
         if flow != self._last:
             if self._last is not None:
-                self._contended_until = asyncio.get_running_loop().time() + CONTENDED_S
+                self._contended_until = now + CONTENDED_S
             self._last = flow
+
+    def _enter(self, flow: Hashable, weight: int, cost: int) -> bool:
         if len(self._queue) or self._begun >= self.stretch:
             return False
         self._queue.charge(flow, weight, cost)

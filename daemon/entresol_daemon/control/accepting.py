@@ -1,0 +1,163 @@
+"""Accepts control connections and shakes hands with them, one address's turn at a time.
+
+A TLS handshake takes the event loop more than a millisecond before anybody is known, so it waits
+for a turn of the address it comes from. Nothing is read from a connection before its turn.
+
+Invariants: at most WAITING_MAX connections are between accept and the end of their handshake, and
+one that comes beyond that is closed at once; none of them stays longer than its turn's wait and
+HANDSHAKE_SECONDS_MAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+
+from entresol_proto.status import EntresolError, Status
+
+BACKLOG = 512
+WAITING_MAX = 1_024
+ACCEPT_AT_ONCE = 32  # before the loop looks at other sockets
+OUT_OF_DESCRIPTORS_S = 0.5  # without accepting, after the system refused to
+HANDSHAKE_SECONDS_MAX = 5.0
+CLOSE_SECONDS_MAX = 2.0
+NETWORK_BITS = 64  # of an IPv6 address; who has one has all that begin alike
+
+log = logging.getLogger("entresol.control")
+
+
+def origin_of(host: str) -> str:
+    """Whose connections count together: an IPv4 address, or the network of an IPv6 one."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((int(address), NETWORK_BITS), strict=False))
+    return str(address)
+
+
+class TlsServer:
+    """Listens at an address; `factory` makes the protocol of a connection that shook hands."""
+
+    def __init__(
+        self, factory: Callable[[], asyncio.Protocol], *, host: str, port: int,
+        tls: ssl.SSLContext, shake_hands: Callable[[str], Awaitable[None]],
+        refused: Callable[[Status], None],
+    ) -> None:  # fmt: skip
+        """`shake_hands(origin)` returns when it is an address's turn, or raises EntresolError;
+        `refused(status)` is told of each connection that ended before its protocol began."""
+        self._factory = factory
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._shake_hands = shake_hands
+        self._refused = refused
+        self._sockets: list[socket.socket] = []
+        self._welcomes: set[asyncio.Task[None]] = set()
+        self._again: asyncio.TimerHandle | None = None
+
+    async def start(self) -> int:
+        """Bind and accept; returns the port. Raises: OSError."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        try:
+            for family, _, _, _, address in dict.fromkeys(found):
+                self._sockets.append(_listening(family, address))
+        except OSError:
+            self.close()
+            raise
+        self._accept_all()
+        return int(self._sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Accept no more, and give up handshakes. Idempotent."""
+        if self._again is not None:
+            self._again.cancel()
+        loop = asyncio.get_running_loop()
+        for each in self._sockets:
+            loop.remove_reader(each.fileno())
+            each.close()
+        self._sockets.clear()
+        for task in self._welcomes:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return when no handshake is under way any more."""
+        if self._welcomes:
+            await asyncio.wait(self._welcomes)
+
+    def _accept_all(self) -> None:
+        self._again = None
+        for each in self._sockets:
+            asyncio.get_running_loop().add_reader(each.fileno(), self._accept, each)
+
+    def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPT_AT_ONCE):
+            try:
+                connection, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors or memory: it stays readable, so look away for a while.
+                log.error("event=accept_failed reason=%s", error)
+                for each in self._sockets:
+                    loop.remove_reader(each.fileno())
+                if self._again is None:
+                    self._again = loop.call_later(OUT_OF_DESCRIPTORS_S, self._accept_all)
+                return
+            if len(self._welcomes) >= WAITING_MAX:
+                self._refused(Status.BUSY)
+                connection.close()
+                continue
+            task = loop.create_task(self._welcome(connection, address[0]), name="tls handshake")
+            self._welcomes.add(task)
+            task.add_done_callback(self._welcomes.discard)
+
+    async def _welcome(self, connection: socket.socket, host: str) -> None:
+        """Shake hands when it is the address's turn. The transport owns the socket afterwards."""
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._shake_hands(origin_of(host))
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._factory, connection, ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS_MAX,
+                ssl_shutdown_timeout=CLOSE_SECONDS_MAX,
+            )  # fmt: skip
+        except EntresolError as error:
+            connection.close()
+            self._refused(error.status)
+        except OSError as error:
+            connection.close()
+            wrong = isinstance(error, ssl.SSLError)  # a certificate, as a rule; else it went away
+            self._refused(Status.FORBIDDEN if wrong else Status.DISCONNECTED)
+            log.info("event=handshake_failed address=%s reason=%s", host, error)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    """A bound socket that accepts without blocking."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.setblocking(False)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    return made

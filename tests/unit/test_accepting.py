@@ -1,0 +1,227 @@
+"""Connections are accepted at once and shake hands when it is their address's turn."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from entresol_daemon.control import accepting
+from entresol_daemon.control.accepting import TlsServer, origin_of
+from entresol_proto.status import QuotaError, Status
+from tests import certs
+
+SOON_S = 10.0
+
+
+class Echo(asyncio.Protocol):
+    """Says back what it hears."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        assert transport.get_extra_info("ssl_object").getpeercert(True)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
+class Place:
+    """A server whose turns a test gives."""
+
+    def __init__(self, ca: certs.TestCA) -> None:
+        self.ca = ca
+        self.pair = ca.issue("s", uris=["spiffe://test/shard/s"])
+        self.refused: list[Status] = []
+        self.asked: list[str] = []
+        self.turn: Callable[[], object] = lambda: None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.server = TlsServer(
+            Echo, host="127.0.0.1", port=0, tls=certs.server_context(self.pair, ca),
+            shake_hands=self._shake_hands, refused=self.refused.append,
+        )  # fmt: skip
+        self.port = 0
+
+    async def _shake_hands(self, origin: str) -> None:
+        self.asked.append(origin)
+        self.turn()
+        await self.gate.wait()
+
+    async def says(self, what: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+        """Connect, say something, hear it."""
+        pair = self.ca.issue("t", uris=["spiffe://test/tenant/t"])
+        tls = tls or certs.client_context(pair, self.ca)
+        tls.check_hostname = False
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=tls)
+        try:
+            writer.write(what)
+            return await reader.read(100)
+        finally:
+            writer.close()
+
+    async def until_refused(self, count: int) -> None:
+        async with asyncio.timeout(SOON_S):
+            while len(self.refused) < count:
+                await asyncio.sleep(0.005)
+
+
+async def failure_of(work: Awaitable[object]) -> type[OSError] | None:
+    """The kind of OSError it ends with."""
+    async with asyncio.timeout(SOON_S):
+        try:
+            await work
+        except OSError as error:
+            return type(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def ca() -> certs.TestCA:
+    return certs.make_ca()
+
+
+@pytest.fixture
+async def place(ca: certs.TestCA) -> AsyncIterator[Place]:
+    made = Place(ca)
+    made.port = await made.server.start()
+    yield made
+    made.server.close()
+    async with asyncio.timeout(SOON_S):
+        await made.server.wait_closed()
+
+
+async def test_a_connection_shakes_hands_in_its_turn_and_what_it_said_before_is_not_lost(
+    place: Place,
+) -> None:
+    place.gate.clear()
+    saying = asyncio.create_task(place.says(b"hello"))
+    async with asyncio.timeout(SOON_S):
+        while not place.asked:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    assert not saying.done()
+    place.gate.set()
+    async with asyncio.timeout(SOON_S):
+        assert await saying == b"hello"
+    assert place.asked == ["127.0.0.1"]
+    assert not place.refused
+
+
+async def test_who_gets_no_turn_is_closed_and_counted(place: Place) -> None:
+    def never() -> None:
+        raise QuotaError("too many", status=Status.BUSY)
+
+    place.turn = never
+    assert await failure_of(place.says(b"hello"))
+    await place.until_refused(1)
+    assert place.refused == [Status.BUSY]
+    place.turn = lambda: None
+    assert await place.says(b"again") == b"again"
+
+
+async def test_rubbish_and_a_foreign_certificate_are_refused(place: Place) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    async with asyncio.timeout(SOON_S):
+        await reader.read()
+    writer.close()
+    await place.until_refused(1)
+    foreign = certs.make_ca("another")
+    tls = certs.client_context(foreign.issue("t", uris=["spiffe://test/tenant/t"]), place.ca)
+    assert await failure_of(place.says(b"hello", tls)) or place.refused
+    await place.until_refused(2)
+    assert place.refused == [Status.FORBIDDEN, Status.FORBIDDEN]
+
+
+async def test_a_host_that_goes_away_is_counted_and_nothing_is_left(place: Place) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", place.port)
+    writer.close()
+    await place.until_refused(1)
+    assert place.refused == [Status.DISCONNECTED]
+
+
+async def test_no_more_wait_than_may(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "WAITING_MAX", 3)
+    place.gate.clear()
+    waiting = [await asyncio.open_connection("127.0.0.1", place.port) for _ in range(5)]
+    await place.until_refused(2)
+    assert place.refused == [Status.BUSY, Status.BUSY]
+    assert len(place.asked) == 3
+    for _, writer in waiting:
+        writer.close()
+    place.gate.set()
+    await place.until_refused(5)
+    assert await place.says(b"hello") == b"hello"
+
+
+async def test_close_gives_up_those_who_wait(ca: certs.TestCA) -> None:
+    place = Place(ca)
+    place.port = await place.server.start()
+    place.gate.clear()
+    reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
+    while not place.asked:
+        await asyncio.sleep(0.005)
+    place.server.close()
+    async with asyncio.timeout(SOON_S):
+        await place.server.wait_closed()
+        assert await reader.read() == b""
+    writer.close()
+    assert await failure_of(asyncio.open_connection("127.0.0.1", place.port))
+    place.server.close()  # again
+
+
+async def test_out_of_descriptors_it_looks_away_for_a_while(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One try each time, not a loop that does nothing else; then it accepts again."""
+    monkeypatch.setattr(accepting, "OUT_OF_DESCRIPTORS_S", 0.05)
+    (listening,) = place.server._sockets
+    tries = 0
+
+    class Full:
+        def fileno(self) -> int:
+            return listening.fileno()
+
+        def accept(self) -> object:
+            nonlocal tries
+            tries += 1
+            raise OSError(24, "Too many open files")
+
+        def close(self) -> None:
+            listening.close()
+
+    asyncio.get_running_loop().remove_reader(listening.fileno())
+    place.server._sockets[:] = [Full()]  # type: ignore[list-item]
+    place.server._accept_all()
+    saying = asyncio.create_task(place.says(b"hello"))
+    await asyncio.sleep(0.3)
+    assert 1 <= tries <= 8
+    asyncio.get_running_loop().remove_reader(listening.fileno())
+    place.server._sockets[:] = [listening]
+    async with asyncio.timeout(SOON_S):
+        assert await saying == b"hello"
+
+
+async def test_a_taken_port_is_an_error_and_leaves_nothing_open(place: Place) -> None:
+    second = Place(place.ca)
+    second.server._port = place.port
+    assert await failure_of(second.server.start()) is OSError
+    assert not second.server._sockets
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_who_has_one_address_of_a_network_has_them_all(host: str, origin: str) -> None:
+    assert origin_of(host) == origin
