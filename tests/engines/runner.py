@@ -35,6 +35,8 @@ WORK_ENV = "ENTRESOL_ENGINES_WORK"  # folder for what all runs may share, models
 DAEMON_PYTHON_ENV = "ENTRESOL_DAEMON_PYTHON"
 SUITE_SECONDS_MAX = {"commit": 1800.0, "full": 5400.0}  # for a hang
 RC_TIMED_OUT = 124
+SHARED_MEMORY = Path("/dev/shm")
+LEAVINGS = "vllm_offload_*.mmap"  # of vLLM's own offloading, when its engine is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,10 @@ def _run_one(prepared: Suite, environment: Environment, plan: Plan) -> Suite:
     ]  # fmt: skip
     say(f"{environment.name}: running {environment.suite}")
     started = time.monotonic()
+    there = set(SHARED_MEMORY.glob(LEAVINGS))
     mark = f"{environment.name}: " if plan.jobs > 1 else ""
     rc, cpu_seconds = in_a_group(command, env, log, SUITE_SECONDS_MAX[plan.size], mark)
+    _sweep(there)
     suite = replace(
         prepared,
         rc=rc,
@@ -117,6 +121,21 @@ def _run_one(prepared: Suite, environment: Environment, plan: Plan) -> Suite:
         return suite
     log.unlink(missing_ok=True)  # nobody reads that of a suite that passed
     return replace(suite, log="")
+
+
+def _sweep(before: set[Path]) -> None:
+    """Remove the memory that engines which were killed left, unless somebody maps it."""
+    left = set(SHARED_MEMORY.glob(LEAVINGS)) - before
+    if not left:
+        return
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= {word for word in maps.read_text().split() if "/vllm_offload_" in word}
+    for path in left:
+        if str(path) not in mapped:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def words_for(environment: Environment, words: Sequence[str]) -> list[str]:
