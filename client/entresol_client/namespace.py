@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,7 +34,13 @@ from entresol_client.shard_link import Session, ShardLink
 from entresol_client.storing import PutTally, Storable, store_blocks
 from entresol_client.tenant_key import HostSeal
 from entresol_proto import limits
-from entresol_proto.ids import EngineKey, NamespaceDescriptor, check_engine_key, wire_key
+from entresol_proto.ids import (
+    EngineKey,
+    NamespaceDescriptor,
+    WireKey,
+    check_engine_key,
+)
+from entresol_proto.naming import wire_keys
 from entresol_proto.seal.block import BlockMeta
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import CodecError, Status
@@ -110,8 +116,10 @@ class Namespace:
         tally = GetTally([None] * len(keys), [Tier.NONE] * len(keys))
 
         def wanted_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Wanted]:
-            secret = namespace.secret
-            return [Wanted(p, wire_key(secret, keys[p]), keys[p], views[p]) for p in positions]
+            names = _each_wire_key(namespace.secret, keys, positions)
+            return [
+                Wanted(p, name, keys[p], views[p]) for p, name in zip(positions, names, strict=True)
+            ]
 
         async def one(link: ShardLink, positions: list[int]) -> None:
             await fetch_blocks(
@@ -162,13 +170,13 @@ class Namespace:
         tally = PutTally([None] * len(keys))
 
         def storable_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Storable]:
-            secret = namespace.secret
             blocks = []
+            names = _each_wire_key(namespace.secret, keys, positions)
             told = self._seal is None  # of what the tenant keeps to itself, nothing
-            for p in positions:
+            for p, name in zip(positions, names, strict=True):
                 position, parent = items[p].position, parents[p] or b""
                 item = PutItem(
-                    key=wire_key(secret, keys[p]),
+                    key=name,
                     engine_key=keys[p],
                     plain_bytes=len(views[p]),
                     position=position,
@@ -210,18 +218,19 @@ class Namespace:
         """Which blocks could be read now, and how long the usable prefix is over all shards."""
         keys = self._names(keys)
         until_ns = self._until(deadline_ns)
-        present = [False] * len(keys)
+        present = np.zeros(len(keys), np.bool_)
 
         async def ask(session: Session, ns: NamespaceOpened, positions: list[int]) -> None:
             run = _wire_keys(ns.secret, keys, positions)
             reply: ExistsReply = await session.connection.request(Exists(ns.handle, run), until_ns)
             bits = np.unpackbits(np.frombuffer(reply.bitmap, np.uint8), bitorder="little")
-            for position, bit in zip(positions, bits.tolist(), strict=False):
-                present[position] = bool(bit)
+            told = positions[: len(bits)]
+            present[told] = bits[: len(told)].astype(np.bool_)
 
         failed = await self._ask(keys, limits.KEYS_PER_FRAME_MAX, until_ns, ask)
-        leading = present.index(False) if False in present else len(present)
-        return ExistsResult(leading, present, complete=not failed)
+        found = present.tolist()
+        leading = found.index(False) if False in found else len(found)
+        return ExistsResult(leading, found, complete=not failed)
 
     async def stage(
         self,
@@ -291,7 +300,7 @@ class Namespace:
     def _names(self, keys: Sequence[bytes]) -> list[EngineKey]:
         """The keys as shards know them. Raises: UsageError, BadKeyError."""
         checked = _keys(keys)
-        return [self._seal.mask(key) for key in checked] if self._seal else checked
+        return self._seal.mask_all(checked) if self._seal else checked
 
     def _place(self, open_at: OpenPlace) -> OpenAt:
         """Raises: UsageError."""
@@ -385,6 +394,10 @@ def _keys(keys: Sequence[bytes]) -> list[EngineKey]:
         raise UsageError("keys is one key, not a sequence of keys")
     if len(keys) > KEYS_PER_CALL_MAX:
         raise UsageError(f"{len(keys)} keys in one call, at most {KEYS_PER_CALL_MAX}")
+    if keys and set(map(type, keys)) == {bytes}:  # of thousands: what is common is quick
+        check_engine_key(min(keys, key=len))
+        check_engine_key(max(keys, key=len))
+        return cast(list[EngineKey], list(keys))
     for key in keys:
         if not isinstance(key, bytes):
             raise UsageError(f"a key is {type(key).__name__}, not bytes")
@@ -392,4 +405,11 @@ def _keys(keys: Sequence[bytes]) -> list[EngineKey]:
 
 
 def _wire_keys(secret: bytes, keys: Sequence[EngineKey], positions: Sequence[int]) -> bytes:
-    return b"".join(wire_key(secret, keys[position]) for position in positions)
+    return wire_keys(secret, [keys[position] for position in positions])
+
+
+def _each_wire_key(
+    secret: bytes, keys: Sequence[EngineKey], positions: Sequence[int]
+) -> list[WireKey]:
+    run, size = _wire_keys(secret, keys, positions), limits.WIRE_KEY_BYTES
+    return [WireKey(run[at : at + size]) for at in range(0, len(run), size)]

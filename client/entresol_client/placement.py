@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from entresol_proto.ids import EngineKey, placement_hash
+from entresol_proto.naming import placement_hashes
 
 _SPAN = 2.0**64
 
@@ -47,6 +50,12 @@ class Placement:
         """Shard number → positions in `keys` that it owns, in ascending order."""
         if len(self._names) == 1:
             return {0: list(range(len(keys)))} if keys else {}
+        if self._equal and keys:
+            scores = np.array([placement_hashes(descriptor_digest, keys, n) for n in self._names])
+            owners = scores.argmax(axis=0)  # the first of equals, as `owner` finds it
+            return {
+                int(owner): np.flatnonzero(owners == owner).tolist() for owner in np.unique(owners)
+            }
         parts: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             parts.setdefault(self.owner(descriptor_digest, key), []).append(position)

@@ -15,12 +15,12 @@ import stat
 import threading
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from entresol_proto import ids
+from entresol_proto import ids, naming
 from entresol_proto.ids import EngineKey, NamespaceDescriptor
 from entresol_proto.seal.block import (
     DEK_BYTES,
@@ -321,6 +321,10 @@ class HostSeal:
     def mask(self, engine_key: EngineKey) -> EngineKey:
         """What stands for an engine key outside this host."""
         return ids.masked_engine_key(self._mask, engine_key)
+
+    def mask_all(self, engine_keys: Sequence[EngineKey]) -> list[EngineKey]:
+        """`mask` of each."""
+        return naming.masked_engine_keys(self._mask, engine_keys)
 
     def new_key(self) -> tuple[int, bytes, BlockKey]:
         """(version, salt, key) for one write."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import pytest
 
@@ -64,3 +65,18 @@ def test_split_keeps_order_and_covers_everything() -> None:
     assert sorted(p for positions in parts.values() for p in positions) == list(range(100))
     assert Placement([("only", 1.0)]).split(DIGEST, KEYS[:3]) == {0: [0, 1, 2]}
     assert Placement([("only", 1.0)]).split(DIGEST, []) == {}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 17])
+@pytest.mark.parametrize("equal", [True, False])
+def test_splitting_many_keys_finds_the_owner_of_each(shards: int, equal: bool) -> None:
+    placement = Placement([(f"s{n}", 1.0 if equal else n + 1.0) for n in range(shards)])
+    digest = bytes(range(32))
+    for lengths in ((32,), (8, 64)):
+        keys = [EngineKey(os.urandom(lengths[n % len(lengths)])) for n in range(300)]
+        parts = placement.split(digest, keys)
+        assert sorted(p for positions in parts.values() for p in positions) == list(range(300))
+        for owner, positions in parts.items():
+            assert positions == sorted(positions)
+            assert {placement.owner(digest, keys[p]) for p in positions} == {owner}
+    assert placement.split(digest, []) == {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entresol_proto import ids, limits
+from entresol_proto import ids, limits, naming
 from entresol_proto.ids import BadKeyError, NamespaceDescriptor
 from entresol_proto.status import Status
 
@@ -437,3 +438,19 @@ def test_short_shows_four_bytes() -> None:
 if __name__ == "__main__":
     text = json.dumps(generate(), indent=1, ensure_ascii=True)
     VECTORS.write_text(text + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("lengths", [(32,), (8,), (64,), (8, 16, 32), ()])
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_many_names_at_once_are_those_of_each(lengths: tuple[int, ...], count: int) -> None:
+    rng = random.Random(count)
+    keys = [ids.EngineKey(rng.randbytes(rng.choice(lengths or (40,)))) for _ in range(count)]
+    secret, digest = rng.randbytes(32), rng.randbytes(32)
+    assert naming.wire_keys(secret, keys) == b"".join(ids.wire_key(secret, key) for key in keys)
+    assert naming.masked_engine_keys(secret, keys) == [
+        ids.masked_engine_key(secret, key) for key in keys
+    ]
+    for shard in (b"", b"shard-1", bytes(64), bytes(65), bytes(500)):
+        assert naming.placement_hashes(digest, keys, shard).tolist() == [
+            ids.placement_hash(digest, key, shard) for key in keys
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shutil
@@ -100,3 +101,50 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     broken.write_bytes(b"not a library")
     with pytest.raises(OSError, match="broken"):
         native.Kernel(broken)
+
+
+@pytest.mark.parametrize("with_kernel", [True, False])
+@pytest.mark.parametrize("length", [1, 8, 16, 32, 33, 64, 127, 128])
+def test_blake2b_of_many_is_what_hashlib_gives_of_each(
+    length: int, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if with_kernel:
+        kernel()
+    else:
+        monkeypatch.setattr(native, "KERNEL", None)
+    rng = random.Random(length)
+    for digest_bytes, key_bytes, person in ((16, 32, b"p"), (8, 1, b""), (64, 64, bytes(16))):
+        key = rng.randbytes(key_bytes)
+        for count in (1, 2, 33):
+            run = rng.randbytes(count * length)
+            found = native.blake2b_many(
+                run, count, digest_bytes=digest_bytes, key=key, person=person
+            )
+            assert found == b"".join(
+                hashlib.blake2b(
+                    run[at : at + length], digest_size=digest_bytes, key=key, person=person
+                ).digest()
+                for at in range(0, len(run), length)
+            )
+    assert native.blake2b_many(b"", 0, digest_bytes=16, key=b"k", person=b"") == b""
+
+
+@pytest.mark.parametrize(
+    ("run", "count", "digest_bytes", "key", "person"),
+    [
+        (bytes(33), 2, 16, b"k", b""),
+        (bytes(129), 1, 16, b"k", b""),
+        (b"", 1, 16, b"k", b""),
+        (bytes(32), 1, 16, b"", b""),
+        (bytes(32), 1, 16, bytes(65), b""),
+        (bytes(32), 1, 65, b"k", b""),
+        (bytes(32), 1, 0, b"k", b""),
+        (bytes(32), 1, 16, b"k", bytes(17)),
+    ],
+)
+def test_the_kernel_hashes_nothing_that_does_not_fit(
+    run: bytes, count: int, digest_bytes: int, key: bytes, person: bytes
+) -> None:
+    kernel()
+    with pytest.raises(AssertionError):
+        native.blake2b_many(run, count, digest_bytes=digest_bytes, key=key, person=person)

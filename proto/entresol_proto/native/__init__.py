@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -20,9 +21,11 @@ _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 2  # of `entresol_kernel_version`
+KERNEL_VERSION = 3  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
+
+BLAKE2B_INPUT_BYTES_MAX = 128
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -73,6 +76,26 @@ class Kernel:
         self._receive = library.entresol_receive
         self._receive.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(Receiving))
         self._receive.restype = ctypes.c_int32
+        self._blake2b_many = library.entresol_blake2b_many
+        self._blake2b_many.argtypes = (
+            ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t,
+            ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p,
+        )  # fmt: skip
+        self._blake2b_many.restype = None
+
+    def blake2b_many(
+        self, inputs: bytes, count: int, *, digest_bytes: int, key: bytes, person: bytes
+    ) -> bytes:
+        """See `blake2b_many`; `inputs` are `count` of one length, end to end."""
+        length_bytes, rest = divmod(len(inputs), count)
+        assert rest == 0, "inputs are of one length"
+        assert 1 <= length_bytes <= BLAKE2B_INPUT_BYTES_MAX, "an input is one block at most"
+        assert 1 <= len(key) <= 64, "BLAKE2b's keys have 1 to 64 bytes"
+        assert len(person) == 16, "BLAKE2b's personalisation has 16 bytes"
+        assert 1 <= digest_bytes <= 64, "BLAKE2b's digests have 1 to 64 bytes"
+        out = ctypes.create_string_buffer(count * digest_bytes)
+        self._blake2b_many(key, len(key), person, digest_bytes, count, inputs, length_bytes, out)
+        return out.raw
 
     def copy(self, into: Sequence[memoryview], sources: Sequence[Bytes]) -> None:
         """See `copy`."""
@@ -120,3 +143,25 @@ def copy(into: Sequence[memoryview], sources: Sequence[Bytes]) -> None:
         return
     for view, source in zip(into, sources, strict=True):
         np.copyto(np.frombuffer(view, np.uint8), source)
+
+
+def blake2b_many(
+    inputs: bytes, count: int, *, digest_bytes: int, key: bytes, person: bytes
+) -> bytes:
+    """Keyed BLAKE2b (RFC 7693) of `count` inputs of one length (1 to 128 bytes), given end to end.
+
+    Returns the digests end to end. `person` has up to 16 bytes, as hashlib takes it.
+    """
+    if count == 0:
+        return b""
+    if KERNEL is not None:
+        padded = person.ljust(16, b"\0")
+        return KERNEL.blake2b_many(inputs, count, digest_bytes=digest_bytes, key=key, person=padded)
+    length = len(inputs) // count
+    keyed = hashlib.blake2b(digest_size=digest_bytes, key=key, person=person)
+    digests = []
+    for start in range(0, len(inputs), length):
+        one = keyed.copy()
+        one.update(inputs[start : start + length])
+        digests.append(one.digest())
+    return b"".join(digests)
