@@ -25,7 +25,7 @@ SHARED = Path(os.environ.get("ENTRESOL_SHARED", Path(__file__).parents[3] / "sha
 GUARD = 64  # bytes on both sides of every destination that must stay as they were
 
 all_codecs = pytest.mark.parametrize("name", codecs.names())
-encoders = pytest.mark.parametrize("name", ["zstd", "plane"])
+encoders = pytest.mark.parametrize("name", ["zstd", "plane", "dense"])
 all_dtypes = pytest.mark.parametrize("dtype", list(DType))
 
 
@@ -66,12 +66,13 @@ def gaussian(dtype: DType, count: int, seed: int = 1) -> bytes:
 
 
 def test_registry_ids_are_those_on_disk() -> None:
-    assert [codecs.get(i).name for i in (0, 1, 2)] == ["raw", "zstd", "plane"] == codecs.names()
-    assert (codecs.RAW, codecs.ZSTD, codecs.PLANE) == (0, 1, 2)
-    assert codecs.known(2)
-    assert not codecs.known(3)
+    names = ["raw", "zstd", "plane", "fast", "dense"]
+    assert [codecs.get(i).name for i in range(5)] == names == codecs.names()
+    assert (codecs.RAW, codecs.ZSTD, codecs.PLANE, codecs.FAST, codecs.DENSE) == (0, 1, 2, 3, 4)
+    assert codecs.known(4)
+    assert not codecs.known(5)
     with pytest.raises(CodecError):
-        codecs.get(3)
+        codecs.get(5)
     with pytest.raises(CodecError, match="use one of"):
         codecs.by_name("lzma")
 

@@ -15,11 +15,14 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of a signature below; the loader refuses any other. */
-EXPORT int32_t entresol_kernel_version(void) { return 2; }
+EXPORT int32_t entresol_kernel_version(void) { return 3; }
 
 /* Copy that does not read the destination into the caches, nor leave it there. */
 static void stream_copy(uint8_t *into, const uint8_t *from, size_t length_bytes)
@@ -142,3 +145,5 @@ EXPORT int32_t entresol_receive(int fd, int wake_fd, struct receiving *r)
     }
     return STOPPED;
 }
+
+#include "ladder.h"
