@@ -206,12 +206,8 @@ def _periods_of(seen: Ints) -> list[int]:
     """The shortest distances at whose multiples values resemble each other more than elsewhere."""
     first = min(len(seen) // 2 // LANES * LANES, _FIRST)
     scores = [0]
-    while (
-        first
-        and len(scores) <= 4 * PERIOD_MAX // LANES
-        and len(scores) * LANES + first <= len(seen)
-    ):
-        at = len(scores) * LANES
+    most = min(4 * PERIOD_MAX, len(seen) - first) // LANES if first else 0
+    for at in range(LANES, (most + 1) * LANES, LANES):
         scores.append(int(np.abs(seen[:first] - seen[at : at + first]).sum()))
     searched = len(scores) - 1
     if searched < 8:
