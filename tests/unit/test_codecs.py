@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entresol_proto import limits
+from entresol_proto import limits, native
 from entresol_proto.seal import codecs, meter
 from entresol_proto.seal.codecs import plane
 from entresol_proto.seal.codecs.base import worth_it
@@ -342,16 +342,26 @@ def choose(gbit_per_s: float, threads: int, dtype: DType = DType.BF16, **kw: obj
     )
 
 
+def test_without_the_kernel_planes_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "KERNEL", None)
+    assert choose(10, 4) == codecs.PLANE
+    assert choose(10, 4, DType.FP8_E4M3) == codecs.PLANE
+
+
+@pytest.mark.skipif(native.KERNEL is None, reason="not run here: built without a C compiler")
 def test_codec_choice() -> None:
-    assert choose(10, 4) == codecs.PLANE  # the link is the limit
+    assert choose(10, 4) == codecs.DENSE  # the link is the limit
+    assert choose(40, 3) == codecs.FAST  # three cores cannot decode the denser one as fast
     assert choose(800, 2) == codecs.RAW  # two cores cannot decode what the link brings
-    assert choose(100, 64) == codecs.PLANE  # enough cores
+    assert choose(100, 64) == codecs.DENSE  # enough cores
     assert choose(10, 4, same_host=True) == codecs.RAW
-    assert choose(1, 0) == choose(1, 1) == codecs.PLANE
+    assert choose(1, 0) == choose(1, 1) == codecs.DENSE
     assert choose(10, 4, DType.OPAQUE) == codecs.ZSTD
     assert choose(10, 4, DType.INT8) == codecs.RAW  # nothing measured, nothing promised
     for name in codecs.names():
         assert choose(10, 4, same_host=True, policy=name) == codecs.by_name(name).codec_id
+    for dtype in (DType.FP16, DType.FP8_E4M3, DType.FP8_E5M2, DType.FP32):
+        assert choose(1, 4, dtype) == codecs.DENSE
     for gbit_per_s, threads, policy in ((10, 4, "best"), (0, 4, "auto")):
         with pytest.raises(ConfigError):
             choose(gbit_per_s, threads, policy=policy)
