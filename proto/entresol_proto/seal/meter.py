@@ -98,7 +98,7 @@ _RATES: dict[tuple[int, DType], CodecRate] = {
     (codecs.PLANE, DType.FP8_E5M2): CodecRate(1.40, 0.8e9),
     (codecs.PLANE, DType.FP32): CodecRate(1.20, 1.0e9),
     (codecs.FAST, DType.BF16): CodecRate(1.48, 3.1e9),
-    (codecs.FAST, DType.FP16): CodecRate(1.17, 3.2e9),
+    (codecs.FAST, DType.FP16): CodecRate(1.16, 3.2e9),
     (codecs.FAST, DType.FP8_E4M3): CodecRate(1.18, 1.3e9),
     (codecs.FAST, DType.FP8_E5M2): CodecRate(1.37, 1.4e9),
     (codecs.DENSE, DType.BF16): CodecRate(1.50, 2.8e9),
