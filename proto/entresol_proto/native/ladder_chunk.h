@@ -260,6 +260,36 @@ static size_t LADDER(rank_places)(const uint8_t *places, size_t count, const uin
     return found;
 }
 
+/* The same where one base serves the section: `rank_of` has 16 entries. */
+static size_t LADDER(rank_flat)(const uint8_t *sym, size_t count, uint8_t base,
+                                const uint8_t *rank_of, uint8_t *ranks, uint8_t *literals)
+{
+    size_t found = 0;
+    for (size_t i = 0; i < count; i += LANES) {
+        uint32_t mask = 0;
+#if defined(LADDER_AVX2)
+        const __m256i last = _mm256_set1_epi8(LITERAL);
+        __m256i at = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(sym + i)),
+                                     _mm256_set1_epi8((char)base));
+        __m256i inside = _mm256_cmpeq_epi8(_mm256_min_epu8(at, last), at);
+        __m256i rank = _mm256_shuffle_epi8(
+            _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)rank_of)), at);
+        rank = _mm256_blendv_epi8(last, rank, inside);
+        _mm256_storeu_si256((__m256i *)(ranks + i), rank);
+        mask = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(rank, last));
+#else
+        for (size_t j = 0; j < LANES; j++) {
+            uint8_t at = (uint8_t)(sym[i + j] - base);
+            ranks[i + j] = at < 16 ? rank_of[at & 15] : LITERAL;
+            mask |= (uint32_t)(ranks[i + j] == LITERAL) << j;
+        }
+#endif
+        for (; mask != 0; mask &= mask - 1)
+            literals[found++] = sym[i + (size_t)__builtin_ctz(mask)];
+    }
+    return found;
+}
+
 /* How often each place occurs; four counters each, so that one need not wait for the other. */
 static void LADDER(count_places)(const uint8_t *places, size_t count, uint32_t counts[256])
 {
@@ -305,10 +335,6 @@ static size_t LADDER(put_section)(const uint8_t *plain, size_t count, int kind,
         outside = seen;
         for (int i = 0; i < 16; i++)
             outside -= counts[base + i];
-        for (size_t i = 0; i < count; i++) {
-            uint8_t place = (uint8_t)(s->sym[i] - base);
-            places[i] = place < 16 ? place : 0x80;
-        }
     }
     LADDER(order)(counts + base, contexts, &ranking);
     uint64_t bits = LADDER(cut)(counts + base, contexts, outside, &ranking);
@@ -320,8 +346,10 @@ static size_t LADDER(put_section)(const uint8_t *plain, size_t count, int kind,
     }
     plan->ranking = ranking;
     plan->begun = 1;
-    left[LEVELS] = LADDER(rank_places)(places, count, ranking.rank_of, s->sym, s->rank[0],
-                                       s->literals);
+    left[LEVELS] = model->period ? LADDER(rank_places)(places, count, ranking.rank_of, s->sym,
+                                                       s->rank[0], s->literals)
+                                 : LADDER(rank_flat)(s->sym, count, base, ranking.rank_of,
+                                                     s->rank[0], s->literals);
     for (int level = 0; level < LEVELS; level++) {
         store64(s->rank[level] + left[level], 0);
         size_t given = LADDER(descend)(ranking.bits[level], s->rank[level], left[level],
