@@ -1,6 +1,6 @@
 """`make bench`: every budget in one run, with the machine's ceilings beside it.
 
-    python -m bench [--quick] [--only NAME,...] [--json]
+    python -m bench [--quick] [--only NAME,...] [--kv FOLDER] [--json]
 
 Prints a table per section and writes bench/results.json: one flat object, `name: {value, unit,
 low, high}`, where value is the median over rounds. Ratios compare things measured in turn within
@@ -114,11 +114,35 @@ def restart(quick: bool) -> list[Line]:
     ]
 
 
+def codec(quick: bool) -> list[Line]:
+    """Codecs on bf16 KV, one core, the lower of each folder of .npy files (--kv)."""
+    from bench import codec_budget as budget
+
+    folder = KV_FOLDER if KV_FOLDER is not None else os.environ.get("CODEC_KV")
+    if folder is None or not any(Path(folder).rglob("*.npy")):
+        print("  not run: no folder of KV given (--kv FOLDER, .npy of bf16 bit patterns)")
+        return []
+    found = budget.canonical(Path(folder), repeats=2 if quick else 7)
+    budgets = {
+        "codec_dense_ratio_bf16": 1.5,
+        "codec_dense_decode_gbps": 2.0,
+        "codec_fast_ratio_bf16": 1.42,
+        "codec_fast_decode_gbps": 8.0,
+        "codec_fast_encode_gbps": 8.0,
+    }
+    return [
+        Line(name, "ratio" if "ratio" in name else "GB/s", [value], at_least=budgets.get(name))
+        for name, value in found.items()
+    ]
+
+
+KV_FOLDER: str | None = None
 SECTIONS: dict[str, Callable[[bool], list[Line]]] = {
     "gets": gets,
     "cost": cost,
     "index": index,
     "restart": restart,
+    "codec": codec,
 }
 
 
@@ -126,8 +150,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Budgets in one run.")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes, no verdict")
     parser.add_argument("--only", default="", help=f"of: {', '.join(SECTIONS)}")
+    parser.add_argument("--kv", metavar="FOLDER", help="of .npy files with KV, for codec")
     parser.add_argument("--json", action="store_true", help="print results.json's content as well")
     asked = parser.parse_args(argv)
+    global KV_FOLDER
+    KV_FOLDER = asked.kv
     names = [name for name in asked.only.split(",") if name] or list(SECTIONS)
     for name in names:
         if name not in SECTIONS:

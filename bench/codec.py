@@ -261,12 +261,26 @@ def main(argv: list[str] | None = None) -> int:
         measure_seal(run, DType.BF16, name, chunk_bytes, 4 * args.repeats)
         for name in codecs.names()
     ]
+    from bench import codec_budget as budget  # here: it measures with this module
+
+    rates = {
+        row.codec: (row.ratio, row.encode_gb_per_s, row.decode_gb_per_s)
+        for row in rows
+        if row.dtype == "bf16" and row.codec in ("fast", "dense")
+    }
+    cipher = max(seal.bare_decrypt_gb_per_s for seal in seals)
+    choice = budget.choices(rates, cipher) if rates else []
+    bounds = [bound for path in args.files for bound in budget.bounds(path)]
+    bypasses = budget.bypasses()
     if args.json:
         result = {
             "block_tokens": args.block_tokens,
             "chunk_bytes": chunk_bytes,
             "codecs": [asdict(row) for row in rows],
             "sealing": [asdict(row) for row in seals],
+            "bounds_bf16": [asdict(row) for row in bounds],
+            "bypass": [asdict(row) for row in bypasses],
+            "choice_bf16_4_threads": [asdict(row) for row in choice],
         }
         json.dump(result, sys.stdout, indent=1)
         print()
@@ -284,6 +298,24 @@ def main(argv: list[str] | None = None) -> int:
             f"{seal.codec:6} {seal.block_bytes} bytes: seal {seal.seal_gb_per_s:.2f} GB/s, "
             f"open {seal.open_gb_per_s:.2f} GB/s, bare cipher "
             f"{seal.bare_decrypt_gb_per_s:.2f} GB/s, open adds {seal.open_over_bare_us:.0f} us"
+        )
+    print("\nbf16, order-0 codes of the exponent: one, per layer, per layer and channel")
+    for bound in bounds:
+        print(
+            f"{bound.file:16} {bound.part} {bound.one_table:6.3f} {bound.per_layer:6.3f} "
+            f"{bound.per_channel:6.3f}"
+        )
+    print("\nbypass on noise: stored / raw, sealing time / raw")
+    for bypass in bypasses:
+        print(
+            f"{bypass.codec:6} {bypass.dtype:9} {bypass.stored_over_plain:.4f} "
+            f"{bypass.time_over_raw:.3f}"
+        )
+    print(f"\nbf16 end to end, 4 cores each side, cipher {cipher:.1f} GB/s: plain GB/s")
+    for line in choice:
+        print(
+            f"link {line.link_gb_per_s:4.1f}: raw {line.raw:5.2f}  fast {line.fast:5.2f}  "
+            f"dense {line.dense:5.2f}  best {line.best}"
         )
     return 0
 

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     dev.add_argument("--flash", metavar="SIZE", help="bytes of flash, such as 4GiB (default 1GiB)")
     dev.add_argument(
-        "--codec", metavar="NAME", help="raw, zstd, plane, or auto (default: raw on one host)"
+        "--codec", metavar="NAME", help="raw, fast, dense, plane, zstd or auto (default)"
     )
     commands = parser.add_subparsers(dest="command", metavar="")
     keygen = commands.add_parser("keygen", help="write a new key-encryption key to a file")

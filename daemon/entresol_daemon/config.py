@@ -167,8 +167,8 @@ class SealingConfig:
 
     codec: str = setting(
         "auto",
-        "raw, zstd, plane, or auto: the one that pays given the link and the block.",
-        choices=("auto", "raw", "zstd", "plane"),
+        "One for all, or auto: the one that pays given the link and the namespace.",
+        choices=("auto", "raw", "zstd", "plane", "fast", "dense"),
     )
     chunk_bytes: int = setting(
         proto_limits.CHUNK_BYTES_DEFAULT,

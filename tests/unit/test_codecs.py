@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entresol_proto import limits
+from entresol_proto import limits, native
 from entresol_proto.seal import codecs, meter
 from entresol_proto.seal.codecs import plane
 from entresol_proto.seal.codecs.base import worth_it
@@ -25,7 +25,7 @@ SHARED = Path(os.environ.get("ENTRESOL_SHARED", Path(__file__).parents[3] / "sha
 GUARD = 64  # bytes on both sides of every destination that must stay as they were
 
 all_codecs = pytest.mark.parametrize("name", codecs.names())
-encoders = pytest.mark.parametrize("name", ["zstd", "plane"])
+encoders = pytest.mark.parametrize("name", ["zstd", "plane", "dense"])
 all_dtypes = pytest.mark.parametrize("dtype", list(DType))
 
 
@@ -66,12 +66,13 @@ def gaussian(dtype: DType, count: int, seed: int = 1) -> bytes:
 
 
 def test_registry_ids_are_those_on_disk() -> None:
-    assert [codecs.get(i).name for i in (0, 1, 2)] == ["raw", "zstd", "plane"] == codecs.names()
-    assert (codecs.RAW, codecs.ZSTD, codecs.PLANE) == (0, 1, 2)
-    assert codecs.known(2)
-    assert not codecs.known(3)
+    names = ["raw", "zstd", "plane", "fast", "dense"]
+    assert [codecs.get(i).name for i in range(5)] == names == codecs.names()
+    assert (codecs.RAW, codecs.ZSTD, codecs.PLANE, codecs.FAST, codecs.DENSE) == (0, 1, 2, 3, 4)
+    assert codecs.known(4)
+    assert not codecs.known(5)
     with pytest.raises(CodecError):
-        codecs.get(3)
+        codecs.get(5)
     with pytest.raises(CodecError, match="use one of"):
         codecs.by_name("lzma")
 
@@ -341,16 +342,26 @@ def choose(gbit_per_s: float, threads: int, dtype: DType = DType.BF16, **kw: obj
     )
 
 
+def test_without_the_kernel_planes_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "KERNEL", None)
+    assert choose(10, 4) == codecs.PLANE
+    assert choose(10, 4, DType.FP8_E4M3) == codecs.PLANE
+
+
+@pytest.mark.skipif(native.KERNEL is None, reason="not run here: built without a C compiler")
 def test_codec_choice() -> None:
-    assert choose(10, 4) == codecs.PLANE  # the link is the limit
+    assert choose(10, 4) == codecs.DENSE  # the link is the limit
+    assert choose(40, 3) == codecs.FAST  # three cores cannot decode the denser one as fast
     assert choose(800, 2) == codecs.RAW  # two cores cannot decode what the link brings
-    assert choose(100, 64) == codecs.PLANE  # enough cores
+    assert choose(100, 64) == codecs.DENSE  # enough cores
     assert choose(10, 4, same_host=True) == codecs.RAW
-    assert choose(1, 0) == choose(1, 1) == codecs.PLANE
+    assert choose(1, 0) == choose(1, 1) == codecs.DENSE
     assert choose(10, 4, DType.OPAQUE) == codecs.ZSTD
     assert choose(10, 4, DType.INT8) == codecs.RAW  # nothing measured, nothing promised
     for name in codecs.names():
         assert choose(10, 4, same_host=True, policy=name) == codecs.by_name(name).codec_id
+    for dtype in (DType.FP16, DType.FP8_E4M3, DType.FP8_E5M2, DType.FP32):
+        assert choose(1, 4, dtype) == codecs.DENSE
     for gbit_per_s, threads, policy in ((10, 4, "best"), (0, 4, "auto")):
         with pytest.raises(ConfigError):
             choose(gbit_per_s, threads, policy=policy)

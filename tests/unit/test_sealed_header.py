@@ -87,7 +87,7 @@ def whole(plain_bytes: int, chunk_bytes: int) -> dict[str, Any]:
             whole(limits.CHUNK_BYTES_MAX, limits.CHUNK_BYTES_MAX),
             whole(limits.CHUNK_BYTES_MAX + 1, limits.CHUNK_BYTES_MAX + 1),
         ),
-        ({"codec_id": 2}, {"codec_id": 3}),
+        ({"codec_id": 4}, {"codec_id": 5}),
     ],
 )
 def test_lengths_in_a_header(inside: dict[str, Any], outside: dict[str, Any]) -> None:

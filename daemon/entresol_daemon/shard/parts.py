@@ -16,6 +16,7 @@ from entresol_daemon.config import Config
 from entresol_daemon.core.accounts import Account, Accounts, Held, PutBudget
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
+from entresol_daemon.core.choosing import CodecChooser
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
@@ -140,6 +141,7 @@ class Parts:
     admission: Admission
     history: History
     census: VersionCensus
+    codecs: CodecChooser
     residency: Residency
     scratch: SlabPool  # private plaintext on its way to being sealed; wiped after use
     leases: LeaseTable[Leased]

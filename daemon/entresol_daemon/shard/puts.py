@@ -311,6 +311,10 @@ class PutPath:
         account.flash_blocks += 1
         parts.history.forget(namespace_id, item.key)
         parts.meters.stored(account.name, header, extent.length_bytes)
+        namespace = reservation.namespace
+        parts.codecs.learn(
+            namespace_id, namespace.dtype, namespace.codec_id, item.plain_bytes, pull.sealed_bytes
+        )
         self._publish(reservation, pull.sealed_bytes)
         self._removal.inserted(account, extent.length_bytes)
         self._durable[slot] = flushed

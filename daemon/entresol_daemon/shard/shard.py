@@ -23,6 +23,7 @@ from entresol_daemon.config import Config
 from entresol_daemon.core.accounts import Account, Accounts
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
+from entresol_daemon.core.choosing import CodecChooser
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
@@ -53,7 +54,6 @@ from entresol_proto.ids import (
     parse_namespace,
 )
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.seal.meter import choose_codec
 from entresol_proto.status import EntresolError, QuotaError, Status
 from entresol_proto.wire import opening
 from entresol_proto.wire.data import (
@@ -160,6 +160,9 @@ class Shard:
             ),
             history=History(HISTORY_ENTRIES_MAX),
             census=VersionCensus(engine.index.capacity),
+            codecs=CodecChooser(
+                policy=config.sealing.codec, link_bytes_per_s=config.sealing.link_bytes_per_s
+            ),
             residency=Residency(pool, accounts.weight_of),
             scratch=SlabPool(
                 SCRATCH_BYTES_MAX, config.memory.slab_bytes, surroundings.make_private
@@ -346,12 +349,11 @@ class Shard:
         config = self.parts.config
         endpoint = session.endpoint
         same_host = endpoint is not None and endpoint.capabilities.same_host
-        codec_id = choose_codec(
+        codec_id = self.parts.codecs.choose(
+            namespace_id,
+            dtype,
             same_host=same_host or session.same_host,
-            link_bytes_per_s=config.sealing.link_bytes_per_s,
             open_threads=session.open_threads,
-            dtype=dtype,
-            policy=config.sealing.codec,
         )
         handle = session.next_handle()
         session.namespaces[handle] = OpenedNamespace(

@@ -21,13 +21,16 @@ _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 3  # of `entresol_kernel_version`
+KERNEL_VERSION = 4  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
 BLAKE2B_INPUT_BYTES_MAX = 128
 
 Bytes = npt.NDArray[np.uint8]
+
+
+LADDER_PROBLEMS = {0: "", 1: "an unknown head", 2: "cut short, or too long", 3: "impossible counts"}
 
 
 class Received(enum.IntEnum):
@@ -82,6 +85,19 @@ class Kernel:
             ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p,
         )  # fmt: skip
         self._blake2b_many.restype = None
+        self._ladder_encode = library.entresol_ladder_encode
+        self._ladder_encode.argtypes = (
+            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+        )  # fmt: skip
+        self._ladder_encode.restype = ctypes.c_size_t
+        self._ladder_decode = library.entresol_ladder_decode
+        self._ladder_decode.argtypes = (
+            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+        )  # fmt: skip
+        self._ladder_decode.restype = ctypes.c_int32
+        self.portable = False  # plain C also where there is something faster: for tests
 
     def blake2b_many(
         self, inputs: bytes, count: int, *, digest_bytes: int, key: bytes, person: bytes
@@ -117,6 +133,31 @@ class Kernel:
         `wake_fd` readable. Its twin is `fabric.framing.FrameReader`.
         """
         return int(self._receive(fd, wake_fd, ctypes.byref(state)))
+
+    def ladder_encode(
+        self, plain: memoryview, kind: int, by_channel: bool, bytes_max: int
+    ) -> memoryview | None:
+        """See `seal.codecs.ladder_twin.encode`; the result is memory of its own."""
+        out = np.empty(bytes_max, np.uint8)
+        made = self._ladder_encode(
+            _address(plain), len(plain), kind, by_channel, out.ctypes.data, bytes_max, self.portable
+        )
+        return out.data[:made] if made else None
+
+    def ladder_decode(self, stored: memoryview, kind: int, into: memoryview) -> str:
+        """See `seal.codecs.ladder_twin.decode_into`; "" or what is wrong with the chunk."""
+        if into.readonly:
+            raise TypeError("the destination is read-only")
+        found = self._ladder_decode(
+            _address(stored), len(stored), kind, _address(into), len(into), self.portable
+        )
+        return LADDER_PROBLEMS[found]
+
+
+def _address(view: memoryview) -> int:
+    """Where contiguous bytes are; they must outlive the use of it."""
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0] if len(view) else 0
+    return found
 
 
 def _load() -> Kernel | None:

@@ -6,6 +6,7 @@ Invariant: an id never changes its meaning and is never reused.
 from __future__ import annotations
 
 from entresol_proto.seal.codecs.base import Codec
+from entresol_proto.seal.codecs.ladder import DenseCodec, FastCodec
 from entresol_proto.seal.codecs.plane import PlaneCodec
 from entresol_proto.seal.codecs.raw import RawCodec
 from entresol_proto.seal.codecs.zstd import ZstdCodec
@@ -14,13 +15,16 @@ from entresol_proto.status import CodecError
 RAW = RawCodec.codec_id
 ZSTD = ZstdCodec.codec_id
 PLANE = PlaneCodec.codec_id
+FAST = FastCodec.codec_id
+DENSE = DenseCodec.codec_id
 
 _CODECS: dict[int, Codec] = {
-    codec.codec_id: codec for codec in (RawCodec(), ZstdCodec(), PlaneCodec())
+    codec.codec_id: codec
+    for codec in (RawCodec(), ZstdCodec(), PlaneCodec(), FastCodec(), DenseCodec())
 }
 _BY_NAME: dict[str, Codec] = {codec.name: codec for codec in _CODECS.values()}
 
-__all__ = ["PLANE", "RAW", "ZSTD", "Codec", "by_name", "get", "known", "names"]
+__all__ = ["DENSE", "FAST", "PLANE", "RAW", "ZSTD", "Codec", "by_name", "get", "known", "names"]
 
 
 def known(codec_id: int) -> bool:
