@@ -26,6 +26,7 @@ RUNS = {
     FrameType.OPEN_NAMESPACE: 1, FrameType.FETCH: 16, FrameType.PUT_DONE: 1, FrameType.EXISTS: 16,
     FrameType.EXISTS_REPLY: 1, FrameType.STAGE: 16, FrameType.STAGED: 1, FrameType.TOUCH: 16,
     FrameType.FORGET: 16, FrameType.EXPLAINED: 9,
+    FrameType.QUOTE: 16, FrameType.QUOTED: 1,
 }  # fmt: skip
 
 

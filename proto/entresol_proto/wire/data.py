@@ -54,7 +54,8 @@ def split_keys(keys: bytes) -> list[bytes]:
     return [keys[at : at + _KEY] for at in range(0, len(keys), _KEY)]
 
 
-def _take_keys(cursor: Cursor, count_max: int) -> bytes:
+def take_keys(cursor: Cursor, count_max: int) -> bytes:
+    """A run of keys up to the end of the payload. Raises: ProtocolError."""
     keys = cursor.rest()
     if len(keys) % _KEY or not keys:
         raise ProtocolError(f"{len(keys)} bytes are not a run of {_KEY}-byte keys")
@@ -67,7 +68,8 @@ def _check_deadline(deadline_ns: int) -> None:
         raise ProtocolError(f"deadline of {deadline_ns} ns is out of range")
 
 
-def _open_at(value: int) -> OpenAt:
+def open_at_of(value: int) -> OpenAt:
+    """The place of a wire byte. Raises: ProtocolError for a number this build does not know."""
     if value > OpenAt.DAEMON:
         raise ProtocolError(f"unknown place to open blocks: {value}")
     return OpenAt(value)
@@ -96,8 +98,8 @@ class Fetch:
         handle, open_at, prefix, reserved, deadline_ns = cursor.unpack(cls._FIXED)
         cursor.zero(reserved)
         _check_deadline(deadline_ns)
-        keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
-        return cls(handle, _open_at(open_at), cursor.flag(prefix), deadline_ns, keys)
+        keys = take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
+        return cls(handle, open_at_of(open_at), cursor.flag(prefix), deadline_ns, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class Grant:
         final, reserved, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
         cursor.zero(reserved)
         items = tuple(
-            GrantItem(index, _tier(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
+            GrantItem(index, tier_of(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
             for index, tier, rkey, address, size, plain, key, commitment in cursor.table(
                 cls._ITEM, count, limits.BLOCKS_PER_FETCH_MAX
             )
@@ -182,7 +184,8 @@ class Grant:
 _TIERS = tuple(Tier)  # by wire value; an enum call costs as much as the rest of a grant item
 
 
-def _tier(value: int) -> Tier:
+def tier_of(value: int) -> Tier:
+    """The tier of a wire byte. Raises: ProtocolError for a number this build does not know."""
     if value >= len(_TIERS):
         raise ProtocolError(f"unknown tier {value}")
     return _TIERS[value]
@@ -394,7 +397,7 @@ class Keyed:
     def decode(cls, raw: bytes) -> Keyed:
         cursor = Cursor(raw, cls.TYPE.name)
         (handle,) = cursor.unpack(cls._FIXED)
-        return cls(handle, _take_keys(cursor, limits.KEYS_PER_FRAME_MAX))
+        return cls(handle, take_keys(cursor, limits.KEYS_PER_FRAME_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,8 +492,8 @@ class Stage:
         cursor = Cursor(raw, "STAGE")
         handle, open_at, hold_ns, deadline_ns = cursor.unpack(cls._FIXED)
         _check_deadline(deadline_ns)
-        keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
-        return cls(handle, _open_at(open_at), hold_ns, deadline_ns, keys)
+        keys = take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
+        return cls(handle, open_at_of(open_at), hold_ns, deadline_ns, keys)
 
 
 @dataclass(frozen=True, slots=True)
