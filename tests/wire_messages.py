@@ -54,12 +54,15 @@ _put_items = st.builds(
 )
 _reserved_items = st.builds(data.Reserved.Item, statuses, u32, u64, fixed(32), fixed(32), fixed(16))
 
-_times = st.lists(st.integers(0, limits.DEADLINE_NS_MAX), min_size=4, max_size=4).map(sorted)
+_times = st.lists(st.integers(0, limits.DEADLINE_NS_MAX), min_size=5, max_size=5)
 _amounts = st.lists(u64, min_size=2, max_size=2).map(lambda two: sorted(two, reverse=True))
 
 
 def _quoted(amounts: list[int], times: list[int], tiers: tuple[data.Tier, ...]) -> quote.Quoted:
-    return quote.Quoted(*amounts, *times, tiers)
+    wait, memory, flash, expected, high = sorted(times)
+    if flash % 2:  # these two come in either order
+        memory, flash = flash, memory
+    return quote.Quoted(*amounts, wait, memory, flash, expected, high, tiers)
 
 
 STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
@@ -171,7 +174,7 @@ EXAMPLES: dict[FrameType, Message] = {
     ),
     FrameType.QUOTE: quote.Quote(1, data.OpenAt.HOST, True, _KEYS),
     FrameType.QUOTED: quote.Quoted(
-        3 << 20, 1 << 20, 40_000, 200_000, 1_500_000, 3_000_000,
+        3 << 20, 1 << 20, 40_000, 200_000, 900_000, 1_500_000, 3_000_000,
         (data.Tier.MEMORY, data.Tier.MEMORY, data.Tier.FLASH, data.Tier.NONE),
     ),
 }  # fmt: skip

@@ -64,6 +64,10 @@ class Residency:
     def get(self, slot: int) -> Resident | None:
         return self._by_slot.get(slot)
 
+    def has(self, slot: int) -> bool:
+        """Whether a block is in memory, or on its way there."""
+        return slot in self._by_slot
+
     def allocate(self, owner: bytes, length_bytes: int, owner_bytes_max: int) -> Extent | None:
         """Memory for a record, evicting idle residents if needed; None when all is pinned.
 

@@ -69,6 +69,7 @@ class GetPath:
         self._removal = removal
         self._opened = OpenedBlocks(parts)
         self._staging = Staging(parts, removal, self._spawn)
+        self.reads = self._staging.reads
         self._reports = HostReports(parts, removal, self._opened, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0

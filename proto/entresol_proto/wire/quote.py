@@ -3,7 +3,7 @@
 Same rules as `data`. From protocol 3 on: a host asks only a daemon that said so in its WELCOME,
 because an older one ends a session that sends a type it does not know.
 
-Invariant: the times of an answer do not decrease from the first to the last, none is above
+Invariant: the times of an answer are in the order in which what they tell of happens, none is above
 DEADLINE_NS_MAX, and no more bytes come from flash than there are.
 """
 
@@ -48,36 +48,39 @@ class Quote:
 class Quoted:
     """Daemon: expected times from a FETCH's receipt, and a tier per key (NONE: it would miss).
 
-    `wait_ns` until anything is granted, `memory_ns` until all that is in memory is, `expected_ns`
-    until everything is (half of such fetches take less), `high_ns` what nine of ten take at most.
+    `wait_ns` until something in memory is granted, `memory_ns` until all of that is, `flash_ns`
+    until the first block from flash is, `expected_ns` until everything is (half of such fetches
+    take less), `high_ns` what nine of ten take at most.
     """
 
     TYPE: ClassVar[FrameType] = FrameType.QUOTED
-    _FIXED: ClassVar[struct.Struct] = struct.Struct("<QQQQQQ")
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<QQQQQQQ")
 
     sealed_bytes: int
     flash_bytes: int  # of these, what has to be read from flash
     wait_ns: int
     memory_ns: int
+    flash_ns: int
     expected_ns: int
     high_ns: int
     tiers: tuple[Tier, ...]
 
     def encode(self) -> bytes:
         fixed = self._FIXED.pack(
-            self.sealed_bytes, self.flash_bytes, self.wait_ns, self.memory_ns, self.expected_ns,
-            self.high_ns,
+            self.sealed_bytes, self.flash_bytes, self.wait_ns, self.memory_ns, self.flash_ns,
+            self.expected_ns, self.high_ns,
         )  # fmt: skip
         return fixed + bytes(self.tiers)
 
     @classmethod
     def decode(cls, raw: bytes) -> Quoted:
         cursor = Cursor(raw, "QUOTED")
-        sealed, flash, wait, memory, expected, high = cursor.unpack(cls._FIXED)
-        if flash > sealed:
-            raise ProtocolError(f"{flash} bytes of {sealed} come from flash")
-        if not wait <= memory <= expected <= high <= limits.DEADLINE_NS_MAX:
+        sealed, read, wait, memory, flash, expected, high = cursor.unpack(cls._FIXED)
+        if read > sealed:
+            raise ProtocolError(f"{read} bytes of {sealed} come from flash")
+        in_order = wait <= min(memory, flash) and max(memory, flash) <= expected <= high
+        if not in_order or high > limits.DEADLINE_NS_MAX:
             raise ProtocolError("times of a QUOTED are out of order or of range")
         tiers = cursor.rest()
         cursor.check_count(len(tiers), limits.BLOCKS_PER_FETCH_MAX)
-        return cls(sealed, flash, wait, memory, expected, high, tuple(map(tier_of, tiers)))
+        return cls(sealed, read, wait, memory, flash, expected, high, tuple(map(tier_of, tiers)))
