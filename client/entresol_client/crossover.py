@@ -159,13 +159,14 @@ def _prefill(context_tokens: int, tokens: int) -> Features:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A prefix that could be fetched: `fetch(n)` is (seconds quoted, bytes) of its first n blocks.
+    """A prefix that could be fetched: blocks that stand for so many `tokens` together, and
+    `fetch(n)`, (seconds quoted, bytes) of its first n.
 
     `context_tokens` are before it and in place, `tail_tokens` behind it and computed in any case.
     """
 
     blocks: int
-    block_tokens: int
+    tokens: int
     fetch: Callable[[int], tuple[float, int]]
     context_tokens: int = 0
     tail_tokens: int = 1
@@ -258,8 +259,8 @@ class Crossover:
         return Choice(best, costs[best], costs[blocks], costs.get(0), explored)
 
     def _cost(self, offer: Offer, fetch: int, now_s: float) -> float | None:
-        done = fetch * offer.block_tokens
-        rest = (offer.blocks - fetch) * offer.block_tokens + max(1, offer.tail_tokens)
+        done = offer.tokens * fetch // offer.blocks
+        rest = offer.tokens - done + max(1, offer.tail_tokens)
         compute = self.expect_prefill(offer.context_tokens + done, rest, now_s)
         if compute is None or not fetch:
             return compute

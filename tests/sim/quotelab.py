@@ -158,9 +158,8 @@ class Engine:
             quoted_ns, length_bytes = quote.first(blocks)
             return quoted_ns / 1e9, length_bytes
 
-        offer = Offer(
-            quote.prefix_blocks, BLOCK_TOKENS, fetch, tail_tokens=request.tail_tokens
-        )  # fmt: skip
+        tokens = quote.prefix_blocks * BLOCK_TOKENS
+        offer = Offer(quote.prefix_blocks, tokens, fetch, tail_tokens=request.tail_tokens)
         choice = self.learner.choose(offer, self._loop.time())
         return choice.fetch_blocks, quote
 
