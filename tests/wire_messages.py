@@ -58,7 +58,7 @@ _times = st.lists(st.integers(0, limits.DEADLINE_NS_MAX), min_size=5, max_size=5
 _amounts = st.lists(u64, min_size=2, max_size=2).map(lambda two: sorted(two, reverse=True))
 
 
-def _quoted(amounts: list[int], times: list[int], tiers: tuple[data.Tier, ...]) -> quote.Quoted:
+def _quoted(amounts: list[int], times: list[int], tiers: bytes) -> quote.Quoted:
     wait, memory, flash, expected, high = sorted(times)
     if flash % 2:  # these two come in either order
         memory, flash = flash, memory
@@ -111,7 +111,7 @@ STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
     ),
     FrameType.QUOTE: st.builds(quote.Quote, u32, st.sampled_from(data.OpenAt), flags, keys),
     FrameType.QUOTED: st.builds(
-        _quoted, _amounts, _times, rows(st.sampled_from(data.Tier), 40)
+        _quoted, _amounts, _times, st.lists(st.sampled_from(data.Tier), max_size=40).map(bytes)
     ),
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ EXAMPLES: dict[FrameType, Message] = {
     FrameType.QUOTE: quote.Quote(1, data.OpenAt.HOST, True, _KEYS),
     FrameType.QUOTED: quote.Quoted(
         3 << 20, 1 << 20, 40_000, 200_000, 900_000, 1_500_000, 3_000_000,
-        (data.Tier.MEMORY, data.Tier.MEMORY, data.Tier.FLASH, data.Tier.NONE),
+        bytes((data.Tier.MEMORY, data.Tier.MEMORY, data.Tier.FLASH, data.Tier.NONE)),
     ),
 }  # fmt: skip
 

@@ -254,7 +254,7 @@ class Namespace:
             message = Quote(ns.handle, place, prefix, run)
             reply: Quoted = await session.connection.request(message, until_ns)
             replies.append(reply)
-            for position, tier in zip(positions, reply.tiers, strict=False):
+            for position, tier in zip(positions, reply.tier_list(), strict=False):
                 tiers[position] = tier
 
         failed = await self._ask(keys, limits.BLOCKS_PER_FETCH_MAX, until_ns, ask)

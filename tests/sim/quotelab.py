@@ -152,7 +152,7 @@ class Engine:
 
     async def _decide(self, names: bytes, request: Request) -> tuple[int, QuoteResult]:
         reply = await self.guest.call(Quote(self.guest.handle, OpenAt.HOST, True, names))
-        quote = quote_of(list(reply.tiers), [reply], complete=True)
+        quote = quote_of(reply.tier_list(), [reply], complete=True)
 
         def fetch(blocks: int) -> tuple[float, int]:
             quoted_ns, length_bytes = quote.first(blocks)

@@ -175,6 +175,12 @@ COUNTED: dict[str, tuple[FrameType, int, Callable[[int], bytes]]] = {
     "forget keys": (
         FrameType.FORGET, limits.KEYS_PER_FRAME_MAX, lambda n: bytes(4) + bytes(16 * n),
     ),
+    "quote keys": (
+        FrameType.QUOTE, limits.BLOCKS_PER_FETCH_MAX, lambda n: bytes(8) + bytes(16 * n),
+    ),
+    "quoted tiers": (
+        FrameType.QUOTED, limits.BLOCKS_PER_FETCH_MAX, lambda n: bytes(56) + bytes(n),
+    ),
     "exists bitmap": (
         FrameType.EXISTS_REPLY, limits.KEYS_PER_FRAME_MAX // 8, lambda n: bytes(4) + bytes(n),
     ),

@@ -221,8 +221,10 @@ def test_a_quote_says_three_bits_behind_the_leading_one() -> None:
      (0, 0, 0, 0, MOST + 1)],
 )  # fmt: skip
 def test_times_out_of_order_are_refused(times: tuple[int, ...]) -> None:
-    assert Quoted.decode(Quoted(8, 8, 1, 2, 1, 3, 4, (Tier.FLASH,)).encode()).flash_ns == 1
+    assert Quoted.decode(Quoted(8, 8, 1, 2, 1, 3, 4, bytes((Tier.FLASH,))).encode()).flash_ns == 1
     with pytest.raises(ProtocolError, match="order"):
-        Quoted.decode(Quoted(8, 8, *times, (Tier.FLASH,)).encode())
+        Quoted.decode(Quoted(8, 8, *times, bytes((Tier.FLASH,))).encode())
+    with pytest.raises(ProtocolError, match="tier"):
+        Quoted.decode(Quoted(0, 0, 0, 0, 0, 0, 0, bytes((0, 1, 2, 3))).encode())
     with pytest.raises(ProtocolError, match="come from flash"):
-        Quoted.decode(Quoted(8, 9, 0, 0, 0, 0, 0, ()).encode())
+        Quoted.decode(Quoted(8, 9, 0, 0, 0, 0, 0, b"").encode())

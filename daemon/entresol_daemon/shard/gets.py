@@ -81,6 +81,11 @@ class GetPath:
         return len(self._staging)
 
     @property
+    def rising(self) -> set[int]:
+        """Their slots."""
+        return self._staging.slots()
+
+    @property
     def serving(self) -> int:
         """Requests whose last answer is not out yet."""
         return self._serving

@@ -7,14 +7,13 @@ tenant's gets is used for its own quotes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.core.quote import Costs, Errors, Load, Times, Work, coarse, corrected, expect
-from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.gets import WINDOW_BLOCKS_MAX, GetPath
 from entresol_daemon.shard.parts import Parts
@@ -106,7 +105,7 @@ class Quoting:
         return Quoted(
             sealed, flash, coarse(times.wait_ns, most), coarse(times.memory_ns, most),
             coarse(times.flash_ns, most), coarse(times.expected_ns, most),
-            coarse(times.high_ns, most), tuple(map(_TIERS.__getitem__, tiers)),
+            coarse(times.high_ns, most), bytes(tiers),
         )  # fmt: skip
 
     def watch(
@@ -188,25 +187,19 @@ class Quoting:
         gap = bool(absent.size)
         if stop and gap:
             slots = slots[: int(absent[0])]
-        here = slots >= 0
-        tiers = np.zeros(len(slots), np.uint8)
-        ready = np.fromiter(self._ready(slots.tolist()), np.bool_, len(slots))
-        tiers[here] = _FLASH
-        tiers[here & ready] = _MEMORY
-        sizes = self._parts.engine.index.sealed_bytes[slots[here]].astype(np.int64)
+        parts = self._parts
+        tiers = np.where(slots < 0, _NONE, _FLASH).astype(np.uint8)
+        tiers[parts.residency.have(slots)] = _MEMORY
+        if self._gets.loading:  # what is on its way up comes from flash
+            rising = self._gets.rising.intersection(slots.tolist())
+            tiers[np.isin(slots, list(rising))] = _FLASH
+        here = tiers != _NONE
+        sizes = parts.engine.index.sealed_bytes[slots[here]].astype(np.int64)
         read = sizes[tiers[here] == _FLASH]
         return _Found(
-            tiers.tobytes(), gap, int(sizes.sum()), int(read.sum()),
-            _records_bytes(sizes), _records_bytes(read),
+            tiers.tobytes(), gap, int(sizes.sum()), int(read.sum()), _records_bytes(sizes),
+            _records_bytes(read),
         )  # fmt: skip
-
-    def _ready(self, slots: list[int]) -> Iterable[bool]:
-        residency = self._parts.residency
-        if not self._gets.loading:  # nothing is on its way up
-            return map(residency.has, slots)
-        ready = ResidentState.READY
-        found = map(residency.get, slots)
-        return [resident is not None and resident.state is ready for resident in found]
 
 
 @dataclass(frozen=True, slots=True)

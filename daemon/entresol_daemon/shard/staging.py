@@ -49,6 +49,10 @@ class Staging:
         """Blocks being read, or waiting for it."""
         return len(self._loading)
 
+    def slots(self) -> set[int]:
+        """Where those belong."""
+        return {resident.slot for resident in self._loading}
+
     def start(self, account: Account, residents: Sequence[Resident]) -> None:
         """Read these, as they are pinned by whoever waits for them."""
         loop = asyncio.get_running_loop()

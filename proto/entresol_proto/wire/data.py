@@ -168,7 +168,7 @@ class Grant:
         final, reserved, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
         cursor.zero(reserved)
         items = tuple(
-            GrantItem(index, tier_of(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
+            GrantItem(index, _tier(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
             for index, tier, rkey, address, size, plain, key, commitment in cursor.table(
                 cls._ITEM, count, limits.BLOCKS_PER_FETCH_MAX
             )
@@ -184,8 +184,7 @@ class Grant:
 _TIERS = tuple(Tier)  # by wire value; an enum call costs as much as the rest of a grant item
 
 
-def tier_of(value: int) -> Tier:
-    """The tier of a wire byte. Raises: ProtocolError for a number this build does not know."""
+def _tier(value: int) -> Tier:
     if value >= len(_TIERS):
         raise ProtocolError(f"unknown tier {value}")
     return _TIERS[value]

@@ -16,8 +16,11 @@ from typing import ClassVar
 from entresol_proto import limits
 from entresol_proto.status import ProtocolError
 from entresol_proto.wire.cursor import Cursor
-from entresol_proto.wire.data import OpenAt, Tier, open_at_of, take_keys, tier_of
+from entresol_proto.wire.data import OpenAt, Tier, open_at_of, take_keys
 from entresol_proto.wire.frames import FrameType
+
+_TIERS = tuple(Tier)  # by wire value
+_KNOWN = bytes(_TIERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +66,14 @@ class Quoted:
     flash_ns: int
     expected_ns: int
     high_ns: int
-    tiers: tuple[Tier, ...]
+    tiers: bytes  # one of each key
 
     def encode(self) -> bytes:
         fixed = self._FIXED.pack(
             self.sealed_bytes, self.flash_bytes, self.wait_ns, self.memory_ns, self.flash_ns,
             self.expected_ns, self.high_ns,
         )  # fmt: skip
-        return fixed + bytes(self.tiers)
+        return fixed + self.tiers
 
     @classmethod
     def decode(cls, raw: bytes) -> Quoted:
@@ -83,4 +86,10 @@ class Quoted:
             raise ProtocolError("times of a QUOTED are out of order or of range")
         tiers = cursor.rest()
         cursor.check_count(len(tiers), limits.BLOCKS_PER_FETCH_MAX)
-        return cls(sealed, read, wait, memory, flash, expected, high, tuple(map(tier_of, tiers)))
+        if tiers.translate(None, _KNOWN):
+            raise ProtocolError("unknown tier")
+        return cls(sealed, read, wait, memory, flash, expected, high, tiers)
+
+    def tier_list(self) -> list[Tier]:
+        """The tiers by name."""
+        return [_TIERS[tier] for tier in self.tiers]
