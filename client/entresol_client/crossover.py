@@ -23,6 +23,7 @@ RECENT = 9  # sights that the next one is compared with
 FRESH_S = 10.0  # and how long they count
 SIMILAR = 4.0  # times shorter or longer is about the same size
 SIMILAR_MIN = 3
+HALF_BELIEVED = 0.5  # a single one that was slow
 QUICK_AGAIN = 0.8  # the latest took so much less than those of about the size
 SEEN_MIN = 6  # prefills, before anything is decided by them
 REACH = 4  # times as many tokens as were ever seen recomputed at once
@@ -105,12 +106,14 @@ class Line:
         ]
         if not recent:
             return base
-        similar = [
-            seconds / said for said, seconds in recent if 1 / SIMILAR < said / base < SIMILAR
-        ] if base > 0 else []  # fmt: skip
-        latest = statistics.median(seconds / said for said, seconds in recent[-SIMILAR_MIN:])
+        ratios = [seconds / said for said, seconds in recent]
+        is_similar = [1 / SIMILAR < said / max(base, SECONDS_MIN) < SIMILAR for said, _ in recent]
+        similar = [ratio for ratio, like in zip(ratios, is_similar, strict=True) if like]
+        latest = statistics.median(ratios[-SIMILAR_MIN:])
         if len(similar) >= SIMILAR_MIN:
-            ratio = statistics.median(similar)
+            ratio = statistics.median(similar[-SIMILAR_MIN:])
+            if is_similar[-1]:
+                ratio = max(ratio, HALF_BELIEVED * similar[-1])
             # Where even short ones are quick again, long ones will be, though none was seen since.
             return base * (latest if latest < QUICK_AGAIN * ratio else ratio)
         if latest < QUICK_AGAIN:

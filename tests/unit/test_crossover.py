@@ -94,15 +94,20 @@ def test_short_ones_that_are_quick_again_are_believed_for_long_ones() -> None:
     assert one.expect_prefill(0, 6000, 2.5) < 2 * prefill_s(0, 6000)
 
 
-def test_what_was_seen_long_ago_is_only_in_the_line() -> None:
+def test_one_slow_sight_is_half_believed_and_two_are_news() -> None:
     line = Line([])
     for number in range(40):
         line.note((1.0, 100.0, 0.0), 1.0, number / 10)
-    for number in range(3):
-        line.note((1.0, 100.0, 0.0), 50.0, 4.0 + number / 10)
-    assert line.expect((1.0, 100.0, 0.0), 4.5) < 10, "three of nine are outliers"
-    fresh = line.expect((1.0, 100.0, 0.0), 4.5 + 2 * FRESH_S)
+    line.note((1.0, 100.0, 0.0), 50.0, 4.0)
+    assert line.expect((1.0, 100.0, 0.0), 4.1) <= 25, "one that was slow is half believed"
+    fresh = line.expect((1.0, 100.0, 0.0), 4.1 + 2 * FRESH_S)
     assert fresh == pytest.approx(line.base((1.0, 100.0, 0.0)))
+    assert fresh < 5
+    line.note((1.0, 100.0, 0.0), 1.0, 4.2)
+    assert line.expect((1.0, 100.0, 0.0), 4.3) < 5, "and one that is not ends that"
+    for number in range(2):
+        line.note((1.0, 100.0, 0.0), 50.0, 4.4 + number / 10)
+    assert line.expect((1.0, 100.0, 0.0), 4.6) > 20, "two of three are news"
 
 
 @settings(max_examples=80, deadline=None)
