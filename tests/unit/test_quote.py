@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from entresol_daemon.core.quote import (
     ERROR_MAX,
-    FLOWS_REMEMBERED_MAX,
     LATELY_NS,
     STRETCH_NS,
     Costs,
@@ -180,12 +179,12 @@ def test_a_load_counts_the_others_in_sum_and_only_while_they_come() -> None:
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
     reads = FlashReads()
-    for number in range(3 * FLOWS_REMEMBERED_MAX):
-        now = number * LATELY_NS
+    for number in range(1000):
+        now = number * LATELY_NS // 8
         reads.arrive(number, 1, 1, now)
         reads.begin(number, 1, now)
         reads.end(1, 1, now + 1)
-    assert len(reads._flows) <= FLOWS_REMEMBERED_MAX
+    assert len(reads._flows) <= 17, "those of twice the time that counts"
 
 
 # What is learned ----------------------------------------------------------------------------------

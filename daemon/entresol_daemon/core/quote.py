@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 LATELY_NS = 50_000_000  # who asked the flash for something so lately will ask again
 STRETCH_NS = 8_000_000  # the flash is measured over stretches of so much work, or less
-FLOWS_REMEMBERED_MAX = 1_024
 SPEED_KEPT = 0.98  # of what was measured before, at each further stretch
 LATENCY_NS_GUESS, BYTES_PER_NS_GUESS = 100_000.0, 1.0  # before anything was measured
 BYTES_PER_NS_MAX = 1_000.0
@@ -124,14 +123,14 @@ class FlashReads:
         self._arrived = _Lately()
         self._in_service = self._in_service_bytes = 0
         self._since_ns = self._starts = self._done_bytes = 0
+        self._tidied_ns = 0
 
     def arrive(self, flow: Hashable, weight: int, length_bytes: int, now_ns: int) -> None:
         """A read waits for its turn."""
-        mine = self._flows.get(flow)
-        if mine is None:
-            if len(self._flows) >= FLOWS_REMEMBERED_MAX:
-                self._forget_idle(now_ns)
-            mine = self._flows[flow] = _Reads()
+        if now_ns - self._tidied_ns >= LATELY_NS:
+            self._tidied_ns = now_ns
+            self._forget_idle(now_ns)
+        mine = self._flows.setdefault(flow, _Reads())
         mine.weight = weight
         mine.waiting_bytes += length_bytes
         mine.arrived.add(length_bytes, now_ns)

@@ -55,6 +55,7 @@ class _Known:
     """What is known of one tenant: errors by (opened by the daemon, needed the flash)."""
 
     asked_ns: int
+    get_ns: float = 0.0  # about how long its gets are inside the door
     errors: dict[tuple[bool, bool], Errors] = field(default_factory=dict)
 
     def of(self, opened: bool, flash: bool) -> Errors:
@@ -68,7 +69,6 @@ class Quoting:
         self._parts = parts
         self._gets = gets
         self._known: dict[TenantName, _Known] = {}
-        self._get_ns = 0.0  # about how long a get is inside the door
 
     async def quote(self, session: Session, request: Quote) -> Quoted:
         """The answer to a QUOTE. Raises: EntresolError (BAD_REQUEST), QuotaError (BUSY)."""
@@ -116,7 +116,7 @@ class Quoting:
         known = self._known.get(session.account.name)
         if known is None or now_ns - known.asked_ns > ASKED_LATELY_NS:
             return emit
-        load, opened = self._load(session, now_ns), request.open_at is OpenAt.DAEMON
+        load, opened = self._load(session, known, now_ns), request.open_at is OpenAt.DAEMON
         blocks = [0, 0, 0]
         sizes = [0, 0, 0]
 
@@ -135,7 +135,7 @@ class Quoting:
         sizes: list[int],
     ) -> None:  # fmt: skip
         actual_ns = self._parts.now_ns() - begun_ns
-        self._get_ns += (actual_ns - self._get_ns) / GETS_REMEMBERED
+        known.get_ns += (actual_ns - known.get_ns) / GETS_REMEMBERED
         if not any(blocks):
             return
         work = Work(
@@ -153,16 +153,16 @@ class Quoting:
     def _times(self, session: Session, work: Work, opened: bool) -> Times:
         now_ns = self._parts.now_ns()
         known = self._remember(session.account.name, now_ns)
-        times = expect(self._load(session, now_ns), self._gets.reads.speed, _COSTS, work)
+        times = expect(self._load(session, known, now_ns), self._gets.reads.speed, _COSTS, work)
         flash = known.of(opened, True) if work.flash_blocks else None
         return corrected(times, known.of(opened, False), flash)
 
-    def _load(self, session: Session, now_ns: int) -> Load:
+    def _load(self, session: Session, known: _Known, now_ns: int) -> Load:
         parts, account, door = self._parts, session.account, self._gets.door
         door_ns = 0.0
         if door.waiting or door.inside >= door.at_once:
             before = (door.waiting + 1) / door.at_once
-            door_ns = min(self._get_ns * before, float(door.patience_ns))
+            door_ns = min(known.get_ns * before, float(door.patience_ns))
         room = parts.config.limits.inflight_bytes_per_session_max - session.held_bytes
         room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
         flash = self._gets.reads.load(account.name, account.weight, now_ns)
