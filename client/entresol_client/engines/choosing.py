@@ -27,7 +27,7 @@ from entresol_client.results import QuoteResult
 log = logging.getLogger("entresol.engine")
 
 QUOTES_PER_LOOKUP_MAX = 16  # runs beyond these are told whole
-QUOTES_REMEMBERED_MAX = 1_024  # until their load ends
+QUOTES_REMEMBERED_MAX = 256  # until their load ends
 DEADLINE_PART = 2  # of the lookup's, for its quotes
 
 
