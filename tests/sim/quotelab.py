@@ -13,6 +13,7 @@ quote in it. The oracle is, request by request, the better of always fetching an
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import statistics
@@ -230,8 +231,9 @@ async def _live(folder: Path, seed: int, policy: str, per_phase: int) -> Outcome
         await place.close()
 
 
+@functools.cache
 def run(seed: int, policy: str, per_phase: int) -> Outcome:
-    """One policy through all phases."""
+    """One policy through all phases; remembered, for it takes a while."""
     logging.disable(logging.CRITICAL)  # a flood is refused by the thousand
     try:
         with tempfile.TemporaryDirectory(prefix="ent-quote-") as folder:

@@ -18,12 +18,25 @@ from tests.proof import floods
 from tests.proof.fairlab import BusyLoop, Guest, Place
 from tests.sim import quotelab
 
+SEEDS, PER_PHASE = (1, 2), 12
 VS_ALWAYS, VS_NEVER, VS_ORACLE = 0.97, 0.8, 1.2
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("policy", quotelab.POLICIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_request_is_served(seed: int, policy: str) -> None:
+    """Each policy by itself; what came of it is compared below."""
+    outcome = quotelab.run(seed, policy, PER_PHASE)
+    assert len(outcome.ttft_s) == PER_PHASE * len(quotelab.PHASES)
+    assert min(outcome.ttft_s) > 0
+    shares = {"always": {1.0}, "never": {0.0}}.get(policy)
+    assert shares is None or set(outcome.fetched) == shares
+    assert bool(outcome.quote_errors) == (policy == "auto")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_learned_beats_always_and_never_and_is_close_to_the_best(seed: int) -> None:
-    found = quotelab.compare(seed, per_phase=12)
+    found = quotelab.compare(seed, per_phase=PER_PHASE)
     print(f"seed={seed} {found}")
     total = found.total
     assert total["auto"] < VS_ALWAYS * total["always"]
