@@ -136,6 +136,24 @@ def codec(quick: bool) -> list[Line]:
     ]
 
 
+def quote(quick: bool) -> list[Line]:
+    """Time to the first token with quotes, over fetching always and never (virtual time)."""
+    from bench import quote as bench
+
+    found = bench.measure(seeds=1 if quick else 3, per_phase=8 if quick else 24)
+    print(bench.table(found))
+    budgets = {"always": 0.95, "never": 0.8, "oracle": 1.15}
+    lines = [
+        Line(
+            f"ttft_auto_vs_{other}", "ratio",
+            [one.total["auto"] / one.total[other] for one in found], at_most=budget,
+        )
+        for other, budget in budgets.items()
+    ]  # fmt: skip
+    errors = [one.quote_error for one in found]
+    return [*lines, Line("fetch_time_over_quoted", "ratio", errors)]
+
+
 KV_FOLDER: str | None = None
 SECTIONS: dict[str, Callable[[bool], list[Line]]] = {
     "gets": gets,
@@ -143,6 +161,7 @@ SECTIONS: dict[str, Callable[[bool], list[Line]]] = {
     "index": index,
     "restart": restart,
     "codec": codec,
+    "quote": quote,
 }
 
 

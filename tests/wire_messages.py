@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer, RemoteSpan
 from entresol_proto.status import Status
-from entresol_proto.wire import data, opening
+from entresol_proto.wire import data, opening, quote
 from entresol_proto.wire.frames import FrameType
 
 Message = Any
@@ -53,6 +53,17 @@ _put_items = st.builds(
     data.PutItem, fixed(16), engine_keys, u32, u32, st.just(b"") | engine_keys, rows(u32, 20)
 )
 _reserved_items = st.builds(data.Reserved.Item, statuses, u32, u64, fixed(32), fixed(32), fixed(16))
+
+_times = st.lists(st.integers(0, limits.DEADLINE_NS_MAX), min_size=5, max_size=5)
+_amounts = st.lists(u64, min_size=2, max_size=2).map(lambda two: sorted(two, reverse=True))
+
+
+def _quoted(amounts: list[int], times: list[int], tiers: bytes) -> quote.Quoted:
+    wait, memory, flash, expected, high = sorted(times)
+    if flash % 2:  # these two come in either order
+        memory, flash = flash, memory
+    return quote.Quoted(*amounts, wait, memory, flash, expected, high, tiers)
+
 
 STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
     FrameType.HELLO: st.builds(opening.Hello, u8, u8, fixed(16), u16, texts(255)),
@@ -97,6 +108,10 @@ STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
     FrameType.EXPLAIN: st.builds(data.Explain, u32, rows(engine_keys)),
     FrameType.EXPLAINED: st.builds(
         data.Explained, rows(st.tuples(st.sampled_from(data.Reason), u64))
+    ),
+    FrameType.QUOTE: st.builds(quote.Quote, u32, st.sampled_from(data.OpenAt), flags, keys),
+    FrameType.QUOTED: st.builds(
+        _quoted, _amounts, _times, st.lists(st.sampled_from(data.Tier), max_size=40).map(bytes)
     ),
 }  # fmt: skip
 
@@ -156,6 +171,11 @@ EXAMPLES: dict[FrameType, Message] = {
     FrameType.EXPLAIN: data.Explain(1, (b"e" * 8, b"f" * 36)),
     FrameType.EXPLAINED: data.Explained(
         ((data.Reason.EVICTED, 10**18), (data.Reason.NEVER_STORED, 0))
+    ),
+    FrameType.QUOTE: quote.Quote(1, data.OpenAt.HOST, True, _KEYS),
+    FrameType.QUOTED: quote.Quoted(
+        3 << 20, 1 << 20, 40_000, 200_000, 900_000, 1_500_000, 3_000_000,
+        bytes((data.Tier.MEMORY, data.Tier.MEMORY, data.Tier.FLASH, data.Tier.NONE)),
     ),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         GetResult,
         PutBlock,
         PutResult,
+        QuoteResult,
         ShardReport,
         StageResult,
     )
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient", "BreakerSettings", "Client", "ClientConfig", "CountResult", "ExistsResult",
-    "Explanation", "GetResult", "Namespace", "PutBlock", "PutResult", "ShardAddress",
-    "ShardReport", "StageResult", "SyncNamespace", "TlsFiles", "UsageError", "as_view",
+    "Explanation", "GetResult", "Namespace", "PutBlock", "PutResult", "QuoteResult",
+    "ShardAddress", "ShardReport", "StageResult", "SyncNamespace", "TlsFiles", "UsageError",
+    "as_view",
 ]  # fmt: skip
 
 _HOMES = {
@@ -38,7 +40,7 @@ _HOMES = {
     "config": ("BreakerSettings", "ClientConfig", "ShardAddress", "TlsFiles"),
     "results": (
         "CountResult", "ExistsResult", "Explanation", "GetResult", "PutBlock", "PutResult",
-        "ShardReport", "StageResult",
+        "QuoteResult", "ShardReport", "StageResult",
     ),
     "sync": ("Client", "SyncNamespace"),
 }  # fmt: skip

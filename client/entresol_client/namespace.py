@@ -26,9 +26,11 @@ from entresol_client.results import (
     OpenPlace,
     PutBlock,
     PutResult,
+    QuoteResult,
     RequestFailedError,
     StageResult,
     prefix_of,
+    quote_of,
 )
 from entresol_client.shard_link import Session, ShardLink
 from entresol_client.storing import PutTally, Storable, store_blocks
@@ -58,12 +60,14 @@ from entresol_proto.wire.data import (
     Tier,
     Touch,
 )
-from entresol_proto.wire.opening import NamespaceOpened
+from entresol_proto.wire.opening import PROTOCOL_QUOTE, NamespaceOpened
+from entresol_proto.wire.quote import Quote, Quoted
 
 if TYPE_CHECKING:
     from entresol_client.client import AsyncClient
 
 KEYS_PER_CALL_MAX = limits.KEYS_PER_FRAME_MAX
+QUOTE_KEYS_MAX = limits.BLOCKS_PER_FETCH_MAX
 
 
 class Namespace:
@@ -231,6 +235,39 @@ class Namespace:
         found = present.tolist()
         leading = found.index(False) if False in found else len(found)
         return ExistsResult(leading, found, complete=not failed)
+
+    async def quote(
+        self,
+        keys: Sequence[bytes],
+        *,
+        deadline_ns: int | None = None,
+        prefix: bool = True,
+        open_at: OpenPlace = "host",
+    ) -> QuoteResult:
+        """How long a `get_into` of these keys would take as things are, at most QUOTE_KEYS_MAX.
+
+        Raises: UsageError, BadKeyError. Never for a shard that gives no quote: see `complete`.
+        """
+        keys = self._names(keys)
+        if len(keys) > QUOTE_KEYS_MAX:
+            raise UsageError(f"{len(keys)} keys to quote, at most {QUOTE_KEYS_MAX}")
+        until_ns = self._until(deadline_ns)
+        place = self._place(open_at)
+        tiers = [Tier.NONE] * len(keys)
+        replies: list[Quoted] = []
+
+        async def ask(session: Session, ns: NamespaceOpened, positions: list[int]) -> None:
+            if session.welcome.protocol < PROTOCOL_QUOTE:
+                raise RequestFailedError(Status.UNSUPPORTED, "the daemon gives no quotes")
+            run = _wire_keys(ns.secret, keys, positions)
+            message = Quote(ns.handle, place, prefix, run)
+            reply: Quoted = await session.connection.request(message, until_ns)
+            replies.append(reply)
+            for position, tier in zip(positions, reply.tier_list(), strict=False):
+                tiers[position] = tier
+
+        failed = await self._ask(keys, limits.BLOCKS_PER_FETCH_MAX, until_ns, ask)
+        return quote_of(tiers, replies, complete=not failed)
 
     async def stage(
         self,

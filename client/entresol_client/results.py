@@ -7,12 +7,13 @@ block, never unverified bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Reason, Tier
+from entresol_proto.wire.quote import Quoted
 
 OpenPlace = Literal["host", "daemon"]
 AckLevel = Literal["accepted", "durable"]
@@ -97,6 +98,72 @@ class ExistsResult:
     prefix_blocks: int
     present: list[bool]
     complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class QuoteResult:
+    """How long a get of these keys would take as things are; it promises nothing.
+
+    Attributes:
+        prefix_blocks: leading blocks that would be granted.
+        tiers: where each block would come from (NONE: it would miss).
+        sealed_bytes: of the blocks that would be granted; what crosses the fabric.
+        flash_bytes: of these, what has to be read from flash.
+        wait_ns: until the first block in memory would be granted.
+        memory_ns: until all that is in memory would be.
+        flash_ns: until the first block from flash would be.
+        expected_ns: until all would be; half of such gets take less. Reading them into the host
+            and opening them comes on top of all these times.
+        high_ns: what nine of ten such gets take at most.
+        complete: False when a shard gave no quote (it is too old for it, absent or late): its
+            blocks are NONE here, and nothing follows from that.
+    """
+
+    prefix_blocks: int
+    tiers: list[Tier]
+    sealed_bytes: int
+    flash_bytes: int
+    wait_ns: int
+    memory_ns: int
+    flash_ns: int
+    expected_ns: int
+    high_ns: int
+    complete: bool = True
+
+    def first(self, blocks: int) -> tuple[int, int]:
+        """(nanoseconds, bytes) of the first so many of the blocks, in proportion."""
+        here = [tier for tier in self.tiers if tier is not Tier.NONE]
+        part = here[:blocks]
+        if not part:
+            return 0, 0
+        memory, flash = part.count(Tier.MEMORY), part.count(Tier.FLASH)
+        expected_ns = 0
+        if memory:
+            more_ns = self.memory_ns - self.wait_ns
+            expected_ns = self.wait_ns + more_ns * memory // here.count(Tier.MEMORY)
+        if flash:
+            more_ns = self.expected_ns - self.flash_ns
+            landed_ns = self.flash_ns + more_ns * flash // here.count(Tier.FLASH)
+            expected_ns = max(expected_ns, landed_ns)
+        if len(part) == len(here):
+            expected_ns = self.expected_ns
+        return expected_ns, self.sealed_bytes * len(part) // len(here)
+
+
+def quote_of(tiers: list[Tier], replies: Sequence[Quoted], *, complete: bool) -> QuoteResult:
+    """Of what the shards said: they serve at the same time, so the slowest counts."""
+    gap = tiers.index(Tier.NONE) if Tier.NONE in tiers else len(tiers)
+
+    def most(times: Iterable[int]) -> int:
+        return max(times, default=0)
+
+    return QuoteResult(
+        gap, tiers, sum(each.sealed_bytes for each in replies),
+        sum(each.flash_bytes for each in replies), most(each.wait_ns for each in replies),
+        most(each.memory_ns for each in replies), most(each.flash_ns for each in replies),
+        most(each.expected_ns for each in replies), most(each.high_ns for each in replies),
+        complete=complete,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from entresol_client.results import (
     OpenPlace,
     PutBlock,
     PutResult,
+    QuoteResult,
     ShardReport,
     StageResult,
 )
@@ -137,6 +138,19 @@ class SyncNamespace:
     def exists(self, keys: Sequence[bytes], *, deadline_ns: int | None = None) -> ExistsResult:
         """See `Namespace.exists`."""
         return self._thread.call(lambda: self._ns.exists(keys, deadline_ns=deadline_ns))
+
+    def quote(
+        self,
+        keys: Sequence[bytes],
+        *,
+        deadline_ns: int | None = None,
+        prefix: bool = True,
+        open_at: OpenPlace = "host",
+    ) -> QuoteResult:
+        """See `Namespace.quote`."""
+        return self._thread.call(
+            lambda: self._ns.quote(keys, deadline_ns=deadline_ns, prefix=prefix, open_at=open_at)
+        )
 
     def stage(
         self,

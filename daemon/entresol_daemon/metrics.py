@@ -22,6 +22,7 @@ from prometheus_client.process_collector import ProcessCollector
 from entresol_daemon.control.admin import ShardState
 from entresol_daemon.events.types import GapReason, Kind, Reason
 from entresol_daemon.metric_families import Domain, Family, M, Spec, TenantLabels, table
+from entresol_daemon.metric_quotes import QuoteMetrics
 from entresol_proto.fabric.base import FabricKind
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import Status
@@ -86,6 +87,7 @@ class Metrics:
         self._define_keys()
         self._define_storage()
         self._define_process()
+        self.quotes = QuoteMetrics(self.registry, self.specs)
         ProcessCollector(namespace="entresol", registry=self.registry)
         info = self._gauges(
             "build_info",
@@ -327,10 +329,7 @@ class Metrics:
         return spec
 
     def _family(
-        self,
-        parent: M,
-        labels: dict[str, Domain | TenantLabels],
-        eager: bool,
+        self, parent: M, labels: dict[str, Domain | TenantLabels], eager: bool
     ) -> Family[M]:
         family = Family(parent, labels)
         if eager:  # series that alerts watch exist, at zero, from the start

@@ -203,6 +203,22 @@ def test_exists_explain_forget_by_key(cli: Cli, tmp_path: Path) -> None:
     assert abs(said.json["keys"][0]["when_unix_ns"] - time.time_ns()) < 120e9
 
 
+def test_quote_for_people_and_scripts(cli: Cli, tmp_path: Path) -> None:
+    cli("put", written(tmp_path / "in", content("quoted", 3 * MIB)), "--name", "quoted")
+    said = cli("quote", "--name", "quoted")
+    assert "3 of 3 blocks would be granted: 3 from memory, 0 from flash" in said.out
+    assert re.search(r"expected in \S+ \S+, nine of ten within", said.out)
+    found = cli("quote", "--name", "quoted", "--json").json
+    assert (found["asked"], found["prefix_blocks"], found["missing"]) == (3, 3, 0)
+    assert 0 < found["wait_ns"] <= found["expected_ns"] <= found["high_ns"]
+    assert found["sealed_bytes"] >= 3 * MIB
+    absent = cli("quote", "--key", "text:nobody", "--json", code=1).json
+    assert (absent["missing"], absent["sealed_bytes"]) == (1, 0)
+    assert (
+        cli("quote", "--key", "text:nobody", "--tenant", "other", "--json", code=1).json == absent
+    )
+
+
 def test_stat_for_people_scripts_operators_and_tenants(cli: Cli, tmp_path: Path) -> None:
     cli("put", written(tmp_path / "in", content("stat", 2 * MIB)), "--name", "stat")
     said = cli("stat")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.daemon
 
 COMMANDS = (
     "put", "get", "exists", "explain", "forget", "events", "stat", "version", "doctor", "inspect",
-    "tenant",
+    "tenant", "quote",
 )  # fmt: skip
 VERBS = ("list", "add", "quota", "rotate", "erase")
 
@@ -112,6 +112,7 @@ def test_a_missing_certificate(cli: Cli, tmp_path: Path, words: Sequence[str]) -
     [
         ("put", __file__, "--name", "x"), ("get", "--name", "x", "-o", "never"),
         ("exists", "--name", "x"), ("explain", "--key", "text:x"), ("forget", "--name", "x"),
+        ("quote", "--key", "text:x"),
         ("stat",), ("events",), ("events", "--follow"), ("inspect",), ("tenant", "list"),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.status import Status
-from entresol_proto.wire import data, frames, opening, session
+from entresol_proto.wire import data, frames, opening, quote, session
 from entresol_proto.wire.frames import FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +127,8 @@ LAYOUTS: dict[FrameType, tuple[struct.Struct, ...]] = {
     FrameType.DONE: (struct.Struct("<I"),),
     FrameType.EXPLAIN: (data.Explain._FIXED, struct.Struct("<B")),
     FrameType.EXPLAINED: (data.Explained._ITEM,),
+    FrameType.QUOTE: (quote.Quote._FIXED,),
+    FrameType.QUOTED: (quote.Quoted._FIXED,),
     FrameType.GOODBYE: (struct.Struct("<B"),),
     FrameType.ERROR: (struct.Struct("<B"),),
 }

@@ -30,6 +30,7 @@ from entresol_client.engines.vllm_naming import (
 from entresol_client.engines.vllm_requests import (
     Ask,
     Found,
+    Prompt,
     Request,
     Requests,
 )
@@ -76,8 +77,10 @@ class Asked:
 
     until_s: float = 10.0
     questions: list[tuple[str, list[bytes], Future[list[bool]]]] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)  # of the last one
 
-    def __call__(self, space: str, keys: list[bytes]) -> Ask:
+    def __call__(self, space: str, keys: list[bytes], prompts: list[Prompt]) -> Ask:
+        self.prompts = prompts
         future: Future[list[bool]] = Future()
         self.questions.append((space, keys, future))
         return Ask(keys, future, self.until_s)
@@ -100,6 +103,7 @@ def test_a_steps_questions_go_out_as_one_per_tenant() -> None:
     assert [(space, keys) for space, keys, _ in asked.questions] == [
         ("dev", KEYS[:4]), ("other", KEYS[:1]),
     ]  # fmt: skip
+    assert asked.prompts == [Prompt((0,), 0)]
     asked.questions[0][2].set_result([True, True, False, True])
     assert look(book, one, KEYS[:3]) == [PRESENT, PRESENT, ABSENT]
     assert look(book, two, KEYS[1:4]) == [PRESENT, ABSENT, PRESENT]

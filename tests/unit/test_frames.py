@@ -31,6 +31,7 @@ NUMBERS = {
     "GOODBYE": 14, "WELCOME": 65, "ATTACHED": 66, "NAMESPACE_OPENED": 67, "GRANT": 68,
     "RESERVED": 70, "PUT_DONE": 71, "EXISTS_REPLY": 72, "STAGED": 73, "DONE": 74,
     "EXPLAINED": 76, "PONG": 77, "ERROR": 78,
+    "QUOTE": 15, "QUOTED": 79,  # since protocol 3
 }  # fmt: skip
 
 frames = st.builds(

@@ -26,6 +26,7 @@ RUNS = {
     FrameType.OPEN_NAMESPACE: 1, FrameType.FETCH: 16, FrameType.PUT_DONE: 1, FrameType.EXISTS: 16,
     FrameType.EXISTS_REPLY: 1, FrameType.STAGE: 16, FrameType.STAGED: 1, FrameType.TOUCH: 16,
     FrameType.FORGET: 16, FrameType.EXPLAINED: 9,
+    FrameType.QUOTE: 16, FrameType.QUOTED: 1,
 }  # fmt: skip
 
 
@@ -173,6 +174,12 @@ COUNTED: dict[str, tuple[FrameType, int, Callable[[int], bytes]]] = {
     ),
     "forget keys": (
         FrameType.FORGET, limits.KEYS_PER_FRAME_MAX, lambda n: bytes(4) + bytes(16 * n),
+    ),
+    "quote keys": (
+        FrameType.QUOTE, limits.BLOCKS_PER_FETCH_MAX, lambda n: bytes(8) + bytes(16 * n),
+    ),
+    "quoted tiers": (
+        FrameType.QUOTED, limits.BLOCKS_PER_FETCH_MAX, lambda n: bytes(56) + bytes(n),
     ),
     "exists bitmap": (
         FrameType.EXISTS_REPLY, limits.KEYS_PER_FRAME_MAX // 8, lambda n: bytes(4) + bytes(n),

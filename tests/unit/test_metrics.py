@@ -65,7 +65,7 @@ def test_every_metric_is_declared_named_by_the_rules_and_explained():
         assert spec.help.endswith(".")
         assert name.endswith("_total") == (spec.kind == "counter"), name
         if spec.kind == "histogram":
-            assert name.endswith("_seconds"), name
+            assert name.endswith(("_seconds", "_ratio")), name
         middle = name.removesuffix("_total")
         for unit in units:  # a unit comes last
             assert unit not in middle or middle.endswith(unit), name
@@ -239,7 +239,9 @@ async def test_loop_lag_is_observed_until_stopped():
 def test_families_are_what_labelled_attributes_are():
     metrics = Metrics()
     labelled = {spec.name for spec in metrics.specs if spec.labels} - {"entresol_build_info"}
-    members = [*vars(metrics).values(), *metrics.tenant_holds.values()]
+    members = [
+        *vars(metrics).values(), *metrics.tenant_holds.values(), *vars(metrics.quotes).values(),
+    ]  # fmt: skip
     families = sum(isinstance(member, Family) for member in members)
     assert families == len(labelled)
 

@@ -5,7 +5,8 @@ packages on PYTHONPATH. What is released is never made again: a new version has 
 Its companions are `make_sealed_block.py` (sealed_*.bin), `tests/unit/test_ids.py` (ids.json) and
 `tests/unit/test_flash_golden.py` (datafile_v1). `HASHES` lists them all; `tests/golden.py` reads
 them, and `tests/unit/test_golden.py` sees that none has changed. With the word `hashes` the script
-makes nothing, and only adds to HASHES what it does not list yet.
+makes nothing, and only adds to HASHES what it does not list yet; with the word
+`session` and a protocol it makes that session alone.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def session(protocol: int) -> list[dict[str, str]]:
     named = DESCRIPTOR.canonical()
     if protocol >= opening.PROTOCOL_HOST_SEALED:
         named = host_sealed_namespace(TENANT_KEY.naming, DESCRIPTOR, DType.BF16)[0].canonical()
-    for kind in REQUESTS:
+    for kind in REQUESTS + ((F.QUOTE,) if protocol >= opening.PROTOCOL_QUOTE else ()):
         message = EXAMPLES[kind]
         if kind is F.OPEN_NAMESPACE:
             message = opening.OpenNamespace(named)
@@ -276,7 +277,7 @@ def as_json(value: Any) -> str:
 def make(folder: Path) -> None:
     """Fill a folder."""
     folder.mkdir(parents=True)
-    for protocol in (1, 2):
+    for protocol in (1, 2, 3):
         (folder / f"session{protocol}.json").write_text(as_json(session(protocol)))
     sealed, about = host_sealed()
     (folder / "host_sealed.bin").write_bytes(sealed)
@@ -291,7 +292,12 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["hashes"]:  # that lists new files of others, and makes none
+    if sys.argv[1:2] == ["session"]:
+        path = V1 / f"session{int(sys.argv[2])}.json"
+        if path.exists():
+            sys.exit(f"{path} is there: what was written once is not written again")
+        path.write_text(as_json(session(int(sys.argv[2]))))
+    elif sys.argv[1:] != ["hashes"]:  # that lists new files of others, and makes none
         if V1.exists():
             sys.exit(f"{V1} is there: what was written once is not written again")
         make(V1)

@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
         parser.set_defaults(run=run)
 
 
-def _keys(args: argparse.Namespace) -> list[bytes]:
+def keys_of(args: argparse.Namespace) -> list[bytes]:
     """The keys that were given, checked before anything is opened. Raises: UsageProblem."""
     if args.name is not None:
         return [objects.name_key(args.name)]
@@ -96,7 +96,7 @@ def _file_keys(ns: SyncNamespace, args: argparse.Namespace) -> list[bytes]:
 
 def run_exists(args: argparse.Namespace) -> int:
     """The command."""
-    keys = _keys(args)
+    keys = keys_of(args)
     with session.open_namespace(args) as (_, ns):
         if args.name is not None:
             return _exists_name(ns, keys[0], args)
@@ -142,7 +142,7 @@ def _exists_name(ns: SyncNamespace, key: bytes, args: argparse.Namespace) -> int
 
 def run_explain(args: argparse.Namespace) -> int:
     """The command."""
-    keys = _keys(args)
+    keys = keys_of(args)
     labels = [f"the name {args.name!r}"] if args.name is not None else list(args.key)
     with session.open_namespace(args) as (_, ns):
         rows = ns.explain(keys, deadline_ns=args.deadline)
@@ -207,7 +207,7 @@ def _plural(text: str) -> str:
 
 def run_forget(args: argparse.Namespace) -> int:
     """The command."""
-    keys = _keys(args)
+    keys = keys_of(args)
     if args.blocks and args.name is None:
         raise UsageProblem("--blocks belongs to --name")
     with session.open_namespace(args) as (_, ns):

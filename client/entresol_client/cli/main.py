@@ -25,6 +25,7 @@ from entresol_client.cli import (
     lookup,
     options,
     overview,
+    quoting,
     storing,
     tenants,
 )
@@ -68,6 +69,7 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         storing,
         fetching,
         lookup,
+        quoting,
         events,
         relay,
         overview,

@@ -10,13 +10,14 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from entresol_client.results import OpenPlace
 from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import ConfigError, EntresolError
 
 HOUR_MS = 3_600_000
+RecomputeOrFetch = Literal["always", "auto", "never"]
 
 
 def _ranged(default: int, low: int, high: int) -> Any:
@@ -38,6 +39,9 @@ class EngineSettings:
         stores_in_flight_max: store jobs worked on at a time.
         durable: wait for flash before a store counts as done.
         open_at: where blocks are opened: "host" or "daemon" (needs a data path nobody else sees).
+        recompute_or_fetch: "always" fetches what is there, "never" nothing (only stores), "auto"
+            what takes less time to fetch than to compute, by quotes of the daemon.
+        prefill_tokens_per_s: for "auto": how fast the engine computes; 0: what is seen of it.
         model_revision: overrides the engine's; part of the namespace.
         weights: "auto": fingerprint the files of a local model; "off"; or a text of your own.
     """
@@ -51,6 +55,8 @@ class EngineSettings:
     stores_in_flight_max: int = _ranged(2, 1, 64)
     durable: bool = False
     open_at: OpenPlace = "host"
+    recompute_or_fetch: RecomputeOrFetch = "always"
+    prefill_tokens_per_s: int = _ranged(0, 0, 10**9)
     model_revision: str = ""
     weights: str = "auto"
 
@@ -65,6 +71,11 @@ class EngineSettings:
                 raise ConfigError(f"{one.name} is {value!r}, not {type(one.default).__name__}")
         if self.open_at not in get_args(OpenPlace):
             raise ConfigError(f"open_at is {self.open_at!r}", hint='use "host" or "daemon"')
+        if self.recompute_or_fetch not in get_args(RecomputeOrFetch):
+            raise ConfigError(
+                f"recompute_or_fetch is {self.recompute_or_fetch!r}",
+                hint='use "always", "auto" or "never"',
+            )
         if not isinstance(self.tenants, Mapping):
             raise ConfigError("tenants is not a table", hint='{"team-a": "/etc/entresol/a.toml"}')
         for name, path in self.tenants.items():

@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from entresol_client.engines import naming
 from entresol_client.engines import sglang_pages as names
+from entresol_client.engines.choosing import Run
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.sglang_pools import Buffers, PagePool
 from entresol_client.engines.store import EngineStore
@@ -298,7 +299,9 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
     def _present(self, pool: PagePool, hashes: Sequence[str]) -> list[bool]:
         if pool.space is None or not hashes:
             return [pool.holds_nothing] * len(hashes)
-        return pool.of_pages(pool.space.lookup(pool.keys(hashes)).result())
+        keys = pool.keys(hashes)
+        run = Run(range(len(keys)), len(hashes) * pool.space.descriptor.block_tokens)
+        return pool.of_pages(pool.space.lookup(keys, [run]).result())
 
     def _get(
         self, pool: PagePool | None, hashes: list[str], indices: Any, *, prefix: bool = False

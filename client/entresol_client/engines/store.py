@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
+from entresol_client.engines.choosing import DEADLINE_PART, Chooser, Run
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.loopthread import LoopThread
 from entresol_client.registered import RegisteredMemory
@@ -259,21 +260,43 @@ class Space:
         self.descriptor = namespace.descriptor
         self._store = store
         self._ns = namespace
+        self.chooser = Chooser(namespace, store.settings, store.count)
 
-    def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Which blocks could be loaded now; all False when the daemon does not answer in time."""
+    def lookup(
+        self, keys: Sequence[bytes], runs: Sequence[Run] | None = None
+    ) -> Future[list[bool]]:
+        """Which blocks could be loaded now; all False when the daemon does not answer in time.
+
+        With `recompute_or_fetch = auto` those are left out that are better computed. `runs`: which
+        of the keys are of one prompt; without it all are of one, `block_tokens` each.
+        """
         store, wanted = self._store, list(keys)
+        if store.settings.recompute_or_fetch == "never":
+            store.count(lookups=1, lookup_blocks=len(wanted))
+            nothing: Future[list[bool]] = Future()
+            nothing.set_result([False] * len(wanted))
+            return nothing
+        if runs is None:
+            runs = [Run(range(len(wanted)), len(wanted) * self.descriptor.block_tokens)]
 
         async def work() -> list[bool]:
             deadline_ns = store.settings.lookup_deadline_ms * MS_NS
-            found = await self._ns.exists(wanted, deadline_ns=deadline_ns)
+            quotes_until_ns = time.monotonic_ns() + deadline_ns // DEADLINE_PART
+            asked = self.chooser.ask(wanted, runs, quotes_until_ns)
+            try:
+                found = await self._ns.exists(wanted, deadline_ns=deadline_ns)
+                present = await self.chooser.narrow(
+                    wanted, list(found.present), asked, quotes_until_ns
+                )
+            finally:
+                await self.chooser.drop(asked)
             store.count(
                 lookups=1,
                 lookup_blocks=len(wanted),
                 lookup_hit_blocks=sum(found.present),
                 lookup_unanswered=int(not found.complete),
             )
-            return found.present
+            return present
 
         def failed(error: Exception) -> list[bool]:
             _tell("lookup", error)
@@ -311,7 +334,9 @@ class Space:
                 prefix=prefix,
                 open_at=store.settings.open_at,
             )
-            return counted(got.statuses, got.plain_bytes)
+            reply = counted(got.statuses, got.plain_bytes)
+            self.chooser.fetched(wanted, reply.prefix_blocks, reply.seconds)
+            return reply
 
         def failed(error: Exception) -> LoadReply:
             _tell("load", error)

@@ -26,7 +26,9 @@ from typing import Any, ClassVar
 from entresol_client.client import KEYS_PER_CALL_MAX
 from entresol_client.engines import vllm_compat as compat
 from entresol_client.engines.asker import ParamsError, who_asks
+from entresol_client.engines.choosing import Run
 from entresol_client.engines.logs import join_log
+from entresol_client.engines.prefills import Prefills
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, LoadReply, Space, StoreReply
 from entresol_client.engines.vllm_metrics import COUNTERS, GAUGES, METRIC
@@ -34,6 +36,7 @@ from entresol_client.engines.vllm_naming import as_words, check_hashes, describe
 from entresol_client.engines.vllm_requests import (
     Ask,
     Found,
+    Prompt,
     Request,
     Requests,
 )
@@ -122,6 +125,8 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         check_hashes(facts)
         self.descriptor = describe(config, self._chunk_bytes, self._settings, facts, model=model)
         self._requests: Requests[Space] = Requests()
+        auto = self._settings.recompute_or_fetch == "auto"
+        self._prefills = Prefills() if auto else None
         self._jobs: dict[int, Job] = {}
         self._finished: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
         self._touches: dict[Space, set[bytes]] = {}
@@ -200,13 +205,20 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         """Forget what was asked for the request. Its jobs go on."""
         self._requests.remove(req_context.req_id)
         live_requests.remove(req_context.req_id)
+        if self._prefills is not None:
+            self._prefills.finished(req_context.req_id)
 
     # Lookups ---------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT, MISS, or RETRY while the daemon is asked, at most `lookup_deadline_ms`."""
         request = self._requests.get(req_context.req_id) or self._add(req_context)
-        found = self._requests.look(request, bytes(key), time.monotonic())
+        now_s = time.monotonic()
+        if self._prefills is not None and request.space is not None:
+            end_token = compat.end_token_of(req_context, bytes(key)) or 0
+            request.first_end = request.first_end or end_token
+            self._prefills.ready(req_context.req_id, end_token, now_s)
+        found = self._requests.look(request, bytes(key), now_s)
         if found is Found.ASKED:
             return compat.LookupResult.RETRY
         return compat.LookupResult.HIT if found is Found.PRESENT else compat.LookupResult.MISS
@@ -224,9 +236,14 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         if self._touches:
             self._send_touches()
 
-    def _ask(self, space: Space, keys: list[bytes]) -> Ask:
+    def _ask(self, space: Space, keys: list[bytes], prompts: list[Prompt]) -> Ask:
         until_s = time.monotonic() + self._settings.lookup_deadline_ms * MS
-        return Ask(keys, space.lookup(keys), until_s)
+        size = self.descriptor.block_tokens
+        runs = [
+            Run(one.positions, len(one.positions) * size, max(0, one.first_end - size))
+            for one in prompts
+        ]
+        return Ask(keys, space.lookup(keys, runs), until_s)
 
     def _send_touches(self) -> None:
         waiting, self._touches = self._touches, {}
@@ -252,8 +269,18 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         if request is None or request.space is None:
             self._finished.put((job.job_id, _done(StoreReply(_missing(job), 0, 0.0))))
             return
+        if self._prefills is not None:
+            self._learn(self._prefills, request.space, job, job_metadata.req_context)
         future = request.space.store(self._blocks(request, job, job_metadata.req_context))
         future.add_done_callback(lambda done: self._finished.put((job.job_id, done)))
+
+    def _learn(self, prefills: Prefills, space: Space, job: Job, context: Any) -> None:
+        """What the engine has computed is here to be stored: how long that took."""
+        ends = [end for key in job.keys if (end := compat.end_token_of(context, key))]
+        size, now_s = self.descriptor.block_tokens, time.monotonic()
+        seen = prefills.stored(job.request_id, ends, size, now_s)
+        if seen is not None:
+            space.chooser.prefilled(seen.context_tokens, seen.tokens, seen.seconds)
 
     def _begin(self, metadata: Any, *, is_load: bool) -> tuple[Request[Space] | None, Job]:
         assert self._view is not None, "a job after shutdown"
@@ -315,6 +342,8 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             if status is Status.OK or (status is Status.EXISTS and not job.is_load)
         ]
         if isinstance(reply, LoadReply):
+            if self._prefills is not None:
+                self._prefills.ready(job.request_id, 0, time.monotonic())
             length_bytes = reply.bytes_loaded
             if not reply.ok:
                 self._failed_load(job, good)

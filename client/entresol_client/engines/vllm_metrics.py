@@ -19,6 +19,9 @@ COUNTERS = {
     "existed_blocks": "Chunks that were there already; no bytes moved.",
     "store_failed_blocks": "Chunks that were to be stored and were not.",
     "shed_blocks": "Chunks not stored because too many waited.",
+    "quotes": "Quotes of how long a load would take (recompute_or_fetch = auto).",
+    "quotes_missing": "Lookups of a prompt that got no quote; what was there was loaded.",
+    "recompute_blocks": "Chunks that Entresol had and vLLM computes, because that is quicker.",
     "refused_requests": "Requests that name an unknown tenant, or parameters that make no sense.",
 }
 GAUGES = {

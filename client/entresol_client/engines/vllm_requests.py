@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from entresol_client.engines.naming import salted
@@ -27,6 +28,14 @@ class Found(enum.Enum):
     ABSENT = enum.auto()
     PRESENT = enum.auto()
     ASKED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The keys of one request among those of a question: their places, in prefix order."""
+
+    positions: tuple[int, ...]
+    first_end: int  # see `Request`
 
 
 class Ask:
@@ -64,12 +73,13 @@ class Ask:
 class Request(Generic[S]):
     """One request of the engine. `space` is None when the tier is not used for it."""
 
-    __slots__ = ("_mark", "asked", "known", "space")
+    __slots__ = ("_mark", "asked", "first_end", "known", "space")
 
     def __init__(self, space: S | None, salt: str = "") -> None:
         self.space = space
         self.known: dict[bytes, bool] = {}
         self.asked: dict[bytes, Ask | None] = {}  # None: goes out at the end of this step
+        self.first_end = 0  # tokens up to the end of the first chunk asked for; 0: not known
         self._mark = salted(b"", salt)
 
     def block_key(self, key: bytes) -> bytes:
@@ -135,7 +145,7 @@ class Requests(Generic[S]):
             request.known[block] = present
         return present
 
-    def flush(self, ask: Callable[[S, list[bytes]], Ask], keys_max: int) -> int:
+    def flush(self, ask: Callable[[S, list[bytes], list[Prompt]], Ask], keys_max: int) -> int:
         """End a step: send its questions, one per space and `keys_max` keys. Returns how many."""
         fresh, self._fresh = self._fresh, {}
         self._step += 1
@@ -144,10 +154,19 @@ class Requests(Generic[S]):
             keys = list(blocks)
             for at in range(0, len(keys), keys_max):
                 part = keys[at : at + keys_max]
-                asked = ask(space, part)
+                asked = ask(space, part, _prompts(part, blocks))
                 sent += 1
                 for block in part:
                     for request in blocks[block]:
                         if block in request.asked:
                             request.asked[block] = asked
         return sent
+
+
+def _prompts(keys: Sequence[bytes], blocks: dict[bytes, list[Request[S]]]) -> list[Prompt]:
+    """Whose the keys of a question are. A key of several requests is in the prompt of each."""
+    found: dict[Request[S], list[int]] = {}
+    for at, key in enumerate(keys):
+        for request in blocks[key]:
+            found.setdefault(request, []).append(at)
+    return [Prompt(tuple(places), request.first_end) for request, places in found.items()]

@@ -82,6 +82,11 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._waiting
 
+    @property
+    def flows_waiting(self) -> int:
+        """Tenants that wait."""
+        return len(self._heap)
+
     def push(self, flow: Hashable, weight: int, cost: int, item: T, rank: int = GETS) -> Unit[T]:
         """Enter one unit. Raises: QuotaError (BUSY) when WAITING_MAX units wait."""
         if self._waiting >= WAITING_MAX:

@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from entresol_daemon.memory.ranges import align_up
 from entresol_daemon.memory.slabs import Extent, SlabPool
 
@@ -54,6 +57,7 @@ class Residency:
         self.pool = pool
         self._weight_of = weight_of
         self._by_slot: dict[int, Resident] = {}
+        self._here = bytearray()  # by slot: 1 while it is a key of the table
         self._idle: dict[bytes, OrderedDict[int, Resident]] = {}
         self.idle_bytes = 0
         self.evictions = 0
@@ -63,6 +67,15 @@ class Residency:
 
     def get(self, slot: int) -> Resident | None:
         return self._by_slot.get(slot)
+
+    def have(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Of each slot, whether its block is in memory or on its way there. For thousands at once:
+        slots that were never in memory may be beyond the end of what is kept of that."""
+        kept = len(self._here)
+        if not kept:
+            return np.zeros(len(slots), np.bool_)
+        here = np.frombuffer(self._here, np.bool_)[np.minimum(slots, kept - 1)]
+        return here & (slots >= 0) & (slots < kept)
 
     def allocate(self, owner: bytes, length_bytes: int, owner_bytes_max: int) -> Extent | None:
         """Memory for a record, evicting idle residents if needed; None when all is pinned.
@@ -89,6 +102,9 @@ class Residency:
         """Enter a block, pinned or not. The slot must be free."""
         assert resident.slot not in self._by_slot, resident.slot
         self._by_slot[resident.slot] = resident
+        if resident.slot >= len(self._here):
+            self._here.extend(bytes(resident.slot + 1))  # at least doubled
+        self._here[resident.slot] = 1
         if resident.pins == 0:
             self._rest(resident)
 
@@ -119,6 +135,7 @@ class Residency:
         resident.state = ResidentState.DEAD
         if self._by_slot.get(resident.slot) is resident:
             del self._by_slot[resident.slot]
+            self._here[resident.slot] = 0
         if resident.pins == 0:
             self.pool.free(resident.extent)
 

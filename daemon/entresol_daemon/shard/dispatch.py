@@ -26,6 +26,7 @@ from entresol_daemon.shard.turns import (
     ITEM_COST,
     KEY_COST_SHIFT,
     LOOP_TURN_COST,
+    QUOTE_KEY_COST_SHIFT,
     REQUEST_COST,
     WINDOW_BLOCKS_IN_TURN,
     WINDOW_COST,
@@ -34,7 +35,7 @@ from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import TenantName
 from entresol_proto.status import EntresolError, ProtocolError, QuotaError, Status
-from entresol_proto.wire import data, opening
+from entresol_proto.wire import data, opening, quote
 from entresol_proto.wire.frames import FrameType
 from entresol_proto.wire.session import Message, Received, ServerSession, State
 
@@ -67,6 +68,9 @@ def cost_of(message: Any) -> tuple[int, int]:
         if isinstance(message, data.Fetch | data.Stage):  # the first window is in the same turn
             cost += WINDOW_COST + min(keys, WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
         return cost, GETS
+    if isinstance(message, quote.Quote):
+        keys = len(message.keys) // limits.WIRE_KEY_BYTES
+        return REQUEST_COST + min(LOOP_TURN_COST, keys >> QUOTE_KEY_COST_SHIFT), GETS
     if isinstance(message, data.Reserve):
         return REQUEST_COST + min(LOOP_TURN_COST, len(message.items) * ITEM_COST), PUTS
     if isinstance(message, data.Commit):
@@ -308,7 +312,8 @@ class SessionHandler:
         if isinstance(message, opening.Attach):
             await self._attach(session, request_id, message)
         elif isinstance(message, data.Fetch):
-            await shard.gets.fetch(session, message, lambda grant: self._send(grant, request_id))
+            emit = functools.partial(self._send, request_id=request_id)
+            await shard.gets.fetch(session, message, shard.quoting.watch(session, message, emit))
         elif isinstance(message, data.Exists):
             self._send(await lookups.exists(shard.parts, session, message), request_id)
         elif isinstance(message, data.Touch):
@@ -319,6 +324,8 @@ class SessionHandler:
             self._send(await shard.puts.commit(session, message), request_id)
         elif isinstance(message, data.Stage):
             self._send(await shard.gets.stage(session, message), request_id)
+        elif isinstance(message, quote.Quote):
+            self._send(await shard.quoting.quote(session, message), request_id)
         elif isinstance(message, data.Explain):
             self._send(await shard.explain(session, message), request_id)
         elif isinstance(message, data.Forget):

@@ -75,6 +75,11 @@ class Door:
         self._meters = meters
         self._now_ns = now_ns
 
+    @property
+    def patience_ns(self) -> int:
+        """How long a get that begins to wait now is let wait at most."""
+        return self._patience.wait_ns(self._now_ns())
+
     def arrive(self, account: Account, blocks: int) -> None:
         """A get has come, and nothing of it is begun; `depart` is owed when it is over.
 

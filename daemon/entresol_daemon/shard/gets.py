@@ -69,6 +69,7 @@ class GetPath:
         self._removal = removal
         self._opened = OpenedBlocks(parts)
         self._staging = Staging(parts, removal, self._spawn)
+        self.reads = self._staging.reads
         self._reports = HostReports(parts, removal, self._opened, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
@@ -78,6 +79,11 @@ class GetPath:
     def loading(self) -> int:
         """Blocks being read from flash."""
         return len(self._staging)
+
+    @property
+    def rising(self) -> set[int]:
+        """Their slots."""
+        return self._staging.slots()
 
     @property
     def serving(self) -> int:

@@ -40,6 +40,7 @@ from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.parts import Parts, Signal
 from entresol_daemon.shard.puts import PutPath
+from entresol_daemon.shard.quoting import Quoting
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.scrubber import Scrubber
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
@@ -101,6 +102,7 @@ class Shard:
         self.draining = False
         self.removal = Removal(parts)
         self.gets = GetPath(parts, self.removal)
+        self.quoting = Quoting(parts, self.gets)
         self.keycare = KeyCare(parts, self.removal, self.sessions)
         self.puts = PutPath(parts, self.removal, self.keycare)
         self._explainer = Explainer(parts, self.puts.is_wanted)

@@ -18,6 +18,7 @@ from typing import Any
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.census import HOST_SEALED, code_of
 from entresol_daemon.core.planning import Window
+from entresol_daemon.core.quote import FlashReads
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.parts import Parts
@@ -42,10 +43,15 @@ class Staging:
         self._removal = removal
         self._spawn = spawn
         self._loading: dict[Resident, asyncio.Future[Status]] = {}
+        self.reads = FlashReads()  # what waits and what is in service, for quotes
 
     def __len__(self) -> int:
         """Blocks being read, or waiting for it."""
         return len(self._loading)
+
+    def slots(self) -> set[int]:
+        """Where those belong."""
+        return {resident.slot for resident in self._loading}
 
     def start(self, account: Account, residents: Sequence[Resident]) -> None:
         """Read these, as they are pinned by whoever waits for them."""
@@ -65,20 +71,30 @@ class Staging:
     async def _load(self, account: Account, residents: list[Resident]) -> None:
         cost = sum(map(_record_bytes, residents))
         turns, started_ns = self._parts.turns.flash, self._parts.now_ns()
+        reads, name = self.reads, account.name
+        reads.arrive(name, account.weight, cost, started_ns)
         try:
             await turns.take(account, cost)
-        except EntresolError as error:
+        except BaseException as error:
+            reads.give_up(name, cost)
+            if not isinstance(error, EntresolError):
+                raise
             self._end(residents, [error.status] * len(residents), started_ns)
             return
+        reads.begin(name, cost, self._parts.now_ns())
+        read_bytes = 0
         try:
             waited = [r for r in residents if r.pins > 1 and r.state is ResidentState.LOADING]
             if len(waited) < len(residents):
                 rest = [r for r in residents if r not in waited]
                 self._end(rest, [Status.MISS] * len(rest), started_ns)
             if waited:
-                self._end(waited, await self._read(waited), started_ns)
+                statuses = await self._read(waited)
+                read_bytes = sum(map(_record_bytes, waited))
+                self._end(waited, statuses, started_ns)
         finally:
             turns.give(cost)
+            reads.end(cost, read_bytes, self._parts.now_ns())
 
     async def _read(self, residents: list[Resident]) -> list[Status]:
         try:

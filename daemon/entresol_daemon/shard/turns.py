@@ -52,6 +52,7 @@ FRAME_COST = 40  # sent
 SESSION_COST = 200  # admitted and entered
 HANDSHAKE_COST = 1_500  # of TLS, both certificates verified
 KEY_COST_SHIFT = 2  # a key looked up: a quarter
+QUOTE_KEY_COST_SHIFT = 1  # a key looked up and quoted: a half
 BLOCK_COST = 20  # a block granted
 WINDOW_COST = 50  # of a get, beside its blocks
 WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
@@ -164,6 +165,11 @@ class LoopTurns:
     def waiting(self) -> int:
         """Stretches of work that wait for their turn."""
         return len(self._queue)
+
+    @property
+    def tenants_waiting(self) -> int:
+        """Tenants of whom something waits."""
+        return self._queue.flows_waiting
 
     @property
     def stretch(self) -> int:

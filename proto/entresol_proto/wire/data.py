@@ -54,7 +54,8 @@ def split_keys(keys: bytes) -> list[bytes]:
     return [keys[at : at + _KEY] for at in range(0, len(keys), _KEY)]
 
 
-def _take_keys(cursor: Cursor, count_max: int) -> bytes:
+def take_keys(cursor: Cursor, count_max: int) -> bytes:
+    """A run of keys up to the end of the payload. Raises: ProtocolError."""
     keys = cursor.rest()
     if len(keys) % _KEY or not keys:
         raise ProtocolError(f"{len(keys)} bytes are not a run of {_KEY}-byte keys")
@@ -67,7 +68,8 @@ def _check_deadline(deadline_ns: int) -> None:
         raise ProtocolError(f"deadline of {deadline_ns} ns is out of range")
 
 
-def _open_at(value: int) -> OpenAt:
+def open_at_of(value: int) -> OpenAt:
+    """The place of a wire byte. Raises: ProtocolError for a number this build does not know."""
     if value > OpenAt.DAEMON:
         raise ProtocolError(f"unknown place to open blocks: {value}")
     return OpenAt(value)
@@ -96,8 +98,8 @@ class Fetch:
         handle, open_at, prefix, reserved, deadline_ns = cursor.unpack(cls._FIXED)
         cursor.zero(reserved)
         _check_deadline(deadline_ns)
-        keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
-        return cls(handle, _open_at(open_at), cursor.flag(prefix), deadline_ns, keys)
+        keys = take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
+        return cls(handle, open_at_of(open_at), cursor.flag(prefix), deadline_ns, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +396,7 @@ class Keyed:
     def decode(cls, raw: bytes) -> Keyed:
         cursor = Cursor(raw, cls.TYPE.name)
         (handle,) = cursor.unpack(cls._FIXED)
-        return cls(handle, _take_keys(cursor, limits.KEYS_PER_FRAME_MAX))
+        return cls(handle, take_keys(cursor, limits.KEYS_PER_FRAME_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,8 +491,8 @@ class Stage:
         cursor = Cursor(raw, "STAGE")
         handle, open_at, hold_ns, deadline_ns = cursor.unpack(cls._FIXED)
         _check_deadline(deadline_ns)
-        keys = _take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
-        return cls(handle, _open_at(open_at), hold_ns, deadline_ns, keys)
+        keys = take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
+        return cls(handle, open_at_of(open_at), hold_ns, deadline_ns, keys)
 
 
 @dataclass(frozen=True, slots=True)

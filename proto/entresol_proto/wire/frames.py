@@ -40,6 +40,7 @@ class FrameType(enum.IntEnum):
     EXPLAIN = 12
     PING = 13
     GOODBYE = 14  # either side: no new requests, finish what is under way
+    QUOTE = 15  # from protocol 3 on
     WELCOME = 65
     ATTACHED = 66
     NAMESPACE_OPENED = 67
@@ -52,6 +53,7 @@ class FrameType(enum.IntEnum):
     EXPLAINED = 76
     PONG = 77
     ERROR = 78
+    QUOTED = 79
 
 
 _TYPES = {int(item): item for item in FrameType}

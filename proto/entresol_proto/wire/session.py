@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 from entresol_proto import limits
 from entresol_proto.status import ProtocolError, Status
-from entresol_proto.wire import data, opening
+from entresol_proto.wire import data, opening, quote
 from entresol_proto.wire.frames import Frame, FrameDecoder, FrameType, encode_frame
 
 
@@ -54,7 +54,7 @@ _DECODERS: dict[FrameType, Any] = {
         opening.NamespaceOpened, opening.ErrorReply, opening.Goodbye, opening.Ping, opening.Pong,
         data.Fetch, data.Grant, data.Release, data.Reserve, data.Reserved, data.Commit,
         data.PutDone, data.Exists, data.ExistsReply, data.Stage, data.Staged, data.Touch,
-        data.Forget, data.Done, data.Explain, data.Explained,
+        data.Forget, data.Done, data.Explain, data.Explained, quote.Quote, quote.Quoted,
     )
 }  # fmt: skip
 
@@ -73,6 +73,7 @@ ANSWERS: dict[FrameType, FrameType] = {
     F.FORGET: F.DONE,
     F.EXPLAIN: F.EXPLAINED,
     F.PING: F.PONG,
+    F.QUOTE: F.QUOTED,
 }
 REQUESTS = frozenset(ANSWERS)
 ONE_WAY = frozenset({F.RELEASE, F.GOODBYE})
@@ -110,7 +111,7 @@ DAEMON_FRAMES: dict[tuple[State, FrameType], State] = {
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One decoded message of the peer. `message` is one of the dataclasses of opening or data."""
+    """One decoded message of the peer. `message` is a dataclass of opening, data or quote."""
 
     request_id: int
     message: Any

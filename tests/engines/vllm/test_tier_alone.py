@@ -199,6 +199,21 @@ def test_what_one_engine_stores_another_one_finds(make: Make, place: str) -> Non
     assert b.tier.counts()["lookups"] == 1
 
 
+def test_what_is_quicker_computed_is_not_loaded(make: Make) -> None:
+    """`recompute_or_fetch = auto` between two speeds of the engine that settle the matter."""
+    a = make(recompute_or_fetch="auto", prefill_tokens_per_s=1)
+    b = make(recompute_or_fetch="auto", prefill_tokens_per_s=10**9)
+    context = a.request("r")
+    assert a.look(context, 1, 2, 3) == [LookupResult.MISS] * 3
+    a.store(context, 1, 2, 3)
+    a.settle()
+    assert b.look(b.request("q"), 1, 2, 3) == [LookupResult.MISS] * 3
+    assert b.tier.counts()["recompute_blocks"] == 3
+    again = make(recompute_or_fetch="auto", prefill_tokens_per_s=1)
+    assert again.load(again.request("q"), 1, 2, 3) == [True] * 3
+    assert again.tier.counts()["quotes"] == 1
+
+
 def test_a_model_whose_revision_nobody_tells_is_not_served(make: Make) -> None:
     with pytest.raises(ConfigError, match="revision"):
         make(model_revision="")

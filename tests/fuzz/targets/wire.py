@@ -359,7 +359,7 @@ TARGETS = (
         name="messages", share=90, seeds=message_seeds, make=messages_parser,
         canaries=tuple(functools.partial(cursor_fault, *fault) for fault in _CURSOR_FAULTS),
         modules=("entresol_proto.wire.data", "entresol_proto.wire.opening",
-                 "entresol_proto.wire.cursor"),
+                 "entresol_proto.wire.quote", "entresol_proto.wire.cursor"),
     ),
     Target(
         name="descriptors", share=50, seeds=descriptor_seeds, make=descriptors_parser,
