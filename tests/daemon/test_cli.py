@@ -214,9 +214,7 @@ def test_quote_for_people_and_scripts(cli: Cli, tmp_path: Path) -> None:
     assert found["sealed_bytes"] >= 3 * MIB
     absent = cli("quote", "--key", "text:nobody", "--json", code=1).json
     assert (absent["missing"], absent["sealed_bytes"]) == (1, 0)
-    assert (
-        cli("quote", "--key", "text:nobody", "--tenant", "other", "--json", code=1).json == absent
-    )
+    cli.fails("quote", "--name", "nowhere", code=1, match="was never stored")
 
 
 def test_stat_for_people_scripts_operators_and_tenants(cli: Cli, tmp_path: Path) -> None:
