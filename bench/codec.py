@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from entresol_proto.seal import block, codecs
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import Status
+
+if TYPE_CHECKING:
+    from bench import codec_budget as budget
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -232,6 +235,49 @@ def measure_seal(plain: Bytes, dtype: DType, name: str, chunk_bytes: int, repeat
     )
 
 
+def _rows(
+    chosen: list[npt.NDArray[np.uint16]], dtypes: str, chunk_bytes: int, repeats: int
+) -> list[Row]:
+    """Every codec on every dtype."""
+    rows = []
+    for dtype in map(DType.from_name, dtypes.split(",")):
+        converted = [convert(block_, dtype) for block_ in chosen]
+        for name in codecs.names():
+            if name == "raw":
+                continue
+            rows.append(measure_codec(converted, dtype, name, chunk_bytes, repeats))
+            if dtype in (DType.FP16, DType.FP32):
+                noise = [full_precision(dtype, len(block_)) for block_ in chosen[:4]]
+                rows.append(measure_codec(noise, dtype, name, chunk_bytes, repeats, " full"))
+    return rows
+
+
+def _print_budget(
+    bounds: list[budget.Bound],
+    bypasses: list[budget.Bypass],
+    cipher: float,
+    choice: list[budget.Choice],
+) -> None:
+    print("\nbf16, order-0 codes of the exponent: one, per layer, per layer and channel")
+    for bound in bounds:
+        print(
+            f"{bound.file:16} {bound.part} {bound.one_table:6.3f} {bound.per_layer:6.3f} "
+            f"{bound.per_channel:6.3f}"
+        )
+    print("\nbypass on noise: stored / raw, sealing time / raw")
+    for bypass in bypasses:
+        print(
+            f"{bypass.codec:6} {bypass.dtype:9} {bypass.stored_over_plain:.4f} "
+            f"{bypass.time_over_raw:.3f}"
+        )
+    print(f"\nbf16 end to end, 4 cores each side, cipher {cipher:.1f} GB/s: plain GB/s")
+    for line in choice:
+        print(
+            f"link {line.link_gb_per_s:4.1f}: raw {line.raw:5.2f}  fast {line.fast:5.2f}  "
+            f"dense {line.dense:5.2f}  best {line.best}"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; prints a table, or one JSON object."""
     parser = argparse.ArgumentParser(prog="bench.codec", description=(__doc__ or "").split("\n")[0])
@@ -246,16 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     chunk_bytes = args.chunk_kib * 1024
     found = [block_ for path in args.files for block_ in blocks_of(path, args.block_tokens)]
     chosen = found[:: -(-len(found) // args.blocks_max)]
-    rows = []
-    for dtype in map(DType.from_name, args.dtypes.split(",")):
-        converted = [convert(block_, dtype) for block_ in chosen]
-        for name in codecs.names():
-            if name == "raw":
-                continue
-            rows.append(measure_codec(converted, dtype, name, chunk_bytes, args.repeats))
-            if dtype in (DType.FP16, DType.FP32):
-                noise = [full_precision(dtype, len(block_)) for block_ in chosen[:4]]
-                rows.append(measure_codec(noise, dtype, name, chunk_bytes, args.repeats, " full"))
+    rows = _rows(chosen, args.dtypes, chunk_bytes, args.repeats)
     run = np.concatenate(found[: 1 + (1 << 19) // len(found[0])])[: 1 << 19].view(np.uint8)
     seals = [
         measure_seal(run, DType.BF16, name, chunk_bytes, 4 * args.repeats)
@@ -299,24 +336,7 @@ def main(argv: list[str] | None = None) -> int:
             f"open {seal.open_gb_per_s:.2f} GB/s, bare cipher "
             f"{seal.bare_decrypt_gb_per_s:.2f} GB/s, open adds {seal.open_over_bare_us:.0f} us"
         )
-    print("\nbf16, order-0 codes of the exponent: one, per layer, per layer and channel")
-    for bound in bounds:
-        print(
-            f"{bound.file:16} {bound.part} {bound.one_table:6.3f} {bound.per_layer:6.3f} "
-            f"{bound.per_channel:6.3f}"
-        )
-    print("\nbypass on noise: stored / raw, sealing time / raw")
-    for bypass in bypasses:
-        print(
-            f"{bypass.codec:6} {bypass.dtype:9} {bypass.stored_over_plain:.4f} "
-            f"{bypass.time_over_raw:.3f}"
-        )
-    print(f"\nbf16 end to end, 4 cores each side, cipher {cipher:.1f} GB/s: plain GB/s")
-    for line in choice:
-        print(
-            f"link {line.link_gb_per_s:4.1f}: raw {line.raw:5.2f}  fast {line.fast:5.2f}  "
-            f"dense {line.dense:5.2f}  best {line.best}"
-        )
+    _print_budget(bounds, bypasses, cipher, choice)
     return 0
 
 

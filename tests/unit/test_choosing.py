@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from entresol_daemon.core import choosing
-from entresol_daemon.core.choosing import CodecChooser
+from entresol_daemon.shard import choosing
+from entresol_daemon.shard.choosing import CodecChooser
 from entresol_proto import native
 from entresol_proto.seal import codecs
 from entresol_proto.seal.dtypes import DType

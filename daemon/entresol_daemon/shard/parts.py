@@ -16,7 +16,6 @@ from entresol_daemon.config import Config
 from entresol_daemon.core.accounts import Account, Accounts, Held, PutBudget
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
-from entresol_daemon.core.choosing import CodecChooser
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
@@ -25,6 +24,7 @@ from entresol_daemon.flash.engine import Engine
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.memory.slabs import SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
+from entresol_daemon.shard.choosing import CodecChooser
 from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.sessions import Leased
 from entresol_daemon.shard.turns import LoopTurns, SharedTurns

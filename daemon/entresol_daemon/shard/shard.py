@@ -23,7 +23,6 @@ from entresol_daemon.config import Config
 from entresol_daemon.core.accounts import Account, Accounts
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
-from entresol_daemon.core.choosing import CodecChooser
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
@@ -34,6 +33,7 @@ from entresol_daemon.keys.keyring import Keyring, TenantInfo
 from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
 from entresol_daemon.shard import quotas
+from entresol_daemon.shard.choosing import CodecChooser
 from entresol_daemon.shard.explaining import Explainer
 from entresol_daemon.shard.gets import GetPath
 from entresol_daemon.shard.keycare import KeyCare

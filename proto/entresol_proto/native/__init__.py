@@ -91,6 +91,11 @@ class Kernel:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
         )  # fmt: skip
         self._ladder_encode.restype = ctypes.c_size_t
+        self._ladder_pays = library.entresol_ladder_pays
+        self._ladder_pays.argtypes = (
+            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+        )  # fmt: skip
+        self._ladder_pays.restype = ctypes.c_int32
         self._ladder_decode = library.entresol_ladder_decode
         self._ladder_decode.argtypes = (
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
@@ -138,9 +143,12 @@ class Kernel:
         self, plain: memoryview, kind: int, by_channel: bool, bytes_max: int
     ) -> memoryview | None:
         """See `seal.codecs.ladder_twin.encode`; the result is memory of its own."""
+        address = _address(plain)
+        if not self._ladder_pays(address, len(plain), kind, by_channel):
+            return None
         out = np.empty(bytes_max, np.uint8)
         made = self._ladder_encode(
-            _address(plain), len(plain), kind, by_channel, out.ctypes.data, bytes_max, self.portable
+            address, len(plain), kind, by_channel, out.ctypes.data, bytes_max, self.portable
         )
         return out.data[:made] if made else None
 

@@ -24,6 +24,7 @@ enum {
     LEVELS = 4,
     LITERAL = 15,             /* the rank of whatever no code stands for */
     BELOW = 9,                /* window positions below a predicted exponent; 6 above */
+    PROBED = 16,              /* groups looked at to see whether a chunk pays */
     SAMPLED = 32,             /* one in so many groups is counted where speed is all */
     CONTEXTS = 4,             /* tables of a section: by how far between two exponents one is predicted */
     FINALISTS = 3,            /* periods that are tried */
@@ -195,6 +196,20 @@ EXPORT size_t entresol_ladder_encode(const uint8_t *plain, size_t plain_bytes, i
 #endif
     (void)portable;
     return ladder_encode_portable(plain, plain_bytes, kind, by_channel, out, out_bytes);
+}
+
+/* Whether encoding is worth the memory for its result. Costs as little as a chunk can be looked at. */
+EXPORT int32_t entresol_ladder_pays(const uint8_t *plain, size_t plain_bytes, int kind, int by_channel)
+{
+    uint8_t mode;
+    if (kind < KIND_BF16 || kind > KIND_E5M2)
+        return 0;
+    const size_t count = plain_bytes / LADDER_KINDS[kind].width / LANES * LANES;
+#if defined(LADDER_AVX2)
+    if (count != 0 && ladder_wide())
+        return pays_avx2(plain, count, kind, by_channel, &mode);
+#endif
+    return count != 0 && pays_portable(plain, count, kind, by_channel, &mode);
 }
 
 /* Decode exactly `into_bytes`. Returns LADDER_OK, or why not; then `into` holds anything. */

@@ -196,30 +196,36 @@ static void LADDER(learn)(const uint8_t *plain, size_t count, int kind, uint8_t 
     model->begun = 0;
 }
 
-/* Look at a little of the chunk. Returns 0 when encoding would not pay. */
-static int LADDER(look)(const uint8_t *plain, size_t count, int kind, int by_channel,
-                        struct ladder_scratch *s, struct LADDER(plan) *plan)
+/* Look at a little of the chunk. Returns 0 when encoding would not pay; `*mode` becomes the likeliest
+ * exponent. */
+static int LADDER(pays)(const uint8_t *plain, size_t count, int kind, int by_channel, uint8_t *mode)
 {
     const struct ladder_kind *k = &LADDER_KINDS[kind];
-    const size_t groups = count / LANES, samples = groups < 32 ? groups : 32;
+    const size_t groups = count / LANES, samples = groups < PROBED ? groups : PROBED;
     uint32_t counts[256] = {0}, outside = (uint32_t)(samples * LANES);
+    uint8_t sym[LANES], rest[LANES], extra[LANES];
     struct LADDER(ranking) ranking;
     for (size_t i = 0; i < samples; i++) {
         size_t at = i * groups / samples * LANES;
-        LADDER(split)(kind, plain + at * k->width, LANES, s->sym, s->rank[0], s->extra);
+        LADDER(split)(kind, plain + at * k->width, LANES, sym, rest, extra);
         for (size_t j = 0; j < LANES; j++)
-            counts[s->sym[j]]++;
+            counts[sym[j]]++;
     }
-    uint8_t base = LADDER(window_of)(counts), mode = LADDER(mode_of)(counts);
+    uint8_t base = LADDER(window_of)(counts);
+    *mode = LADDER(mode_of)(counts);
     for (int i = 0; i < 16; i++)
         outside -= counts[base + i];
     LADDER(order)(counts + base, 1, &ranking);
     uint64_t bits = LADDER(cut)(counts + base, 1, outside, &ranking) +
                     samples * LANES * (8u * k->rest + k->extra);
-    uint64_t limit = samples * LANES * 8 * k->width * (by_channel ? 1000 : 970);
-    if (bits * 1000 > limit)
-        return 0;
-    plan->kind = k;
+    return bits * 1000 <= samples * LANES * 8 * k->width * (by_channel ? 1000 : 970);
+}
+
+/* How to encode a chunk that pays. */
+static void LADDER(decide)(const uint8_t *plain, size_t count, int kind, int by_channel, uint8_t mode,
+                           struct ladder_scratch *s, struct LADDER(plan) *plan)
+{
+    plan->kind = &LADDER_KINDS[kind];
     plan->model = (struct ladder_model){0, 0, s->state, 0};
     if (by_channel)
         LADDER(learn)(plain, count, kind, mode, s, &plan->model);
@@ -228,7 +234,6 @@ static int LADDER(look)(const uint8_t *plain, size_t count, int kind, int by_cha
     plan->section = (size_t)1 << plan->log2;
     if (plan->model.period != 0)
         plan->section = plan->section / plan->model.period * plan->model.period;
-    return 1;
 }
 
 /* Ranks of places; literals into `literals`. Returns how many. */
@@ -385,12 +390,14 @@ static size_t LADDER(ladder_encode)(const uint8_t *plain, size_t plain_bytes, in
 {
     struct ladder_scratch s;
     struct LADDER(plan) plan;
+    uint8_t mode;
     const size_t width = LADDER_KINDS[kind].width;
     const size_t count = plain_bytes / width / LANES * LANES;
     const size_t tail = plain_bytes - count * width;
     if (count == 0 || out_bytes < LADDER_HEAD + tail ||
-        !LADDER(look)(plain, count, kind, by_channel, &s, &plan))
+        !LADDER(pays)(plain, count, kind, by_channel, &mode))
         return 0;
+    LADDER(decide)(plain, count, kind, by_channel, mode, &s, &plan);
     size_t at = LADDER_HEAD;
     for (size_t done = 0; done < count; done += plan.section) {
         size_t now = count - done < plan.section ? count - done : plan.section;

@@ -199,10 +199,15 @@ def seal_into(
 def _encode(
     plain: memoryview, raw_pieces: list[CodecOutput], codec_id: int, identity: BlockIdentity
 ) -> tuple[int, list[CodecOutput]]:
-    """Encoded pieces (a piece that gains nothing stays raw), or raw for the whole block."""
+    """Encoded pieces (a piece that gains nothing stays raw), or raw for the whole block: also when
+    neither the first nor the last gains, so that incompressible blocks cost two looks."""
     codec = codecs.get(codec_id)
     pieces: list[CodecOutput] = []
     for piece in raw_pieces:
+        if len(pieces) == 1 < len(raw_pieces) - 1 and pieces[0] is raw_pieces[0]:
+            last = memoryview(raw_pieces[-1])
+            if codec.encode(last, identity.dtype) is None:
+                return codecs.RAW, raw_pieces
         encoded = codec.encode(memoryview(piece), identity.dtype)
         assert encoded is None or len(encoded) < len(piece)
         pieces.append(piece if encoded is None else encoded)

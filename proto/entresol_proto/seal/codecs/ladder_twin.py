@@ -26,6 +26,7 @@ CONTEXTS = 4
 BELOW = 9
 _SECTION_LOG2 = range(12, 16)
 _ROWS_LOG2, _FLAT_LOG2 = 15, 14
+_PROBED = 16
 _SAMPLED = 32
 _FINALISTS = 3
 _RESET_COST = 96
@@ -223,7 +224,7 @@ def _look(plain: memoryview, kind: int, by_channel: bool) -> _Model | None:
     """A model for the chunk, or None when encoding would not pay."""
     width, rest, extra = KINDS[kind]
     groups = len(plain) // width // LANES
-    samples = min(groups, 32)
+    samples = min(groups, _PROBED)
     sym = _split(plain, kind)[0]
     picked = sym.reshape(groups, LANES)[[i * groups // samples for i in range(samples)]]
     counts = np.bincount(picked.reshape(-1), minlength=256)

@@ -1,4 +1,4 @@
-"""Which codec the blocks of a namespace are sealed with under `auto`. Pure.
+"""Which codec the blocks of a namespace are sealed with under `auto`. No I/O, no clock.
 
 What a codec costs is known from the bench, what it saves depends on the model: so the constants
 decide first, and then what the blocks of the namespace really became. A change must promise
