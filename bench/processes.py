@@ -14,6 +14,7 @@ without an address that is not loopback's.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -116,12 +117,13 @@ class Child:
         pipe = subprocess.PIPE if talks else None
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                bound(command, network), stdin=pipe or subprocess.DEVNULL, stdout=pipe or log, stderr=log,
+                bound(command, network),
+                stdin=pipe or subprocess.DEVNULL, stdout=pipe or log, stderr=log,
                 cwd=folder, env={**os.environ, **(environment or {})}, start_new_session=True,
             )  # fmt: skip
 
     def last_words(self) -> str:
-        """Why it ended, by its log, in one line: its first error and its last, or its last lines."""
+        """Why it ended, by its log: its first error and its last, or its last lines, as one."""
         lines = self.log_path.read_text(errors="replace").split("\n")
         told = [line.strip() for line in lines if line.strip()]
         errors = [line for line in told if "error" in line.lower() or "fail" in line.lower()]
@@ -146,10 +148,8 @@ class Child:
     def close(self) -> None:
         """SIGTERM, then SIGKILL, to all of its session."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                pass
             try:
                 self.process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from bench.region import Region
 
@@ -112,7 +112,7 @@ class Peer:
     wheels: tuple[str, ...] = ()
     debs: tuple[str, ...] = ()
     engine = ""
-    environment: Mapping[str, str] = {}
+    environment: ClassVar[Mapping[str, str]] = {}
     ports: tuple[str, ...] = ()
     own_network = False
 

@@ -69,7 +69,7 @@ class Flight(Peer):
         from pyarrow import flight
 
         class Blocks(flight.FlightServerBase):  # type: ignore[misc]
-            kept: dict[str, list[Any]] = {}
+            kept: ClassVar[dict[str, list[Any]]] = {}
 
             def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
                 name = descriptor.path[0].decode()

@@ -7,8 +7,9 @@ is copied once more. It does not flush what it wrote: its put is no durable one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from bench.peers.base import Client, Peer, Place, Work
 from bench.peers.lmcache_server import keys_of
@@ -105,7 +106,10 @@ class LmcacheFs(Peer):
     place: Place = "flash"
     network = False
     engine = "lmcache"
-    environment = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    environment: ClassVar[Mapping[str, str]] = {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+    }
 
     def client(self, work: Work) -> Client:
         return FsClient(work)

@@ -8,7 +8,8 @@ request that a reply belongs to and the connector waits for each.
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from bench.peers.base import Client, Peer, Server, Work
 
@@ -90,7 +91,10 @@ class LmcacheServer(Peer):
     name = "lmcache_server"
     about = "LMCache's server, lm://, received in place"
     engine = "lmcache"
-    environment = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    environment: ClassVar[Mapping[str, str]] = {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+    }
     ports = ("lm",)
 
     def servers(self, work: Work) -> list[Server]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import socket
 import time
+from collections.abc import Mapping
+from typing import ClassVar
 
 from bench.peers.base import Client, Peer, Server, Work
 
@@ -75,7 +77,11 @@ class Mooncake(Peer):
     name = "mooncake"
     about = "Mooncake Store over TCP, zero-copy into registered memory"
     wheels = ("mooncake-transfer-engine-non-cuda==0.3.13.post1",)
-    environment = {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
+    environment: ClassVar[Mapping[str, str]] = {
+        "MC_FORCE_TCP": "1",
+        "MC_LOG_LEVEL": "ERROR",
+        "GLOG_minloglevel": "2",
+    }
     own_network = True  # master and transfer engine listen on 0.0.0.0 whatever --rpc_address says
     ports = ("master", "metadata", "metrics", "owner", "client", "ready")
 

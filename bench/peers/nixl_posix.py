@@ -6,8 +6,9 @@ One preallocated file per generation, opened with O_DIRECT; durable after one `f
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bench.peers.base import Client, Peer, Place, Work
 from bench.peers.nixl_ucx import address_of, finish
@@ -74,7 +75,7 @@ class NixlPosix(Peer):
     place: Place = "flash"
     network = False
     wheels = ("nixl==1.5.1", "nixl-cu12==1.5.1", "numpy==2.4.6")
-    environment = {"NIXL_LOG_LEVEL": "ERROR"}
+    environment: ClassVar[Mapping[str, str]] = {"NIXL_LOG_LEVEL": "ERROR"}
 
     def client(self, work: Work) -> Client:
         return PosixClient(work)

@@ -13,7 +13,8 @@ import json
 import mmap
 import socket
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from bench.peers.base import Client, Peer, Server, Work
 
@@ -85,7 +86,11 @@ class NixlUcx(Peer):
     name = "nixl_ucx"
     about = "NIXL, UCX backend over TCP: bare one-sided transfers, no store"
     wheels = ("nixl==1.5.1", "nixl-cu12==1.5.1", "numpy==2.4.6")
-    environment = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
+    environment: ClassVar[Mapping[str, str]] = {
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": "lo",
+        "NIXL_LOG_LEVEL": "ERROR",
+    }
     ports = ("nixl",)
 
     def servers(self, work: Work) -> list[Server]:

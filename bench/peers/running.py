@@ -10,9 +10,10 @@ import json
 import select
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import ClassVar
 
 from bench.peers import install
 from bench.peers.base import Peer, Server, Work
@@ -85,7 +86,7 @@ def running(peer: Peer, work: Work, *, may_build_engines: bool = False) -> Itera
     folder.mkdir(parents=True, exist_ok=True)
     ports = dict(zip(peer.ports, free_ports(len(peer.ports)), strict=True))
     work = replace(work, folder=str(folder), ports=ports, programs=str(unpacked or ""))
-    environment = {
+    environment: ClassVar[Mapping[str, str]] = {
         "PYTHONPATH": str(ROOT), WORK_ENV: json.dumps(asdict(work)), "PYTHONUNBUFFERED": "1",
         **peer.environment,
     }  # fmt: skip
