@@ -145,11 +145,23 @@ class Child:
         """Until something listens there. Raises: NotRunError."""
         self.wait_for(lambda: listens(self.process.pid, port))
 
+    def freeze(self) -> None:
+        """Stop all of its session where it is, so that it uses no processor meanwhile."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
     def close(self) -> None:
         """SIGTERM, then SIGKILL, to all of its session."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+            self._signal(number)
+            self.thaw()
             try:
                 self.process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:

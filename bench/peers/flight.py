@@ -68,19 +68,19 @@ class Flight(Peer):
     def serve(self, work: Work) -> None:
         from pyarrow import flight
 
-        class Blocks(flight.FlightServerBase):  # type: ignore[misc]
-            kept: ClassVar[dict[str, list[Any]]] = {}
+        kept: dict[str, list[Any]] = {}
 
+        class Blocks(flight.FlightServerBase):  # type: ignore[misc]
             def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
                 name = descriptor.path[0].decode()
-                self.kept[name] = [chunk.data for chunk in reader]
+                kept[name] = [chunk.data for chunk in reader]
 
             def do_get(self, context: Any, ticket: Any) -> Any:
-                batches = self.kept[ticket.ticket.decode()]
+                batches = kept[ticket.ticket.decode()]
                 return flight.GeneratorStream(_schema(), iter(batches))
 
             def do_action(self, context: Any, action: Any) -> list[bytes]:
-                self.kept.pop(action.body.to_pybytes().decode(), None)
+                kept.pop(action.body.to_pybytes().decode(), None)
                 return []
 
         Blocks(f"grpc://127.0.0.1:{work.ports['flight']}").serve()

@@ -17,6 +17,7 @@ from bench.peers.base import Client, Peer, Server, Work
 
 SEGMENT_MIN = 256 << 20
 LOCAL_BUFFER_BYTES = 16 << 20
+CLIENT_TTL_S = 3600  # nobody is dead who only waits for the next turn
 
 
 def _setup(store: object, work: Work, memory_bytes: int, port: str) -> None:
@@ -92,7 +93,7 @@ class Mooncake(Peer):
             f"--metrics_port={ports['metrics']}", "--enable_http_metadata_server=true",
             "--http_metadata_server_host=127.0.0.1",
             f"--http_metadata_server_port={ports['metadata']}",
-            "--enable_metric_reporting=false",
+            "--enable_metric_reporting=false", f"--client_ttl={CLIENT_TTL_S}",
         ]  # fmt: skip
         return [
             Server("master", master, ports["master"]),

@@ -1,6 +1,8 @@
 """A peer that runs: its servers and its client, started here, told what to do, and ended.
 
-Invariant: when the `with` block is over, however it ends, none of the peer's processes is left.
+Invariant: when the `with` block is over, however it ends, none of the peer's processes is left; and
+while it is not its turn, none of them runs. Some of them poll, and would take a processor from
+whoever is being measured.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ def peers(names: Sequence[str] = NAMES) -> list[Peer]:
 class RunningPeer:
     """The client process of one peer. Times are the client's own, around the call alone."""
 
-    def __init__(self, peer: Peer, child: Child) -> None:
+    def __init__(self, peer: Peer, child: Child, servers: Sequence[Child]) -> None:
         self.peer = peer
         self._child = child
+        self._all = (*servers, child)
         self._answer()
+        self._freeze()
 
     def put(self, generation: int, times: int = 1) -> float:
         """Seconds for storing a generation. Raises: NotRunError with the client's error."""
@@ -56,12 +60,20 @@ class RunningPeer:
     def _tell(self, line: str) -> float:
         pipe = self._child.process.stdin
         assert pipe is not None
+        for child in self._all:
+            child.thaw()
         try:
             pipe.write(line.encode() + b"\n")
             pipe.flush()
+            return self._answer()
         except BrokenPipeError:
             raise NotRunError(f"its client ended: {self._child.last_words()}") from None
-        return self._answer()
+        finally:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        for child in self._all:
+            child.freeze()
 
     def _answer(self) -> float:
         pipe = self._child.process.stdout
@@ -115,7 +127,7 @@ def running(peer: Peer, work: Work, *, may_build_engines: bool = False) -> Itera
         )  # fmt: skip
         stack.enter_context(client)
         try:
-            ready = RunningPeer(peer, client)
+            ready = RunningPeer(peer, client, servers)
         except NotRunError as error:
             raise NotRunError(_cause(error, servers)) from None
         yield ready

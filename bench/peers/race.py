@@ -1,0 +1,241 @@
+"""The section `peers`: everybody does the same work in the same rounds.
+
+    python -m bench.peers.race [--sizes 1MiBx32,...] [--rounds 5] [--only NAME,...]
+
+Per size of blocks: our tcp (sealed, verified, opened on the host) and shm, the loopback ceilings,
+and every peer that runs here. A round gives each its turn, of as many batches; the order rotates.
+What arrives is compared byte by byte by this process before the first round and after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from bench import daemon, fabric
+from bench.ours import Ours
+from bench.peers.base import Work
+from bench.peers.running import NAMES, RunningPeer, peers, running
+from bench.processes import NotRunError
+from bench.region import Region, memory_folder
+from bench.results import Curve, Line, Section, over
+from entresol_proto.limits import KIB, MIB
+from entresol_proto.wire.data import Tier
+
+SIZES = ((64 * KIB, 64), (MIB, 32), (8 * MIB, 8))
+CANONICAL_SIZE = (MIB, 32)
+BURST_BYTES = 128 * MIB  # moved per turn: less measures the scheduler
+GENERATIONS = 3
+
+
+@dataclass(slots=True)
+class Variant:
+    """One way of doing the work: seconds of a put, seconds of so many gets."""
+
+    get: Callable[[int, int], Awaitable[float]]
+    put: Callable[[int], Awaitable[float]] | None = None
+    forget: Callable[[int], Awaitable[None]] | None = None
+    gets_gbps: list[float] = field(default_factory=list)
+    puts_gbps: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """GB/s by variant, a number per round; and who did not run."""
+
+    gets: dict[str, list[float]]
+    puts: dict[str, list[float]]
+    not_run: dict[str, str]
+
+
+def of_peer(peer: RunningPeer) -> Variant:
+    """A peer as a variant. Its calls block; nothing else is meant to run meanwhile."""
+
+    async def put(generation: int) -> float:
+        return peer.put(generation)
+
+    async def get(generation: int, times: int) -> float:
+        return peer.get(generation, times)
+
+    async def forget(generation: int) -> None:
+        peer.forget(generation)
+
+    return Variant(get, put, forget)
+
+
+def of_ours(ours: Ours) -> Variant:
+    """Our client as a variant; what it gets is resident."""
+
+    async def get(generation: int, times: int) -> float:
+        return await ours.get(generation, times, tier=Tier.MEMORY)
+
+    return Variant(get, ours.put, ours.forget)
+
+
+def of_ceiling(call: Callable[[], object]) -> Variant:
+    """A loopback ceiling as a variant; it moves the same bytes and stores nothing."""
+
+    async def get(generation: int, times: int) -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            pending = call()
+            if isinstance(pending, Awaitable):
+                await pending
+        return time.perf_counter() - began
+
+    return Variant(get)
+
+
+async def run(
+    variants: dict[str, Variant], region: Region, rounds: int, not_run: dict[str, str]
+) -> None:
+    """`rounds` rounds after one that warms up and is not counted, each of all that still run."""
+    times = max(1, BURST_BYTES // region.plain_bytes)
+    for round_ in range(rounds + 1):
+        names = list(variants)
+        turn = round_ % len(names)
+        for name in names[turn:] + names[:turn]:
+            variant = variants[name]
+            try:
+                put_s, get_s = await _turn(variant, region, round_, times, rounds)
+            except NotRunError as error:
+                not_run[name] = f"stopped in round {round_}: {error}"
+                del variants[name]
+                continue
+            if round_:
+                variant.gets_gbps.append(times * region.plain_bytes / get_s / 1e9)
+                if put_s is not None:
+                    variant.puts_gbps.append(region.plain_bytes / put_s / 1e9)
+
+
+async def _turn(
+    variant: Variant, region: Region, round_: int, times: int, rounds: int
+) -> tuple[float | None, float]:
+    """(seconds of the put, seconds of the gets) of one variant in one round."""
+    put_s = None
+    if variant.put is not None:
+        put_s = await variant.put(round_)
+        if round_ and variant.forget is not None:
+            await variant.forget(round_ - 1)
+        if round_ in (0, rounds):
+            await variant.get(round_, 1)
+            region.check()
+    return put_s, await variant.get(round_, times)
+
+
+async def race(
+    block_bytes: int, count: int, *, rounds: int, names: Sequence[str], build_engines: bool = False
+) -> Race:
+    """One size of the work."""
+    not_run: dict[str, str] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ent-bench-")))
+        memory = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="ent-bench-", dir=memory_folder(folder))
+            )
+        )
+        region = Region(memory / "region", block_bytes, count, create=True)
+        tier = stack.enter_context(daemon.process(folder / "d"))
+        variants: dict[str, Variant] = {
+            "loopback_blocking": of_ceiling(stack.enter_context(fabric._blocking(region.into))),
+            "loopback_uvloop": of_ceiling(
+                await stack.enter_async_context(fabric._minimal(region.into))
+            ),
+        }
+        for name in ("tcp", "shm"):
+            ours = await Ours.open(tier.client_config(), region, name, name)
+            stack.push_async_callback(ours.client.close)
+            variants[f"entresol_{name}"] = of_ours(ours)
+        work = Work(block_bytes, count, str(region.path), str(folder), GENERATIONS)
+        for peer in peers(names):
+            if peer.place != "memory":
+                continue
+            try:
+                one = stack.enter_context(running(peer, work, may_build_engines=build_engines))
+            except NotRunError as error:
+                not_run[peer.name] = str(error)
+            else:
+                variants[peer.name] = of_peer(one)
+        await run(variants, region, rounds, not_run)
+        gets = {name: v.gets_gbps for name, v in variants.items()}
+        puts = {name: v.puts_gbps for name, v in variants.items() if v.puts_gbps}
+    return Race(gets, puts, not_run)
+
+
+def best(found: dict[str, list[float]], names: Sequence[str]) -> list[float]:
+    """Round by round, the best of these."""
+    return [max(values) for values in zip(*(found[name] for name in names), strict=True)]
+
+
+def section(
+    *,
+    rounds: int,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    names: Sequence[str] = NAMES,
+    build_engines: bool = False,
+) -> Section:
+    """Lines of the canonical size, curves over all of them."""
+    lines: list[Line] = []
+    gets: dict[str, list[tuple[float, float]]] = {}
+    not_run: dict[str, str] = {}
+    for block_bytes, count in sizes:
+        found = uvloop.run(
+            race(block_bytes, count, rounds=rounds, names=names, build_engines=build_engines)
+        )
+        not_run |= found.not_run
+        for name, values in found.gets.items():
+            gets.setdefault(name, []).append((block_bytes / KIB, Line("", "", values).value))
+        if (block_bytes, count) == CANONICAL_SIZE:
+            lines += _lines(found)
+    curve = Curve("get_resident_by_block", "block size, KiB", "GB/s", gets)
+    told = tuple(f"{name}: {why}" for name, why in not_run.items())
+    return Section(lines, (curve,), told)
+
+
+def _lines(found: Race) -> list[Line]:
+    lines = [Line(f"peers_get_{name}_gbps", "GB/s", v) for name, v in found.gets.items()]
+    lines += [Line(f"peers_put_{name}_gbps", "GB/s", v) for name, v in found.puts.items()]
+    ours = found.gets["entresol_tcp"]
+    loopback = best(found.gets, ("loopback_blocking", "loopback_uvloop"))
+    lines.append(Line("peers_get_tcp_vs_loopback", "ratio", over(ours, loopback)))
+    others = [peer.name for peer in peers(list(found.gets.keys() & set(NAMES))) if peer.network]
+    if others:
+        ratio = over(ours, best(found.gets, others))
+        lines.append(Line("get_resident_tcp_vs_best_peer", "ratio", ratio, at_least=1.5))
+        ratio = over(found.puts["entresol_tcp"], best(found.puts, others))
+        lines.append(Line("put_resident_tcp_vs_best_peer", "ratio", ratio))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kib", type=int, default=1024)
+    parser.add_argument("--count", type=int, default=32)
+    parser.add_argument("--only", default=",".join(NAMES))
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(argv)
+    names = [name for name in asked.only.split(",") if name]
+    found = uvloop.run(race(asked.kib * KIB, asked.count, rounds=asked.rounds, names=names))
+    if asked.json:
+        print(json.dumps({"gets": found.gets, "puts": found.puts, "not_run": found.not_run}))
+        return 0
+    for line in _lines(found):
+        print(line.text())
+    for name, why in found.not_run.items():
+        print(f"  {name} not run: {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
