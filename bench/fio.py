@@ -46,11 +46,13 @@ class Fio:
     environment: Mapping[str, str]
 
     @classmethod
-    def find(cls) -> Fio:
-        """Raises: NotRunError when there is none and none can be had."""
+    def find(cls, *, download: bool = True) -> Fio:
+        """Raises: NotRunError when there is none, and none may or can be had."""
         there = shutil.which("fio")
         if there:
             return cls(there, {})
+        if not download:
+            raise NotRunError("it is not installed, and nothing is downloaded at this size")
         root = install.debian(("fio",))
         return cls(
             str(install.program(root, "fio")), {"LD_LIBRARY_PATH": install.library_path(root)}

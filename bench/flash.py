@@ -40,7 +40,6 @@ from entresol_proto.wire.data import Tier
 
 BATCHES = 4  # per turn
 SET_BATCHES = 12  # the data set of each fabric
-DRAM_BYTES = 128 * MIB
 GROUP_BYTES = 8 * MIB  # group_commit_bytes of the daemon
 SAMPLES = 100  # single blocks per round
 
@@ -86,16 +85,15 @@ def longest_run(path: Path, block_bytes: int) -> tuple[int, int]:
 class Turns:
     """Everybody's turn of one round, over data that was put before."""
 
-    def __init__(self, found: Found, region: Region, data_file: Path, memory: Path) -> None:
+    def __init__(self, found: Found, region: Region, data_file: Path, download: bool) -> None:
         self._found = found
         self._region = region
         self._data_file = data_file
-        self._memory = memory
         self._fio: Fio | None = None
         self._next = 0
         self._rng = random.Random(1)
         try:
-            self._fio = Fio.find()
+            self._fio = Fio.find(download=download)
             found.notes.append(self._fio.version())
         except NotRunError as error:
             found.not_run["fio"] = str(error)
@@ -190,9 +188,9 @@ async def measure(
     names: Sequence[str] = NAMES,
     where: Path | None = None,
     build_engines: bool = False,
-    put: bool = True,
+    download: bool = True,
 ) -> Found:
-    """All rounds of both sections."""
+    """All rounds of both sections; without `download`, fio only where it is installed."""
     found = Found()
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(_temporary(where)))
@@ -200,7 +198,7 @@ async def measure(
         region = Region(memory / "region", block_bytes, count, create=True)
         tier = stack.enter_context(
             daemon.process(
-                folder / "d", {"memory": {"dram_bytes": DRAM_BYTES}},
+                folder / "d", {"memory": {"dram_bytes": BATCHES * region.plain_bytes}},
                 flash=4 * SET_BATCHES * region.plain_bytes,
             )
         )  # fmt: skip
@@ -226,7 +224,7 @@ async def measure(
                 found.not_run[peer.name] = str(error)
             else:
                 others.append(one)
-        turns = Turns(found, region, folder / "d" / "state" / "flash.data", memory)
+        turns = Turns(found, region, folder / "d" / "state" / "flash.data", download)
         for ours in variants.values():  # what was put last is in memory
             for generation in range(SET_BATCHES):
                 await ours.get(generation)
@@ -238,12 +236,11 @@ async def measure(
             for one in others:
                 turns.peer(one)
             await turns.single(variants["shm"])
-            if put:
-                turns.fio_write(folder)
-                for name, ours in variants.items():
-                    await turns.put(f"put_{name}", ours, 100 + BATCHES * round_)
-                for one in others:
-                    turns.peer_put(one)
+            turns.fio_write(folder)
+            for name, ours in variants.items():
+                await turns.put(f"put_{name}", ours, 100 + BATCHES * round_)
+            for one in others:
+                turns.peer_put(one)
             turns.step()
     return found
 
@@ -279,9 +276,20 @@ def lines(found: Found) -> list[Line]:
     return [*result[:6], *sorted(result[6:], key=lambda line: line.name)]
 
 
-def section(*, rounds: int, names: Sequence[str] = NAMES, build_engines: bool = False) -> Section:
+def section(
+    *,
+    rounds: int,
+    count: int = 32,
+    names: Sequence[str] = NAMES,
+    build_engines: bool = False,
+    download: bool = True,
+) -> Section:
     """Both sections, because they share daemon, data and rounds."""
-    found = uvloop.run(measure(rounds=rounds, names=names, build_engines=build_engines))
+    found = uvloop.run(
+        measure(
+            rounds=rounds, count=count, names=names, build_engines=build_engines, download=download
+        )
+    )
     told = tuple(f"{name}: {why}" for name, why in found.not_run.items())
     return Section(lines(found), not_run=told)
 

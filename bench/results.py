@@ -1,8 +1,9 @@
 """What a run of the bench found: lines, their verdicts, and the file that keeps them.
 
-Invariant: the file is one flat object, `name: {value, unit, low, high, machine, date, commit}`. A
-run replaces what it measured and nothing else, so that part of a run leaves the rest in place, and
-every number says by itself where and when it was measured.
+Invariant: results.json is one flat object, `name: {value, unit, low, high}`. A run replaces what it
+measured and nothing else, and never a number of a larger size by one of `--quick`. Beside it,
+results.about.json says of every number where, when, at which commit and size it was measured, and
+keeps the curves.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results.json"
+ABOUT = Path(__file__).parent / "results.about.json"
+QUICK = "quick"
 # What the bench is for, in this order at the top of every report.
 CANONICAL = ("get_flash_sealed_gbps", "first_byte_flash_p99_us")
 
@@ -129,33 +132,59 @@ def commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def rows(lines: Iterable[Line], *, where: str, size: str, now: datetime.datetime) -> dict[str, Any]:
-    """The lines as the file keeps them."""
-    beside = {
-        "machine": where, "commit": commit(), "size": size,
+def beside(size: str, now: datetime.datetime) -> dict[str, Any]:
+    """What is kept beside each number of a run."""
+    return {
+        "machine": machine(), "commit": commit(), "size": size,
         "date": now.astimezone(datetime.UTC).isoformat(timespec="seconds"),
         "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip
-    return {
-        line.name: {
-            "value": line.value, "unit": line.unit,
-            "low": min(line.values), "high": max(line.values), **beside,
-        }
-        for line in lines
-    }  # fmt: skip
 
 
-def merge(path: Path, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the file with these rows over what it had; returns all of it.
+def save(
+    lines: Iterable[Line],
+    curves: Iterable[Curve],
+    told: Mapping[str, Any],
+    *,
+    results: Path = RESULTS,
+    about: Path = ABOUT,
+) -> dict[str, Any]:
+    """Merge a run into both files; returns all of results.json.
 
-    A file that is no such object is replaced: it is a report, nothing depends on it.
+    A file that is no object is replaced: it is a report, nothing depends on it.
     """
+    rows, of_rows = _load(results), _load(about)
+    for line in lines:
+        larger = of_rows.get(line.name, {}).get("size", QUICK) != QUICK
+        if told.get("size") == QUICK and larger and line.name in rows:
+            continue
+        rows[line.name] = {
+            "value": line.value, "unit": line.unit,
+            "low": min(line.values), "high": max(line.values),
+        }  # fmt: skip
+        of_rows[line.name] = dict(told)
+    for curve in curves:
+        of_rows[curve.name] = {**told, "curve": asdict(curve)}
+    _store(results, rows)
+    _store(about, of_rows)
+    return rows
+
+
+def curves_of(about: Path = ABOUT) -> list[Curve]:
+    """The curves that were kept."""
+    kept = [row["curve"] for row in _load(about).values() if "curve" in row]
+    return [Curve(**one) for one in kept]
+
+
+def _load(path: Path) -> dict[str, Any]:
     try:
-        old = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
-        old = {}
-    merged = {**(old if isinstance(old, dict) else {}), **new}
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _store(path: Path, content: Mapping[str, Any]) -> None:
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+    scratch.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     scratch.replace(path)
-    return merged

@@ -77,7 +77,7 @@ def blocks(size: Size) -> list[Curve]:
     crash: Points = []
     for count in size.blocks:
         lookups.append((count, _lookup_us(count, size.times)))
-        held.append((count, index.measure(count)["bytes_per_block_resident"]))
+        held.append((count, index.measure(count)["bytes_per_block_columns"]))
         opened = restart.measure(count)
         warm.append((count, opened["warm_s"]))
         crash.append((count, opened["crash_s"]))
