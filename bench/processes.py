@@ -182,6 +182,12 @@ class Child:
         self.close()
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, all of its threads (proc(5): utime and stime of stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def listens(pid: int, port: int) -> bool:
     """Whether somebody in the network of that process listens on a port, without a connection."""
     wanted = f"{port:04X}"

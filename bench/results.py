@@ -153,7 +153,7 @@ def save(
 
     A file that is no object is replaced: it is a report, nothing depends on it.
     """
-    rows, of_rows = _load(results), _load(about)
+    rows, of_rows = load(results), load(about)
     for line in lines:
         larger = of_rows.get(line.name, {}).get("size", QUICK) != QUICK
         if told.get("size") == QUICK and larger and line.name in rows:
@@ -172,11 +172,12 @@ def save(
 
 def curves_of(about: Path = ABOUT) -> list[Curve]:
     """The curves that were kept."""
-    kept = [row["curve"] for row in _load(about).values() if "curve" in row]
+    kept = [row["curve"] for row in load(about).values() if "curve" in row]
     return [Curve(**one) for one in kept]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
+    """A file of results; empty when there is none, or no object in it."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -25,7 +25,7 @@ from bench import daemon, fabric
 from bench.ours import Ours
 from bench.peers.base import Work
 from bench.peers.running import NAMES, RunningPeer, peers, running
-from bench.processes import NotRunError
+from bench.processes import NotRunError, cpu_s
 from bench.region import Region, memory_folder
 from bench.results import Curve, Line, Section, over
 from entresol_proto.limits import KIB, MIB
@@ -39,22 +39,25 @@ GENERATIONS = 3
 
 @dataclass(slots=True)
 class Variant:
-    """One way of doing the work: seconds of a put, seconds of so many gets."""
+    """One way of doing the work: seconds of a put, seconds of so many gets, CPU of both sides."""
 
     get: Callable[[int, int], Awaitable[float]]
     put: Callable[[int], Awaitable[float]] | None = None
     forget: Callable[[int], Awaitable[None]] | None = None
+    cpu_s: Callable[[], float] | None = None
     gets_gbps: list[float] = field(default_factory=list)
     puts_gbps: list[float] = field(default_factory=list)
+    gets_cpu_s_per_gb: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """GB/s by variant, a number per round; and who did not run."""
+    """GB/s by variant, a number per round, and CPU seconds per GB got; and who did not run."""
 
     gets: dict[str, list[float]]
     puts: dict[str, list[float]]
     not_run: dict[str, str]
+    cpu: dict[str, list[float]] = field(default_factory=dict)
 
 
 def of_peer(peer: RunningPeer) -> Variant:
@@ -69,16 +72,16 @@ def of_peer(peer: RunningPeer) -> Variant:
     async def forget(generation: int) -> None:
         peer.forget(generation)
 
-    return Variant(get, put, forget)
+    return Variant(get, put, forget, peer.cpu_s)
 
 
-def of_ours(ours: Ours) -> Variant:
-    """Our client as a variant; what it gets is resident."""
+def of_ours(ours: Ours, daemon_pid: int) -> Variant:
+    """Our client as a variant; what it gets is resident. CPU is this process's and the daemon's."""
 
     async def get(generation: int, times: int) -> float:
         return await ours.get(generation, times, tier=Tier.MEMORY)
 
-    return Variant(get, ours.put, ours.forget)
+    return Variant(get, ours.put, ours.forget, lambda: time.process_time() + cpu_s(daemon_pid))
 
 
 def of_ceiling(call: Callable[[], object]) -> Variant:
@@ -106,30 +109,34 @@ async def run(
         for name in names[turn:] + names[:turn]:
             variant = variants[name]
             try:
-                put_s, get_s = await _turn(variant, region, round_, times, rounds)
+                put_s = await _put(variant, region, round_, rounds)
+                before = variant.cpu_s() if variant.cpu_s else 0.0
+                get_s = await variant.get(round_, times)
+                used = variant.cpu_s() - before if variant.cpu_s else 0.0
             except NotRunError as error:
                 not_run[name] = f"stopped in round {round_}: {error}"
                 del variants[name]
                 continue
             if round_:
-                variant.gets_gbps.append(times * region.plain_bytes / get_s / 1e9)
+                moved_gb = times * region.plain_bytes / 1e9
+                variant.gets_gbps.append(moved_gb / get_s)
+                if variant.cpu_s:
+                    variant.gets_cpu_s_per_gb.append(used / moved_gb)
                 if put_s is not None:
                     variant.puts_gbps.append(region.plain_bytes / put_s / 1e9)
 
 
-async def _turn(
-    variant: Variant, region: Region, round_: int, times: int, rounds: int
-) -> tuple[float | None, float]:
-    """(seconds of the put, seconds of the gets) of one variant in one round."""
-    put_s = None
-    if variant.put is not None:
-        put_s = await variant.put(round_)
-        if round_ and variant.forget is not None:
-            await variant.forget(round_ - 1)
-        if round_ in (0, rounds):
-            await variant.get(round_, 1)
-            region.check()
-    return put_s, await variant.get(round_, times)
+async def _put(variant: Variant, region: Region, round_: int, rounds: int) -> float | None:
+    """Seconds of the put of a round; what arrives is compared in the first round and the last."""
+    if variant.put is None:
+        return None
+    put_s = await variant.put(round_)
+    if round_ and variant.forget is not None:
+        await variant.forget(round_ - 1)
+    if round_ in (0, rounds):
+        await variant.get(round_, 1)
+        region.check()
+    return put_s
 
 
 async def race(
@@ -146,6 +153,7 @@ async def race(
         )
         region = Region(memory / "region", block_bytes, count, create=True)
         tier = stack.enter_context(daemon.process(folder / "d"))
+        assert tier.process is not None
         variants: dict[str, Variant] = {
             "loopback_blocking": of_ceiling(stack.enter_context(fabric._blocking(region.into))),
             "loopback_uvloop": of_ceiling(
@@ -155,7 +163,7 @@ async def race(
         for name in ("tcp", "shm"):
             ours = await Ours.open(tier.client_config(), region, name, name)
             stack.push_async_callback(ours.client.close)
-            variants[f"entresol_{name}"] = of_ours(ours)
+            variants[f"entresol_{name}"] = of_ours(ours, tier.process.pid)
         work = Work(block_bytes, count, str(region.path), str(folder), GENERATIONS)
         for peer in peers(names):
             if peer.place != "memory":
@@ -169,7 +177,8 @@ async def race(
         await run(variants, region, rounds, not_run)
         gets = {name: v.gets_gbps for name, v in variants.items()}
         puts = {name: v.puts_gbps for name, v in variants.items() if v.puts_gbps}
-    return Race(gets, puts, not_run)
+        cpu = {n: v.gets_cpu_s_per_gb for n, v in variants.items() if v.gets_cpu_s_per_gb}
+    return Race(gets, puts, not_run, cpu)
 
 
 def best(found: dict[str, list[float]], names: Sequence[str]) -> list[float]:
@@ -205,6 +214,7 @@ def section(
 def _lines(found: Race) -> list[Line]:
     lines = [Line(f"peers_get_{name}_gbps", "GB/s", v) for name, v in found.gets.items()]
     lines += [Line(f"peers_put_{name}_gbps", "GB/s", v) for name, v in found.puts.items()]
+    lines += [Line(f"peers_get_{n}_cpu_s_per_gb", "s/GB", v) for n, v in found.cpu.items()]
     ours = found.gets["entresol_tcp"]
     loopback = best(found.gets, ("loopback_blocking", "loopback_uvloop"))
     lines.append(Line("peers_get_tcp_vs_loopback", "ratio", over(ours, loopback)))

@@ -20,7 +20,7 @@ from typing import ClassVar
 from bench.peers import install
 from bench.peers.base import Peer, Server, Work
 from bench.peers.drive import WORK_ENV, load
-from bench.processes import NEW_NETWORK, ROOT, SAME_NETWORK, Child, NotRunError, free_ports
+from bench.processes import NEW_NETWORK, ROOT, SAME_NETWORK, Child, NotRunError, cpu_s, free_ports
 
 NAMES = (
     "redis", "hiredis", "mooncake", "lmcache_server", "flight", "nixl_ucx", "infinistore",
@@ -56,6 +56,10 @@ class RunningPeer:
     def forget(self, generation: int) -> None:
         """Raises: NotRunError."""
         self._tell(f"forget {generation}")
+
+    def cpu_s(self) -> float:
+        """CPU seconds of its client and servers so far."""
+        return sum(cpu_s(child.process.pid) for child in self._all)
 
     def _tell(self, line: str) -> float:
         pipe = self._child.process.stdin
