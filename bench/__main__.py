@@ -18,8 +18,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import results
 from bench.results import CANONICAL, Line, Section
@@ -39,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(names: Sequence[str], plan: Plan) -> Section:
-    """Run sections one after the other, printing each; everything they found."""
+def run(names: Sequence[str], plan: Plan, told: Mapping[str, Any]) -> Section:
+    """Run sections one after the other, printing and keeping each; everything they found."""
     lines: list[Line] = []
     curves: list[results.Curve] = []
     not_run: list[str] = []
@@ -55,6 +56,7 @@ def run(names: Sequence[str], plan: Plan) -> Section:
         for reason in found.not_run:
             print(f"  not run: {reason}")
         print(f"  ({time.monotonic() - began:.0f} s)", flush=True)
+        results.save(found.lines, found.curves, told)
         lines += found.lines
         curves += found.curves
         not_run += found.not_run
@@ -87,14 +89,13 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan("quick" if asked.quick else asked.size, only)
     told = results.beside(plan.size, datetime.datetime.now(datetime.UTC))
     print(f"{told['machine']}, load {os.getloadavg()[0]:.1f}, commit {told['commit'] or '?'}")
-    found = run(names, plan)
+    found = run(names, plan, told)
     print(summary(found))
-    kept = results.save(found.lines, found.curves, told)
     if asked.plots:
         for path in plots.draw(asked.plots):
             print(f"drew {path}")
     if asked.json:
-        print(json.dumps(kept))
+        print(json.dumps(results.load(results.RESULTS)))
     missed = [line.name for line in found.lines if not line.holds]
     if missed and not plan.quick:
         print(f"\nmissed: {', '.join(missed)}")
