@@ -20,6 +20,17 @@ from bench import results
 from bench.results import Curve
 
 DPI = 130
+WIDE = 500  # an axis of what grows that spans more than this is logarithmic
+TITLES = {
+    "scale_lookup_8192": "Look-up of 8,192 keys in the index",
+    "scale_index_bytes": "Memory of the index",
+    "scale_restart": "Opening a data file",
+    "scale_sessions_memory": "Memory of the daemon",
+    "scale_sessions_get_64k": "A get of 64 KiB beside idle sessions",
+    "scale_exists": "One exists of many keys",
+    "scale_shards": "Gets from several daemons on the same processors",
+}
+COST_COLORS = ("#c8431a", "#2a6f97", "#52796f")
 INK, QUIET = "#1f2a33", "#6b7780"
 OURS = {"entresol_tcp": "#c8431a", "entresol_shm": "#e58a1f"}
 CEILINGS = {"loopback_blocking": "#1f2a33", "loopback_uvloop": "#6b7780"}
@@ -63,7 +74,9 @@ def _figure(title: str, about: str, *, height: float = 4.2, panels: int = 1) -> 
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, panels, figsize=(8.4, height), squeeze=False)
-    figure.suptitle(title, x=0.02, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.suptitle(
+        title, x=0.02, y=0.985, ha="left", va="top", fontsize=12, fontweight="bold", color=INK
+    )
     figure.text(0.02, 0.012, about, fontsize=6.5, color=QUIET)
     for one in axes[0]:
         for side in ("top", "right"):
@@ -77,7 +90,7 @@ def _figure(title: str, about: str, *, height: float = 4.2, panels: int = 1) -> 
 def _save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure.tight_layout(rect=(0, 0.035, 1, 0.97))
+    figure.tight_layout(rect=(0, 0.035, 1, 1.0))
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
     return path
@@ -173,11 +186,10 @@ def latencies(rows: Mapping[str, Any], about: str, folder: Path) -> Path | None:
                 )  # fmt: skip
         axis.set_xticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
         axis.set_ylim(bottom=0)
+        axis.set_xlim(-0.7, max(len(bars), 2) - 0.3)
         axis.set_title(title, fontsize=9, loc="left", color=QUIET)
         axis.legend(frameon=False, fontsize=8, loc="upper left")
-    axes[0].set_ylabel(
-        "microseconds; bars: median of rounds, whiskers: lowest, highest", fontsize=7.5
-    )
+    axes[0].set_ylabel("microseconds: median, lowest, highest round", fontsize=8)
     return _save(figure, folder / "latency_percentiles.png")
 
 
@@ -190,7 +202,7 @@ def flash(rows: Mapping[str, Any], about: str, folder: Path) -> Path | None:
     panels = [(title, bars) for title, bars in panels if bars]
     if not panels:
         return None
-    figure, axes = _figure("Flash, 1 MiB x 32", about, panels=len(panels))
+    figure, axes = _figure("Flash, blocks of 1 MiB", about, panels=len(panels))
     titles = {"get": "get from flash", "put": "put, until durable (* not flushed)"}
     for axis, (title, bars) in zip(axes, panels, strict=True):
         axis.grid(axis="y", visible=False)
@@ -208,7 +220,7 @@ def flash(rows: Mapping[str, Any], about: str, folder: Path) -> Path | None:
                 textcoords="offset points", va="center", fontsize=7.5, color=INK,
             )  # fmt: skip
         axis.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
-        axis.invert_yaxis()
+        axis.set_ylim(max(len(bars), 4) - 0.5, -0.5)
         axis.set_xlim(0, max(row["high"] for _, row in bars) * 1.18)
         axis.set_title(titles[title], fontsize=9, loc="left", color=QUIET)
         axis.set_xlabel("GB/s of plain bytes", fontsize=8)
@@ -216,29 +228,49 @@ def flash(rows: Mapping[str, Any], about: str, folder: Path) -> Path | None:
 
 
 def cost_curve(curve: Curve, about: str, folder: Path) -> Path:
-    """One cost curve: a logarithmic axis of what grows, a linear one of what it costs."""
-    title = curve.name.removeprefix("scale_").replace("_", " ")
-    figure, (axis,) = _figure(f"Cost: {title}", about, height=3.8)
+    """What a thing costs as it grows; beside it, where that can be said, the cost of one."""
+    panels = 2 if curve.per else 1
+    figure, axes = _figure(TITLES.get(curve.name, curve.name), about, height=3.8, panels=panels)
     xs = sorted({x for points in curve.points.values() for x, _ in points})
-    if xs[-1] / xs[0] > 20:
-        axis.set_xscale("log")
-    for number, (name, points) in enumerate(curve.points.items()):
-        color = ("#c8431a", "#2a6f97", "#52796f")[number % 3]
-        px, py = zip(*sorted(points), strict=True)
-        axis.plot(px, py, color=color, marker="o", markersize=4, linewidth=1.8, label=name)
-        for x, y in points:
-            axis.annotate(
-                plain(y), (x, y), xytext=(0, 6), textcoords="offset points", ha="center",
-                fontsize=7.5, color=color,
-            )  # fmt: skip
-    top = max(y for points in curve.points.values() for _, y in points)
-    axis.set_ylim(0, top * 1.15)
-    axis.set_xticks(xs, [plain(x) for x in xs])
-    axis.minorticks_off()
-    axis.set_xlabel(curve.of, fontsize=9)
-    axis.set_ylabel(curve.unit, fontsize=9)
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    wide = xs[-1] / xs[0] > WIDE
+    _cost(axes[0], curve.points, curve.of, curve.unit)
+    if wide and not curve.per:
+        axes[0].set_xscale("log")
+    if curve.per:
+        scale, unit = (1e6, "us") if curve.unit == "s" else (1.0, curve.unit)
+        each = {n: [(x, y / x * scale) for x, y in ps] for n, ps in curve.points.items()}
+        _cost(axes[1], each, curve.of, f"{unit} per {curve.per}")
+        axes[1].set_xscale("log")
+        axes[1].set_xticks(xs, [plain(x) for x in xs])
+        axes[1].minorticks_off()
+    elif wide or len(xs) <= 3:
+        axes[0].set_xticks(xs, [plain(x) for x in xs])
+        axes[0].minorticks_off()
     return _save(figure, folder / f"{curve.name}.png")
+
+
+def _cost(axis: Any, points: Mapping[str, list[tuple[float, float]]], of: str, unit: str) -> None:
+    """Lines over a value axis from zero; the last value of each is written beside it."""
+    from matplotlib.ticker import FuncFormatter
+
+    top = max(y for line in points.values() for _, y in line) * 1.15
+    ends = []
+    for number, (name, line) in enumerate(points.items()):
+        color = COST_COLORS[number % len(COST_COLORS)]
+        xs, ys = zip(*sorted(line), strict=True)
+        axis.plot(xs, ys, color=color, marker="o", markersize=4, linewidth=1.8, label=name)
+        ends.append((ys[-1], xs[-1], color))
+    for y, (value, x, color) in spread(ends, top / 16):
+        axis.annotate(
+            plain(value), (x, y), xytext=(6, 0), textcoords="offset points", va="center",
+            fontsize=8, color=color, annotation_clip=False,
+        )  # fmt: skip
+    axis.set_ylim(0, top)
+    for one in (axis.xaxis, axis.yaxis):
+        one.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_xlabel(of, fontsize=9)
+    axis.set_ylabel(unit, fontsize=9)
+    axis.legend(frameon=False, fontsize=8, loc="best")
 
 
 def draw(
@@ -250,8 +282,8 @@ def draw(
     rows = results.load(of)
     told = results.load(about_path)
 
-    def about(name: str) -> str:
-        one = told.get(name, {})
+    def about(*names: str) -> str:
+        one = next((told[name] for name in names if name in told), {})
         return (
             f"{one.get('machine', '?')}; {one.get('date', '?')}; commit {one.get('commit', '?')}; "
             f"size {one.get('size', '?')}; load when it began {one.get('load', '?')}"
@@ -263,8 +295,9 @@ def draw(
             drawn.append(by_block_size(curve, about(curve.name), folder))
         else:
             drawn.append(cost_curve(curve, about(curve.name), folder))
-    drawn.append(latencies(rows, about("get_64k_resident_p50_us"), folder))
-    drawn.append(flash(rows, about("get_flash_sealed_gbps"), folder))
+    timed = [f"{name}_p50_us" for _, bars in LATENCIES for _, name in bars]
+    drawn.append(latencies(rows, about(*timed), folder))
+    drawn.append(flash(rows, about(*(name for name, _ in FLASH + PUTS)), folder))
     return [path for path in drawn if path is not None]
 
 

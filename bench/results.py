@@ -68,12 +68,14 @@ class Curve:
     Attributes:
         of: the axis, with its unit.
         points: by the name of a variant, (x, value) pairs.
+        per: one of what grows, where the value is a total that can be divided by it.
     """
 
     name: str
     of: str
     unit: str
     points: Mapping[str, list[tuple[float, float]]]
+    per: str = ""
 
     def text(self) -> str:
         """A small table: a row per variant."""

@@ -85,7 +85,7 @@ def blocks(size: Size) -> list[Curve]:
     return [
         Curve("scale_lookup_8192", axis, "us", {"index look-up": lookups}),
         Curve("scale_index_bytes", axis, "B per block", {"index": held}),
-        Curve("scale_restart", axis, "s", {"clean stop": warm, "crash": crash}),
+        Curve("scale_restart", axis, "s", {"clean stop": warm, "crash": crash}, "block"),
     ]
 
 
@@ -177,7 +177,7 @@ async def keys(size: Size) -> list[Curve]:
             cpu.append((count, (time.process_time() - began) / size.times * 1e6))
             taken.append((count, statistics.median(times)))
     points = {"from call to answer, p50": taken, "CPU of the host's side": cpu}
-    return [Curve("scale_exists", "keys per exists", "us", points)]
+    return [Curve("scale_exists", "keys per exists", "us", points, "key")]
 
 
 async def shards(size: Size) -> list[Curve]:

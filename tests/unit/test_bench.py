@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,7 @@ def test_only_what_was_written_of_a_file_is_read(tmp_path: Path) -> None:
 STARTS_A_CHILD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from bench.processes import Child
 child = Child("sleeper", ["sleep", "1000"], Path(sys.argv[1]))
 print(child.process.pid, flush=True)
@@ -452,3 +454,35 @@ def test_the_page_names_every_section_and_peer() -> None:
     for name in NAMES:
         for wheel in load(name).wheels:
             assert wheel.replace("==", " ") in page, wheel
+
+
+def test_every_picture_begins_at_zero_and_names_its_machine(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="not run here: no matplotlib (extra bench)")
+    curves = (
+        Curve("scale_exists", "keys", "us", {"a": [(1, 300.0), (100_000, 9e4)]}, "key"),
+        Curve("get_resident_by_block", "KiB", "GB/s", {"redis": [(64, 1.0), (1024, 2.0)]}),
+    )
+    lines = [
+        Line(name, "", [3.0, 4.0])
+        for name in ("bare_64k_exchange_p50_us", "bare_64k_exchange_p99_us", "get_flash_tcp_gbps")
+    ]
+    save(tmp_path, "commit", *lines, curves=curves)
+    bottoms: list[float] = []
+    real = plots._save
+
+    def watched(figure: Any, path: Path) -> Path:
+        bottoms.extend(axis.get_ylim()[0] for axis in figure.axes if "flash" not in path.name)
+        assert "commit c" in " ".join(text.get_text() for text in figure.texts)
+        return real(figure, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "_save", watched)
+        drawn = plots.draw(
+            tmp_path / "png", of=tmp_path / "results.json", about_path=tmp_path / "about.json"
+        )
+    assert {path.name for path in drawn} == {
+        "scale_exists.png", "throughput_by_block_size.png", "latency_percentiles.png", "flash.png",
+    }  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert bottoms
+    assert set(bottoms) == {0.0}
