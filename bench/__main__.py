@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,7 @@ def summary(found: Section) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and clean up
     parser = _parser()
     asked = parser.parse_args(argv)
     names = [name for name in asked.only.split(",") if name] or list(SECTIONS)

@@ -14,18 +14,16 @@ import argparse
 import contextlib
 import hashlib
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import numpy as np
 import uvloop
 
-from bench import daemon, fabric
+from bench import daemon, fabric, scratch
 from bench.ours import DEADLINE_NS
 from bench.processes import NotRunError
-from bench.region import Region, memory_folder
+from bench.region import Region
 from bench.results import Line, Section
 from entresol_client import AsyncClient, Namespace, PutBlock
 from entresol_proto.ids import NamespaceDescriptor
@@ -70,13 +68,8 @@ async def measure(*, rounds: int, times: int) -> dict[str, list[float]]:
     """Per round: p50 and p99 in microseconds, by name."""
     found: dict[str, list[float]] = {}
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ent-bench-")))
-        memory = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="ent-bench-", dir=memory_folder(folder))
-            )
-        )
-        region = Region(memory / "region", BLOCK_BYTES, 1, create=True)
+        folder = stack.enter_context(scratch.folder())
+        region = stack.enter_context(scratch.region(folder, BLOCK_BYTES, 1))
         tier = stack.enter_context(
             daemon.process(folder / "d", {"flash": {"blocks_max": BLOCKS_MAX}})
         )

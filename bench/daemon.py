@@ -84,7 +84,7 @@ def fleet(folder: Path, shards: int, settings: Settings | None = None) -> Iterat
 
 def main() -> int:
     die_with_parent(int(sys.argv[1]))
-    settings = json.loads(os.environ[SETTINGS_ENV])
+    settings = json.loads(os.environ.get(SETTINGS_ENV, "{}"))
     original = Config.dev
 
     def dev(directory: str | Path) -> Config:

@@ -18,7 +18,6 @@ import errno
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +26,13 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from bench import daemon
+from bench import daemon, scratch
 from bench.fio import Fio
 from bench.ours import Ours
 from bench.peers.base import Work
 from bench.peers.running import NAMES, RunningPeer, peers, running
 from bench.processes import NotRunError
-from bench.region import Region, memory_folder
+from bench.region import Region
 from bench.results import Line, Section, over
 from entresol_proto.limits import KIB, MIB
 from entresol_proto.wire.data import Tier
@@ -193,9 +192,8 @@ async def measure(
     """All rounds of both sections; without `download`, fio only where it is installed."""
     found = Found()
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(_temporary(where)))
-        memory = Path(stack.enter_context(_temporary(memory_folder(folder))))
-        region = Region(memory / "region", block_bytes, count, create=True)
+        folder = stack.enter_context(scratch.folder(where))
+        region = stack.enter_context(scratch.region(folder, block_bytes, count))
         tier = stack.enter_context(
             daemon.process(
                 folder / "d", {"memory": {"dram_bytes": BATCHES * region.plain_bytes}},
@@ -243,10 +241,6 @@ async def measure(
                 turns.peer_put(one)
             turns.step()
     return found
-
-
-def _temporary(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="ent-bench-", dir=folder)
 
 
 def lines(found: Found) -> list[Line]:

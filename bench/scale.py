@@ -19,7 +19,6 @@ import os
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from bench import daemon, index, restart
+from bench import daemon, index, restart, scratch
 from bench.control import DEADLINE_NS, keys_of, timed
 from bench.ours import Ours
-from bench.region import Region, memory_folder
+from bench.region import Region
 from bench.results import Curve, Section
 from entresol_client import AsyncClient
 from entresol_client.namespace import KEYS_PER_CALL_MAX
@@ -199,11 +198,8 @@ async def shards(size: Size) -> list[Curve]:
 
 def _place(stack: contextlib.AsyncExitStack, block_bytes: int, count: int) -> tuple[Path, Region]:
     """A folder and a region that go with the stack."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ent-bench-")))
-    memory = stack.enter_context(
-        tempfile.TemporaryDirectory(prefix="ent-bench-", dir=memory_folder(folder))
-    )
-    return folder, Region(Path(memory) / "region", block_bytes, count, create=True)
+    folder = stack.enter_context(scratch.folder())
+    return folder, stack.enter_context(scratch.region(folder, block_bytes, count))
 
 
 def section(size: Size, parts: Sequence[str] = PARTS) -> Section:

@@ -13,20 +13,18 @@ import argparse
 import contextlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import uvloop
 
-from bench import daemon, fabric
+from bench import daemon, fabric, scratch
 from bench.ours import Ours
 from bench.peers.base import Work
 from bench.peers.running import NAMES, RunningPeer, peers, running
 from bench.processes import NotRunError, cpu_s
-from bench.region import Region, memory_folder
+from bench.region import Region
 from bench.results import Curve, Line, Section, over
 from entresol_proto.limits import KIB, MIB
 from entresol_proto.wire.data import Tier
@@ -145,13 +143,8 @@ async def race(
     """One size of the work."""
     not_run: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ent-bench-")))
-        memory = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="ent-bench-", dir=memory_folder(folder))
-            )
-        )
-        region = Region(memory / "region", block_bytes, count, create=True)
+        folder = stack.enter_context(scratch.folder())
+        region = stack.enter_context(scratch.region(folder, block_bytes, count))
         tier = stack.enter_context(daemon.process(folder / "d"))
         assert tier.process is not None
         variants: dict[str, Variant] = {

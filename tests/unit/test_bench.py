@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bench import daemon, fio, flash, plots, results
+from bench import daemon, fio, flash, plots, results, scratch
 from bench.peers import install, race, redis
 from bench.peers.base import Peer, Server, Work
 from bench.peers.drive import load
@@ -129,6 +129,22 @@ def test_a_single_wrong_byte_is_noticed_and_nothing_passes_twice(region: Region)
     region.into[3 * BLOCK + 7] ^= 1
     with pytest.raises(AssertionError, match="block 3"):
         region.check()
+
+
+def test_what_a_killed_bench_left_goes_with_the_next(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    left = tmp_path / f"{scratch.PREFIX}{dead.pid}-x"
+    mine = tmp_path / f"{scratch.PREFIX}{os.getpid()}-x"
+    other = tmp_path / f"{scratch.PREFIX}somebody"
+    for path in (left, mine, other):
+        (path / "d").mkdir(parents=True)
+    with scratch.folder(tmp_path) as one:
+        assert one.is_dir()
+        assert not left.exists()
+        assert mine.exists()
+        assert other.exists()
+    assert not one.exists()
 
 
 # fio -------------------------------------------------------------------------------------------
