@@ -142,7 +142,7 @@ def by_block_size(curve: Curve, about: str, folder: Path) -> Path:
     axis.minorticks_off()
     axis.set_xlabel("block size", fontsize=9)
     axis.set_ylabel("GB/s of plain bytes, into the caller's memory", fontsize=9)
-    figure.subplots_adjust(right=0.72)
+    figure.subplots_adjust(right=0.72, bottom=0.14)
     figure.savefig(folder / "throughput_by_block_size.png", dpi=DPI, bbox_inches="tight")
     from matplotlib import pyplot
 
