@@ -283,10 +283,13 @@ def draw(
     told = results.load(about_path)
 
     def about(*names: str) -> str:
-        one = next((told[name] for name in names if name in told), {})
+        known = [told[name] for name in names if name in told]
+        one = known[0] if known else {}
+        mixed = len({row.get("date") for row in known}) > 1
         return (
             f"{one.get('machine', '?')}; {one.get('date', '?')}; commit {one.get('commit', '?')}; "
             f"size {one.get('size', '?')}; load when it began {one.get('load', '?')}"
+            + ("; some from other runs" if mixed else "")
         )
 
     drawn: list[Path | None] = []
@@ -297,7 +300,8 @@ def draw(
             drawn.append(cost_curve(curve, about(curve.name), folder))
     timed = [f"{name}_p50_us" for _, bars in LATENCIES for _, name in bars]
     drawn.append(latencies(rows, about(*timed), folder))
-    drawn.append(flash(rows, about(*(name for name, _ in FLASH + PUTS)), folder))
+    flashed = [name for name, _ in FLASH + PUTS]
+    drawn.append(flash(rows, about(*flashed), folder))
     return [path for path in drawn if path is not None]
 
 
