@@ -52,8 +52,8 @@ test-pod-arm64: $(READY) ## An emulated ARM64 DPU serves an emulated x86 host ov
 proof: $(READY) ## The scorecard of faults and attacks; SIZE=commit|nightly|release
 	@$(BIN)/python -m tests.proof run --size $(SIZE) $(ARGS)
 
-bench: $(READY) ## Budgets as ratios within one run; writes bench/results.json
-	@$(BIN)/python -m bench $(ARGS)
+bench: $(READY) ## Budgets as ratios within one run, beside peers; SIZE=commit|full
+	@$(BIN)/python -m bench --size $(SIZE) $(ARGS)
 
 lint: $(READY) ## Style and types
 	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy
@@ -65,5 +65,5 @@ generate: $(READY) ## Rewrite generated files: protobuf code, CONFIG.md
 	@$(BIN)/python -m entresol_daemon.config_reference
 
 clean: ## Remove what the verbs made
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results.json tests/proof.json .proof
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results*.json tests/proof.json .proof
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import struct
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import uvloop
 
 from bench.gets import _get, _put, make_batch
+from bench.processes import cpu_s
 from entresol_client import AsyncClient
 from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_proto import limits
@@ -119,9 +119,8 @@ async def interpreter(*, fetches: int, rounds: int) -> dict[int, list[float]]:
 
 
 def cpu_us(pid: int) -> float:
-    """CPU microseconds of a process (proc(5): utime and stime of stat)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
+    """CPU microseconds of a process."""
+    return cpu_s(pid) * 1e6
 
 
 async def process(*, fetches: int, rounds: int) -> dict[int, list[float]]:

@@ -23,11 +23,9 @@ import contextlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +33,7 @@ import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bench import fabric as ceilings
+from bench import scratch
 from entresol_client import AsyncClient, Namespace, PutBlock
 from entresol_proto import limits
 from entresol_proto.ids import NamespaceDescriptor
@@ -54,6 +53,7 @@ class Batch:
     keys: list[bytes]
     blocks: list[Bytes]
     into: list[Bytes]
+    whole: Bytes  # `into` in one piece
 
     @property
     def plain_bytes(self) -> int:
@@ -70,8 +70,9 @@ def make_batch(count: int, block_bytes: int, seed: int = 1) -> Batch:
     """Incompressible blocks and touched destinations."""
     rng = np.random.default_rng(seed)
     blocks = [rng.integers(0, 256, block_bytes, dtype=np.uint8) for _ in range(count)]
-    into = [np.full(block_bytes, 1, np.uint8) for _ in range(count)]
-    return Batch([os.urandom(32) for _ in range(count)], blocks, into)
+    whole = np.full(count * block_bytes, 1, np.uint8)
+    into = [whole[at : at + block_bytes] for at in range(0, len(whole), block_bytes)]
+    return Batch([os.urandom(32) for _ in range(count)], blocks, into, whole)
 
 
 async def _put(ns: Namespace, batch: Batch) -> None:
@@ -126,11 +127,12 @@ async def measure(
     batch = make_batch(count, block_bytes)
     results: dict[str, list[float]] = {}
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ent-bench-")))
-        daemon = stack.enter_context(DaemonProcess(folder / "d"))
+        folder = stack.enter_context(scratch.folder())
+        program = ("-m", "bench.daemon", str(os.getpid()))  # the dev daemon, bound to this process
+        daemon = stack.enter_context(DaemonProcess(folder / "d", program=program))
         paths: dict[str, Callable[[], object]] = {"memcpy": _memcpy(batch)}
         paths["aes"] = stack.enter_context(_aes(batch))
-        flat = memoryview(bytearray(batch.plain_bytes))
+        flat = memoryview(batch.whole)  # the ceilings receive where the gets do
         paths["blocking"] = stack.enter_context(ceilings._blocking(flat))
         paths["minimal"] = await stack.enter_async_context(ceilings._minimal(flat))
         staged: Namespace | None = None

@@ -1,0 +1,313 @@
+"""The sections `flash` and `put`: what comes from flash and what is durable on it, beside fio.
+
+    python -m bench.flash [--rounds 5] [--kib 1024] [--count 32] [--folder DIR]
+
+One daemon with little memory and a data set several times as large, so that every get finds its
+blocks on flash (each get's own tiers are checked). fio reads the daemon's own data file, where the
+blocks lie, with O_DIRECT into the region; it writes a new preallocated file of the same file system
+with one fdatasync per group of the daemon's size. Peers with flash do the same work on files of
+their own. All take turns within a round. GB are 10^9 plain bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from bench import daemon, scratch
+from bench.fio import Fio
+from bench.ours import Ours
+from bench.peers.base import Work
+from bench.peers.running import NAMES, RunningPeer, peers, running
+from bench.processes import NotRunError
+from bench.region import Region
+from bench.results import Line, Section, over
+from entresol_proto.limits import KIB, MIB
+from entresol_proto.wire.data import Tier
+
+BATCHES = 4  # per turn
+SET_BATCHES = 12  # the data set of each fabric
+GROUP_BYTES = 8 * MIB  # group_commit_bytes of the daemon
+SAMPLES = 100  # single blocks per round
+
+
+@dataclass(slots=True)
+class Found:
+    """By name, a number per round; and what did not run."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: float) -> None:
+        self.values.setdefault(name, []).append(value)
+
+
+def data_runs(path: Path) -> Iterator[tuple[int, int]]:
+    """(offset, length) of what was written of a file, in order (SEEK_DATA of lseek(2))."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        at, end = 0, os.fstat(fd).st_size
+        while at < end:
+            try:
+                at = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                return
+            hole = os.lseek(fd, at, os.SEEK_HOLE)
+            yield at, hole - at
+            at = hole
+    finally:
+        os.close(fd)
+
+
+def longest_run(path: Path, block_bytes: int) -> tuple[int, int]:
+    """The longest written part, in whole blocks."""
+    offset, length = max(data_runs(path), key=lambda run: run[1])
+    begin = -(-offset // block_bytes) * block_bytes
+    return begin, (offset + length - begin) // block_bytes * block_bytes
+
+
+class Turns:
+    """Everybody's turn of one round, over data that was put before."""
+
+    def __init__(self, found: Found, region: Region, data_file: Path, download: bool) -> None:
+        self._found = found
+        self._region = region
+        self._data_file = data_file
+        self._fio: Fio | None = None
+        self._next = 0
+        self._rng = random.Random(1)
+        try:
+            self._fio = Fio.find(download=download)
+            found.notes.append(self._fio.version())
+        except NotRunError as error:
+            found.not_run["fio"] = str(error)
+
+    def _gbps(self, seconds: float, batches: int = BATCHES) -> float:
+        return batches * self._region.plain_bytes / seconds / 1e9
+
+    def fio_read(self, round_: int) -> None:
+        """fio over the part of the data file that this round is at, and single requests."""
+        if self._fio is None:
+            return
+        size = self._region.block_bytes
+        offset, length = longest_run(self._data_file, size)
+        part = min(length, BATCHES * self._region.plain_bytes)
+        start = offset + (round_ * part) % max(1, length - part + size) // size * size
+        memory = self._region.path
+        rate = self._fio.read(
+            self._data_file, block_bytes=size, offset=start, length=part, memory=memory
+        )
+        self._found.add("fio_read", rate.gbps)
+        one = self._fio.read(
+            self._data_file, block_bytes=size, offset=offset, length=length, memory=memory,
+            depth=1, random=True, count=SAMPLES,
+        )  # fmt: skip
+        self._found.add("device_p50_us", one.p50_us)
+        self._found.add("device_p99_us", one.p99_us)
+
+    async def ours(self, name: str, ours: Ours) -> None:
+        """The next batches of the set; each is on flash again by the time it comes round."""
+        seconds = 0.0
+        for number in range(BATCHES):
+            generation = (self._next + number) % SET_BATCHES
+            seconds += await ours.get(generation, tier=Tier.FLASH)
+        self._found.add(name, self._gbps(seconds))
+
+    def peer(self, one: RunningPeer) -> None:
+        """The same generations of a peer."""
+        seconds = sum(one.get((self._next + n) % SET_BATCHES) for n in range(BATCHES))
+        self._found.add(one.peer.name, self._gbps(seconds))
+
+    async def single(self, ours: Ours) -> None:
+        """Single blocks of batches that are not in memory, at random places."""
+        taken = []
+        while len(taken) < SAMPLES:
+            generation = (self._next + BATCHES + len(taken) % (SET_BATCHES - BATCHES)) % SET_BATCHES
+            block = self._rng.randrange(self._region.count)
+            seconds, tier = await ours.get_one(generation, block)
+            if tier is Tier.FLASH:
+                taken.append(seconds * 1e6)
+        self._found.add("first_byte_p50_us", float(np.percentile(taken, 50)))
+        self._found.add("first_byte_p99_us", float(np.percentile(taken, 99)))
+
+    def step(self) -> None:
+        """On to the next batches."""
+        self._next = (self._next + BATCHES) % SET_BATCHES
+
+    def fio_write(self, folder: Path) -> None:
+        """A new file, written as the daemon writes, then removed."""
+        if self._fio is None:
+            return
+        path = folder / "fio.data"
+        try:
+            rate = self._fio.write(
+                path, block_bytes=self._region.block_bytes, memory=self._region.path,
+                length=BATCHES * self._region.plain_bytes,
+                flush_blocks=max(1, GROUP_BYTES // self._region.block_bytes),
+            )  # fmt: skip
+        finally:
+            path.unlink(missing_ok=True)
+        self._found.add("fio_write", rate.gbps)
+
+    async def put(self, name: str, ours: Ours, first: int) -> None:
+        """New batches, all at once, until all are durable; then dropped."""
+        generations = range(first, first + BATCHES)
+        began = time.perf_counter()
+        await asyncio.gather(*(ours.put(one, "durable") for one in generations))
+        self._found.add(name, self._gbps(time.perf_counter() - began))
+        for one in generations:
+            await ours.forget(one)
+
+    def peer_put(self, one: RunningPeer) -> None:
+        """Batches over old ones."""
+        seconds = sum(one.put((self._next + n) % SET_BATCHES) for n in range(BATCHES))
+        self._found.add(f"put_{one.peer.name}", self._gbps(seconds))
+
+
+async def measure(
+    *,
+    rounds: int,
+    block_bytes: int = MIB,
+    count: int = 32,
+    names: Sequence[str] = NAMES,
+    where: Path | None = None,
+    build_engines: bool = False,
+    download: bool = True,
+) -> Found:
+    """All rounds of both sections; without `download`, fio only where it is installed."""
+    found = Found()
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(scratch.folder(where))
+        region = stack.enter_context(scratch.region(folder, block_bytes, count))
+        tier = stack.enter_context(
+            daemon.process(
+                folder / "d", {"memory": {"dram_bytes": BATCHES * region.plain_bytes}},
+                flash=4 * SET_BATCHES * region.plain_bytes,
+            )
+        )  # fmt: skip
+        variants: dict[str, Ours] = {}
+        for name in ("shm", "tcp"):
+            ours = await Ours.open(tier.client_config(), region, name, name)
+            stack.push_async_callback(ours.client.close)
+            variants[name] = ours
+            for generation in range(SET_BATCHES):
+                await ours.put(generation, "durable")
+        work = Work(block_bytes, count, str(region.path), str(folder), SET_BATCHES)
+        others = []
+        for peer in peers(names):
+            if peer.place != "flash":
+                continue
+            try:
+                one = stack.enter_context(running(peer, work, may_build_engines=build_engines))
+                for generation in range(SET_BATCHES):
+                    one.put(generation)
+                one.get(0)
+                region.check()
+            except NotRunError as error:
+                found.not_run[peer.name] = str(error)
+            else:
+                others.append(one)
+        turns = Turns(found, region, folder / "d" / "state" / "flash.data", download)
+        for ours in variants.values():  # what was put last is in memory
+            for generation in range(SET_BATCHES):
+                await ours.get(generation)
+                region.check()
+        for round_ in range(rounds):
+            turns.fio_read(round_)
+            for name, ours in variants.items():
+                await turns.ours(name, ours)
+            for one in others:
+                turns.peer(one)
+            await turns.single(variants["shm"])
+            turns.fio_write(folder)
+            for name, ours in variants.items():
+                await turns.put(f"put_{name}", ours, 100 + BATCHES * round_)
+            for one in others:
+                turns.peer_put(one)
+            turns.step()
+    return found
+
+
+def lines(found: Found) -> list[Line]:
+    """The numbers of a run, those that are the bench's purpose first."""
+    values = found.values
+    result = [
+        Line("get_flash_sealed_gbps", "GB/s", values["shm"]),
+        Line("first_byte_flash_p99_us", "us", values["first_byte_p99_us"]),
+        Line("first_byte_flash_p50_us", "us", values["first_byte_p50_us"]),
+        Line("get_flash_tcp_gbps", "GB/s", values["tcp"]),
+        Line("put_durable_shm_gbps", "GB/s", values["put_shm"]),
+        Line("put_durable_tcp_gbps", "GB/s", values["put_tcp"]),
+    ]
+    known = {"shm", "tcp", "put_shm", "put_tcp", "first_byte_p50_us", "first_byte_p99_us"}
+    for name in values.keys() - known:
+        unit = "us" if name.endswith("_us") else "GB/s"
+        suffix = "" if unit == "us" else "_gbps"
+        result.append(Line(f"flash_{name}{suffix}", unit, values[name]))
+    if "fio_read" in values:
+        ratio = over(values["shm"], values["fio_read"])
+        result.append(Line("get_flash_vs_fio_read", "ratio", ratio, at_least=0.9))
+        ratio = over(values["first_byte_p99_us"], values["device_p99_us"])
+        result.append(Line("first_byte_p99_vs_device", "ratio", ratio, at_most=3))
+    if "fio_write" in values:
+        ratio = over(values["put_shm"], values["fio_write"])
+        result.append(Line("put_durable_vs_fio_write", "ratio", ratio, at_least=0.8))
+    return [*result[:6], *sorted(result[6:], key=lambda line: line.name)]
+
+
+def section(
+    *,
+    rounds: int,
+    count: int = 32,
+    names: Sequence[str] = NAMES,
+    build_engines: bool = False,
+    download: bool = True,
+) -> Section:
+    """Both sections, because they share daemon, data and rounds."""
+    found = uvloop.run(
+        measure(
+            rounds=rounds, count=count, names=names, build_engines=build_engines, download=download
+        )
+    )
+    told = tuple(f"{name}: {why}" for name, why in found.not_run.items())
+    return Section(lines(found), not_run=told)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kib", type=int, default=1024)
+    parser.add_argument("--count", type=int, default=32)
+    parser.add_argument("--only", default="files,nixl_posix,lmcache_fs")
+    parser.add_argument("--folder", type=Path, help="on the flash to measure")
+    asked = parser.parse_args(argv)
+    found = uvloop.run(
+        measure(
+            rounds=asked.rounds, block_bytes=asked.kib * KIB, count=asked.count,
+            names=[name for name in asked.only.split(",") if name], where=asked.folder,
+        )
+    )  # fmt: skip
+    for line in lines(found):
+        print(line.text())
+    for name, why in found.not_run.items():
+        print(f"  {name} not run: {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
