@@ -13,7 +13,7 @@ LOCK   ?=
 help: ## Show the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml proto/build_kernel.py proto/entresol_proto/native/kernel.c
+$(READY): pyproject.toml proto/build_kernel.py $(wildcard proto/entresol_proto/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Entresol needs Python 3.11 or newer; try: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || \
