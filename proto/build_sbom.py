@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "entresol.cdx.json"
-KERNEL_SOURCE = "proto/entresol_proto/native/kernel.c"
+KERNEL_SOURCES = "proto/entresol_proto/native/*.[ch]"
 # Files that are not our code: path -> CycloneDX type.
 DATA = {
     "client/entresol_client/demo/data/decoder.weights": "machine-learning-model",
@@ -38,7 +38,9 @@ def sbom(root: Path) -> bytes:
     name, version = project["name"], project["version"]
     own = f"pkg:pypi/{name}@{version}"
     packages = _packages(project, name)
-    files = [_file(root, KERNEL_SOURCE, "file"), *(_file(root, *one) for one in DATA.items())]
+    sources = sorted(path.relative_to(root).as_posix() for path in root.glob(KERNEL_SOURCES))
+    files = [_file(root, name, "file") for name in sources]
+    files += [_file(root, *one) for one in DATA.items()]
     metadata: dict[str, Any] = {
         "component": {
             "type": "library", "bom-ref": own, "name": name, "version": version, "purl": own,

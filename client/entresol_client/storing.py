@@ -23,6 +23,7 @@ from entresol_client.staging import Arena, Region
 from entresol_client.tenant_key import HostSeal
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, RemoteSpan
+from entresol_proto.seal import codecs
 from entresol_proto.seal.block import (
     BlockIdentity,
     BlockKey,
@@ -170,7 +171,7 @@ def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
         ),
         block_key=key,
         salt=salt,
-        codec_id=context.namespace.codec_id,
+        codec_id=codecs.writable_here(context.namespace.codec_id),
         meta=job.block.meta,
         chunk_bytes=context.namespace.chunk_bytes,
     )

@@ -365,3 +365,19 @@ def test_codec_choice() -> None:
     for gbit_per_s, threads, policy in ((10, 4, "best"), (0, 4, "auto")):
         with pytest.raises(ConfigError):
             choose(gbit_per_s, threads, policy=policy)
+
+
+def test_without_the_kernel_nothing_is_written_that_is_slow_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "KERNEL", None)
+    asked = [codecs.by_name(name).codec_id for name in codecs.names()]
+    written = [codecs.get(codecs.writable_here(each)).name for each in asked]
+    assert written == ["raw", "zstd", "plane", "plane", "plane"]
+
+
+def test_with_the_kernel_everything_is_written_as_asked() -> None:
+    if native.KERNEL is None:
+        pytest.skip("not run here: the package was built without a C compiler")
+    for name in codecs.names():
+        assert codecs.writable_here(codecs.by_name(name).codec_id) == codecs.by_name(name).codec_id

@@ -5,6 +5,7 @@ Invariant: an id never changes its meaning and is never reused.
 
 from __future__ import annotations
 
+from entresol_proto import native
 from entresol_proto.seal.codecs.base import Codec
 from entresol_proto.seal.codecs.ladder import DenseCodec, FastCodec
 from entresol_proto.seal.codecs.plane import PlaneCodec
@@ -24,7 +25,8 @@ _CODECS: dict[int, Codec] = {
 }
 _BY_NAME: dict[str, Codec] = {codec.name: codec for codec in _CODECS.values()}
 
-__all__ = ["DENSE", "FAST", "PLANE", "RAW", "ZSTD", "Codec", "by_name", "get", "known", "names"]
+__all__ = ["DENSE", "FAST", "PLANE", "RAW", "ZSTD", "Codec", "by_name", "get", "known", "names",
+           "writable_here"]  # fmt: skip
 
 
 def known(codec_id: int) -> bool:
@@ -41,6 +43,13 @@ def get(codec_id: int) -> Codec:
         return _CODECS[codec_id]
     except KeyError:
         raise CodecError(f"unknown codec {codec_id}") from None
+
+
+def writable_here(codec_id: int) -> int:
+    """The codec to write with where `codec_id` was asked for: without the native kernel `plane`
+    instead of the two that are slow without it. Every block names its own codec.
+    """
+    return PLANE if native.KERNEL is None and codec_id in (FAST, DENSE) else codec_id
 
 
 def by_name(name: str) -> Codec:
