@@ -235,7 +235,7 @@ FLAKEY = {
     "reads fail": ("error_reads", False, False),
     "device gone": ("down", False, False),
     "reads corrupted": ("random_read_corrupt 500000000", True, False),
-    "writes corrupted": ("random_write_corrupt 200000000", True, False),
+    "writes corrupted": ("random_write_corrupt 600000000", True, False),
     "one byte of every write": ("corrupt_bio_byte 77 w 165 0", True, False),
     "one byte of every read": ("corrupt_bio_byte 4500 r 90 0", True, False),
 }
