@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from entresol_daemon.core.scrubbing import START_NS
+from entresol_daemon.core.scrubbing import REFUSED_PAUSE_NS, START_NS
+from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.sim import Fault
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.wire.data import OpenAt
+from entresol_proto.wire.data import Ack, OpenAt
 from tests import simloop
 from tests.proof.lines import scrubber as line
 from tests.scrublab import TENANT, Report, ScrubWorld
@@ -133,6 +134,61 @@ def test_gets_are_served_while_it_runs(tmp_path: Path) -> None:
             statuses = await host.get(place.keys[:16], OpenAt.HOST)
             assert set(statuses) == {Status.OK}
         assert place.world.shard.scrubber.running
+        await host.gone()
+        place.world.hosts.clear()
+        await place.world.stop()
+
+    play(story())
+
+
+@pytest.mark.parametrize("bytes_per_s", [1 << 25, 0], ids=["resting", "off"])
+def test_a_block_that_a_get_was_refused_is_dropped_a_minute_later(
+    tmp_path: Path, bytes_per_s: int
+) -> None:
+    async def story() -> None:
+        place = ScrubWorld(tmp_path, 1, 16)
+        rated(place, bytes_per_s)
+        await place.fill()
+        await asyncio.sleep(4 * START_NS / 1e9)  # the first cycle is over
+        shard = place.world.shard
+        bad, key = place.places[3], place.keys[3]
+        place.world.device._latent.add(bad.at // BLOCK)
+        host = Host(place.world, TENANT, careful=True)
+        await host.open()
+        shard.parts.residency.clear()
+        statuses = await host.get(place.keys, OpenAt.HOST)
+        assert [number for number, s in enumerate(statuses) if s is not Status.OK] == [3]
+        assert await host.put([key], Ack.DURABLE) == [Status.EXISTS]
+        assert statuses[3] is Status.IO_ERROR
+        await asyncio.sleep(2.5 * REFUSED_PAUSE_NS / 1e9)
+        assert shard.parts.engine.index.find(*bad.name) < 0
+        assert shard.scrubber.found == 1
+        assert shard.parts.metrics.scrub_found[Status.IO_ERROR]._value.get() == 1
+        assert await host.put([key], Ack.DURABLE) == [Status.OK]
+        await host.gone()
+        place.world.hosts.clear()
+        await place.world.stop()
+
+    play(story())
+
+
+def test_a_get_that_a_device_refuses_once_costs_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        place = ScrubWorld(tmp_path, 1, 16)
+        await place.fill()
+        await asyncio.sleep(4 * START_NS / 1e9)
+        shard, plan = place.world.shard, place.world.device.plan
+        host = Host(place.world, TENANT, careful=True)
+        await host.open()
+        for away_s in (1.0, 10 * REFUSED_PAUSE_NS / 1e9):
+            shard.parts.residency.clear()
+            plan.rates = {Fault.READ_EIO: 1.0}
+            assert set(await host.get(place.keys, OpenAt.HOST)) == {Status.IO_ERROR}
+            await asyncio.sleep(away_s)
+            plan.rates = {}
+            await asyncio.sleep(3 * REFUSED_PAUSE_NS / 1e9)
+            assert set(await host.get(place.keys, OpenAt.HOST)) == {Status.OK}
+        assert shard.scrubber.found == 0
         await host.gone()
         place.world.hosts.clear()
         await place.world.stop()

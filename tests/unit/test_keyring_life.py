@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,13 +84,15 @@ def test_usage_is_written_ahead_and_never_counted_down(tmp_path: Path) -> None:
     seeded(tmp_path)
     ring = open_ring(tmp_path)
     version = ring.get("acme").active_version
-    assert ring.note_sealed("acme", version), "the first block is written down at once"
+    stored = state.decode((tmp_path / "keyring.json").read_bytes()).tenants["acme"].deks[0]
+    assert stored.sealed_blocks > 0, "the first blocks are written down with the key"
+    assert ring.note_sealed("acme", version, stored.sealed_blocks), "before more are given out"
     ring.keep_usage("acme")
     assert not any(ring.note_sealed("acme", version) for _ in range(100))
     assert ring.note_sealed("acme", version, USAGE_STEP_BLOCKS)
     ring.keep_usage("acme")
     used = ring.sealed_blocks("acme", version)
-    assert used == 101 + USAGE_STEP_BLOCKS
+    assert used == 2 * stored.sealed_blocks + 100 + USAGE_STEP_BLOCKS, "a restart rounds up"
     ring.close()
     ring = open_ring(tmp_path)
     after = ring.sealed_blocks("acme", version)
@@ -108,7 +111,11 @@ def test_usage_is_written_ahead_and_never_counted_down(tmp_path: Path) -> None:
 
 def test_a_file_of_a_daemon_that_did_not_count_reads_and_stays(tmp_path: Path) -> None:
     seeded(tmp_path)
-    raw = (tmp_path / "keyring.json").read_bytes()
+    found = state.decode((tmp_path / "keyring.json").read_bytes())
+    tenant = found.tenants["acme"]
+    deks = tuple(replace(dek, sealed_blocks=0) for dek in tenant.deks)
+    found = replace(found, tenants={"acme": replace(tenant, deks=deks)})
+    raw = state.encode(found)
     assert b"sealed_blocks" not in raw
     found = state.decode(raw)
     assert state.encode(found) == raw

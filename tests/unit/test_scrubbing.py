@@ -76,12 +76,14 @@ def test_a_refused_block_is_asked_for_once_more_after_the_pause() -> None:
     assert refused.next_due_ns() is None
 
 
-def test_nothing_is_given_up_while_the_device_gives_nothing() -> None:
+def test_the_witness_is_the_block_given_last_and_never_one_that_was_refused_since() -> None:
     refused = Refused()
-    assert not refused.may_give_up(10)
-    refused.gave(10)
-    assert refused.may_give_up(10 + 2 * REFUSED_PAUSE_NS)
-    assert not refused.may_give_up(11 + 2 * REFUSED_PAUSE_NS)
+    assert refused.witness is None
+    refused.gave(A)
+    refused.refused(B, 5)
+    assert refused.witness == A
+    refused.refused(A, 6)
+    assert refused.witness is None
 
 
 def test_too_many_refusals_mean_the_device() -> None:

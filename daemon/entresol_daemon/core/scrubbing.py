@@ -2,8 +2,9 @@
 
 Invariants: never more than `bytes_per_s` on average from any moment on, whatever the load; a get
 that waits for flash goes first, but not for ever, so that every cycle ends; a refused block is
-given up only when it was refused twice with a long pause between and the device gave others
-meanwhile: a controller that is away for a while costs nothing. Pure: time comes in as an argument.
+given up only when it was refused twice with a long pause between, and the device gave another one
+with the second refusal: a controller that is away for a while costs nothing. Pure: time comes in as
+an argument.
 """
 
 from __future__ import annotations
@@ -64,11 +65,16 @@ def steps(sizes: Sequence[int]) -> list[int]:
 
 
 class Refused:
-    """Blocks that the device refused once and that wait for their second chance."""
+    """Blocks that the device refused once and that wait for their second chance.
+
+    Attributes:
+        witness: the block it gave last, None when it gave none. Asked for with one that waits, it
+            tells whether the device is away or the block is lost.
+    """
 
     def __init__(self) -> None:
+        self.witness: Name | None = None
         self._since_ns: dict[Name, int] = {}
-        self._gave_ns = -1  # when the device last gave a block
 
     def __len__(self) -> int:
         return len(self._since_ns)
@@ -81,24 +87,21 @@ class Refused:
     def refused(self, name: Name, now_ns: int) -> None:
         """A block was refused for the first time."""
         self._since_ns.setdefault(name, now_ns)
+        if name == self.witness:
+            self.witness = None
 
-    def gave(self, now_ns: int) -> None:
-        """The device gave some block."""
-        self._gave_ns = now_ns
+    def gave(self, name: Name) -> None:
+        """The device gave this block."""
+        self.witness = name
 
     def due(self, now_ns: int) -> list[Name]:
-        """Blocks to ask for again now, oldest first. They are no longer waiting: `refused` once
-        more means for good where `may_give_up`."""
+        """Blocks to ask for again now, oldest first. They are no longer waiting."""
         found = [
             name for name, since in self._since_ns.items() if now_ns - since >= REFUSED_PAUSE_NS
         ]
         for name in found:
             del self._since_ns[name]
         return found
-
-    def may_give_up(self, asked_ns: int) -> bool:
-        """True when the device gave some block since about the first refusal."""
-        return self._gave_ns >= 0 and asked_ns - self._gave_ns <= 2 * REFUSED_PAUSE_NS
 
     def next_due_ns(self) -> int | None:
         """When the next one is due, None when nothing waits."""

@@ -34,6 +34,7 @@ from entresol_daemon.keys.receipts import (
 from entresol_daemon.keys.state import SECRET_BYTES, State, StoredTenant, TenantQuota
 from entresol_daemon.keys.store import KeyringStore
 from entresol_daemon.keys.tenant import (
+    USAGE_FIRST_BLOCKS,
     Tenant,
     TenantInfo,
     create_tenant,
@@ -56,6 +57,7 @@ TENANTS_MAX_DEFAULT = 1024
 NAMESPACES_PER_TENANT_MAX_DEFAULT = 1024
 DEK_VERSIONS_PER_TENANT_MAX = 64
 USAGE_STEP_BLOCKS = 1 << 20  # sealed blocks are written down so many at a time, ahead of use
+USAGE_AHEAD_BLOCKS = USAGE_FIRST_BLOCKS // 2  # left of them when the next are written down
 RECEIPTS_KEPT_MAX = 4096  # the oldest go first; their numbers are never given again
 
 
@@ -272,17 +274,17 @@ class Keyring(NamespaceNames):
             return version
 
     def note_sealed(self, name: str, version: int, blocks: int = 1) -> bool:
-        """Count block keys given out; memory only. True when `keep_usage` is due."""
+        """Count block keys given out; memory only. True when `keep_usage` is due, which is before
+        more were given out than are written down."""
         place = (name, version)
         used = self._used[place] = self._used.get(place, 0) + blocks
         stored = self._state.tenants.get(name)
         if stored is None or stored.active != version:
             return False  # erased or rotated meanwhile: this version's count ends here
-        return used > stored.deks[-1].sealed_blocks
+        return used + USAGE_AHEAD_BLOCKS > stored.deks[-1].sealed_blocks
 
     def sealed_blocks(self, name: str, version: int) -> int:
-        """Block keys given out under a version; after a restart rounded up, never down by more
-        than were given out between two writes."""
+        """Block keys given out under a version; after a restart rounded up."""
         return self._used.get((name, version), 0)
 
     def keep_usage(self, name: str) -> None:

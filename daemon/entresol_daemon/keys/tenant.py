@@ -26,6 +26,8 @@ from entresol_daemon.keys.state import (
 from entresol_proto.ids import TenantName
 from entresol_proto.status import KeyringError, Status
 
+USAGE_FIRST_BLOCKS = 1 << 10  # of a new DEK, counted as sealed before the first one is
+
 _RECEIPT_AAD = wrap_aad(KIND_RECEIPT, "", b"", 0)
 
 
@@ -116,9 +118,9 @@ def create_tenant(
 def wrap_dek(
     kek: KekProvider, name: str, stream: bytes, version: int, dek: bytes, now_unix_s: int
 ) -> StoredDek:
-    """The stored form of one DEK."""
+    """The stored form of a new DEK, with its first use written down ahead."""
     wrapped = kek.wrap(dek, wrap_aad(KIND_DEK, name, stream, version))
-    return StoredDek(version, now_unix_s, dek_fingerprint(dek), wrapped)
+    return StoredDek(version, now_unix_s, dek_fingerprint(dek), wrapped, USAGE_FIRST_BLOCKS)
 
 
 def unwrap_tenant(kek: KekProvider, stored: StoredTenant) -> Tenant:

@@ -19,6 +19,7 @@ from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
+from entresol_daemon.core.scrubbing import Refused
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.keys.keyring import Keyring
@@ -143,6 +144,7 @@ class Parts:
     census: VersionCensus
     codecs: CodecChooser
     residency: Residency
+    refused: Refused  # blocks the device would not give, until they have had their second chance
     scratch: SlabPool  # private plaintext on its way to being sealed; wiped after use
     leases: LeaseTable[Leased]
     room: Signal

@@ -2,11 +2,13 @@
 
 A latent error found here is a miss counted today instead of one met by a host next month, and tells
 the operator of a drive that goes bad. It needs no keys: record check and payload hash are enough,
-so a locked daemon scrubs too. What to read when is decided in `core.scrubbing`.
+so a locked daemon scrubs too. What to read when is decided in `core.scrubbing`. A block that a get
+was refused is asked for again a minute later, between cycles and with cycles switched off too: as
+long as it stays, every get of it fails and no put can replace it.
 
 Invariants: one read of at most STEP_BYTES_MAX (or one block) is under way at a time; a block leaves
 the index only when what is on flash was read twice and is not the block, or the device refused it
-twice, a minute apart, while it gave others; a restart goes on where the last one was.
+twice, a minute apart, and gave another the second time; a restart goes on where the last one was.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from entresol_daemon.core.scrubbing import (
     Name,
     Pace,
     Progress,
-    Refused,
     steps,
 )
 from entresol_daemon.flash.index import ABSENT
@@ -38,6 +39,7 @@ from entresol_proto.status import EntresolError, Status
 
 CHANCES_NS_MAX = 3 * REFUSED_PAUSE_NS  # a cycle waits so long for refused blocks
 SAVE_NS = 60_000_000_000
+CHANCE_BYTES_PER_S = 1 << 20  # at which refused blocks are asked for again where cycles are off
 _VERSION = 1
 
 log = logging.getLogger("entresol.scrub")
@@ -62,7 +64,7 @@ class Scrubber:
         self._removal = removal
         self._busy = busy
         self._file = file
-        self._refused = Refused()
+        self._refused = parts.refused
         self._saved_ns = 0
         self._wanted = asyncio.Event()
         self._under_way = False
@@ -91,8 +93,8 @@ class Scrubber:
         return min(1.0, progress.segment * engine.segment_bytes / engine.capacity_bytes)
 
     def start(self) -> None:
-        """Begin, unless it is off."""
-        if self.on and self._task is None:
+        """Begin; with cycles switched off, only what gets were refused is looked at."""
+        if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="scrubber")
 
     def begin_now(self) -> bool:
@@ -100,7 +102,7 @@ class Scrubber:
 
         Raises: EntresolError when the scrubber is off.
         """
-        if self._task is None or self._task.done():
+        if not self.on or self._task is None or self._task.done():
             raise EntresolError(
                 "the scrubber is off",
                 hint="set [flash] scrub_bytes_per_s and restart the daemon",
@@ -142,16 +144,22 @@ class Scrubber:
                 await self._wanted.wait()
 
     async def _until_due(self) -> None:
+        """Until a cycle is due; meanwhile, what gets were refused has its second chance."""
+        pace = self._pace()
         while not self._wanted.is_set():
             wait_ns = self.progress.due_in_ns(self._parts.unix_ns())
-            if not wait_ns:
+            if self.on and not wait_ns:
                 break
-            await self._sleep(wait_ns)
+            await self._sleep(min(wait_ns, REFUSED_PAUSE_NS) if self.on else REFUSED_PAUSE_NS)
+            await self._second_chances(pace, wait=False)
         self._wanted.clear()
+
+    def _pace(self) -> Pace:
+        return Pace(self._parts.config.flash.scrub_bytes_per_s or CHANCE_BYTES_PER_S)
 
     async def _cycle(self) -> None:
         parts, progress = self._parts, self.progress
-        pace = Pace(parts.config.flash.scrub_bytes_per_s)
+        pace = self._pace()
         if progress.resting:
             progress.begin(parts.unix_ns())
         log.info("event=scrub_begins segment=%d", progress.segment)
@@ -183,7 +191,7 @@ class Scrubber:
             at += many
             await self._second_chances(pace, wait=False)
             await self._pause(pace, size)
-            await self._step([name for name in names if name is not None], first=True)
+            await self._step([name for name in names if name is not None])
 
     async def _pause(self, pace: Pace, size_bytes: int) -> None:
         """Until a step of this size may be taken."""
@@ -192,31 +200,31 @@ class Scrubber:
             await asyncio.sleep(wait_ns / 1e9)
         pace.took(now_ns(), size_bytes)
 
-    async def _step(self, names: list[Name], *, first: bool) -> None:
-        """Read and judge these blocks, those of them that are still there."""
+    async def _step(self, names: list[Name], *, again: Name | None = None) -> None:
+        """Read and judge these blocks, those of them that are still there. `again`: one that was
+        refused before; it is lost if the device gives another of them and not this one."""
         parts = self._parts
         find = parts.engine.index.find
         slots = [slot for name in names if (slot := find(*name)) != ABSENT]
         if not slots:
             return
         size = sum(extent_bytes(parts.engine.index.m_sealed_bytes[slot]) for slot in slots)
-        bad = await parts.engine.scrub(slots)
+        bad = dict(await parts.engine.scrub(slots))
         now_ns = parts.now_ns()
         self.scrubbed_bytes += size
         parts.metrics.scrubbed_bytes.inc(size)
         # From here to the end without a pause: the slots are those that were read.
-        if len(bad) < len(slots):
-            self._refused.gave(now_ns)
-        for slot, status in bad:
+        good = [name for slot in slots if slot not in bad and (name := _name(parts, slot))]
+        for slot, status in bad.items():
             name = _name(parts, slot)
             if name is None:
                 continue
-            if status is Status.CORRUPT:
+            if status is Status.CORRUPT or (name == again and good):
                 self._drop(slot, status)
-            elif first or not self._refused.may_give_up(now_ns):
-                self._refused.refused(name, now_ns)
             else:
-                self._drop(slot, status)
+                self._refused.refused(name, now_ns)
+        if good:
+            self._refused.gave(good[-1])
         if self._refused.full:
             log.error("event=scrub_device_refuses blocks=%d effect=asked_later", len(self._refused))
             self._refused.forget()
@@ -236,7 +244,8 @@ class Scrubber:
                 slot = parts.engine.index.find(*name)
                 if slot != ABSENT:
                     await self._pause(pace, extent_bytes(parts.engine.index.m_sealed_bytes[slot]))
-                    await self._step([name], first=False)
+                    witness = self._refused.witness
+                    await self._step([name] if witness is None else [name, witness], again=name)
         if wait:
             self._refused.forget()  # the device gave nothing meanwhile: another cycle asks again
 

@@ -26,6 +26,7 @@ from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.core.residency import Residency
+from entresol_daemon.core.scrubbing import Refused
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
@@ -166,6 +167,7 @@ class Shard:
                 policy=config.sealing.codec, link_bytes_per_s=config.sealing.link_bytes_per_s
             ),
             residency=Residency(pool, accounts.weight_of),
+            refused=Refused(),
             scratch=SlabPool(
                 SCRATCH_BYTES_MAX, config.memory.slab_bytes, surroundings.make_private
             ),

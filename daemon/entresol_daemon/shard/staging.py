@@ -107,6 +107,7 @@ class Staging:
         parts = self._parts
         outcomes = []
         freed = False
+        given: Resident | None = None
         for resident, status in zip(residents, statuses, strict=True):
             if resident.state is ResidentState.DEAD:
                 status = Status.MISS  # removed while it was read; what was read says nothing
@@ -117,10 +118,16 @@ class Staging:
                 self._removal.corrupt(resident, where="flash")
             if status is not Status.OK:
                 parts.residency.kill(resident)
+            if status is Status.OK:
+                given = resident
+            elif status is Status.IO_ERROR and not parts.refused.full:
+                parts.refused.refused((resident.namespace_id, resident.wire_key), parts.now_ns())
             outcomes.append(status)
             future.set_result(status)
             parts.residency.unpin(resident)
             freed |= resident.pins == 0
+        if given is not None:
+            parts.refused.gave((given.namespace_id, given.wire_key))
         parts.meters.staged(outcomes, parts.now_ns() - started_ns)
         if freed:
             parts.room.notify()
