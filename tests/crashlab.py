@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from entresol_daemon.compute import InlineCompute
 from entresol_daemon.flash import checkpoint
-from entresol_daemon.flash.device import BLOCK, IoOp
+from entresol_daemon.flash.device import BLOCK, Check, IoOp, checked
 from entresol_daemon.flash.engine import Engine, EngineOptions, Removed, RemoveReason
 from entresol_daemon.flash.evict import Evictor
 from entresol_daemon.flash.index import Slots
@@ -144,7 +144,7 @@ class ImageDevice:
         self._base = memoryview(base)
         self._sectors = sectors
 
-    async def read(self, ops: Sequence[IoOp]) -> list[Status]:
+    async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         sectors = self._sectors
         for op in ops:
             offset, view = op.offset_bytes, op.view
@@ -155,7 +155,7 @@ class ImageDevice:
                 piece = sectors.get(first + number)
                 if piece is not None:
                     view[number * BLOCK : (number + 1) * BLOCK] = piece
-        return [Status.OK] * len(ops)
+        return checked([Status.OK] * len(ops), check)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
         for op in ops:

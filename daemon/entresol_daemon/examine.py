@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer, checked
 from entresol_daemon.flash.opening import check_fit, read_superblock
 from entresol_daemon.flash.resolve import resolve
 from entresol_daemon.flash.segment import (
@@ -101,8 +101,9 @@ class ReadOnlyFile:
         """Leave no trace in the page cache."""
         os.posix_fadvise(self._fd, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
-    async def read(self, ops: Sequence[IoOp]) -> list[Status]:
-        return [Status.OK if self.fill(op.offset_bytes, op.view) else Status.IO_ERROR for op in ops]
+    async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
+        filled = [self.fill(op.offset_bytes, op.view) for op in ops]
+        return checked([Status.OK if one else Status.IO_ERROR for one in filled], check)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
         raise AssertionError("an examiner never writes")

@@ -26,8 +26,8 @@ from entresol_daemon.control.http import HttpServer
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.control.listener import ControlListener
 from entresol_daemon.fabrics import open_fabrics
-from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine, EngineOptions
+from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import clear_on_free, sweep

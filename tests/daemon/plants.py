@@ -6,9 +6,11 @@ Called by name before the daemon starts, in its own process only.
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from entresol_daemon.flash import device
+from entresol_daemon.flash import file_device
 from entresol_daemon.flash import writer as flash_writer
+from entresol_daemon.flash.device import Check
 from entresol_daemon.flash.group import Pending
 from entresol_daemon.keys import keyring
 from entresol_daemon.shard import gets, shard
@@ -66,12 +68,12 @@ def keeps_leases() -> None:
 
 def dies_of_reads() -> None:
     """A failed read of flash ends the process."""
-    read_job = device._read_job
+    read_job = file_device._read_job
 
-    def brittle(fd: int, runs: list[device._Run]) -> list[int]:
-        failed = read_job(fd, runs)
-        if failed:
+    def brittle(fd: int, runs: list[file_device._Run], check: Check | None = None) -> Any:
+        failed = read_job(fd, runs, check)
+        if any(status is Status.IO_ERROR for _, status in failed):
             os._exit(1)
         return failed
 
-    device._read_job = brittle
+    file_device._read_job = brittle

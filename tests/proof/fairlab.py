@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from entresol_daemon.config import Config, FlashConfig, LimitsConfig, MemoryConfig, SealingConfig
-from entresol_daemon.flash import device
-from entresol_daemon.flash.device import IoOp
+from entresol_daemon.flash import file_device
+from entresol_daemon.flash.device import Check, IoOp, checked
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.sim import SimDevice
 from entresol_daemon.keys.keyring import Keyring, TenantQuota
@@ -148,19 +148,19 @@ class RatedDevice(SimDevice):
         self._reading = 0
         self._read_at = -1.0
 
-    async def read(self, ops: Sequence[IoOp]) -> list[Status]:
+    async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         self._reading += 1
-        await self._work(device._jobs(device._runs(ops, self.size_bytes), IO_THREADS))
+        await self._work(file_device._jobs(file_device._runs(ops, self.size_bytes), IO_THREADS))
         self._reading -= 1
         self._read_at = asyncio.get_running_loop().time()
-        return [self._read_one(op) for op in ops]
+        return checked([self._read_one(op) for op in ops], check)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        for batch in device.write_batches(device._runs(ops, self.size_bytes)):
+        for batch in file_device.write_batches(file_device._runs(ops, self.size_bytes)):
             since = asyncio.get_running_loop().time() - self._read_at
-            lately = self._reading > 0 or since < device.READS_LATELY_S
-            threads = device.write_threads(IO_THREADS, reads=lately)
-            await self._work(device._jobs(batch, threads))
+            lately = self._reading > 0 or since < file_device.READS_LATELY_S
+            threads = file_device.write_threads(IO_THREADS, reads=lately)
+            await self._work(file_device._jobs(batch, threads))
         await super().write(ops)
 
     async def flush(self) -> None:

@@ -20,15 +20,9 @@ import pytest
 from flashlab import NAMESPACES, OPTIONS, get, key_of, put
 
 from entresol_daemon.compute import ThreadCompute
-from entresol_daemon.flash.device import (
-    BLOCK,
-    RUN_BYTES_MAX,
-    FileDevice,
-    IoOp,
-    aligned_buffer,
-    round_up,
-)
+from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer, round_up
 from entresol_daemon.flash.engine import Engine, RecoveryKind
+from entresol_daemon.flash.file_device import RUN_BYTES_MAX, FileDevice
 from entresol_proto.status import DeviceError, Status
 
 SIZE = 16 << 20
@@ -241,6 +235,42 @@ async def test_one_bad_block_fails_one_operation(
         ops = [IoOp(n * BLOCK, aligned_buffer(BLOCK)) for n in range(8)]
         statuses = await device.read(ops)
         assert statuses == [Status.IO_ERROR if n == 5 else Status.OK for n in range(8)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+async def test_what_was_read_is_looked_at_once_and_whole(tmp_path: Path, threads: int) -> None:
+    """Also an op that several threads read, and only where the device gave it."""
+    sizes = [BLOCK, 3 * RUN_BYTES_MAX, 2 * BLOCK, RUN_BYTES_MAX, BLOCK]
+    source = aligned_buffer(sum(sizes))
+    source[:] = random.Random(4).randbytes(source.nbytes)
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    looked: list[int] = []
+    async with opened(tmp_path / "data", 2 * source.nbytes, io_threads=threads) as device:
+        await device.write([IoOp(0, source)])
+        ops = [IoOp(at, aligned_buffer(n)) for at, n in zip(starts, sizes, strict=True)]
+
+        def check(number: int) -> bool:
+            looked.append(number)
+            at, view = starts[number], ops[number].view
+            assert view == source[at : at + view.nbytes], "a part of it is not there yet"
+            return number not in (1, 4)
+
+        wanted = [Status.CORRUPT if n in (1, 4) else Status.OK for n in range(len(sizes))]
+        assert await device.read(ops, check) == wanted
+        assert sorted(looked) == list(range(len(sizes)))
+
+
+async def test_what_was_not_read_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(fd: int, views: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with opened(tmp_path / "data") as device:
+        monkeypatch.setattr(os, "preadv", broken)
+        for size in (BLOCK, 2 * RUN_BYTES_MAX):
+            ops = [IoOp(0, aligned_buffer(size))]
+            assert await device.read(ops, lambda number: False) == [Status.IO_ERROR]
 
 
 async def test_short_transfers_are_completed(

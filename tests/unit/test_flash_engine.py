@@ -24,7 +24,7 @@ from flashlab import (
 )
 
 from entresol_daemon.flash import checkpoint
-from entresol_daemon.flash.device import BLOCK, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, Check, aligned_buffer
 from entresol_daemon.flash.engine import (
     RECORD_HEADER_BYTES,
     Engine,
@@ -223,10 +223,10 @@ def test_an_eviction_waits_for_reads_in_flight() -> None:
     class SlowReads(SimDevice):
         gate: asyncio.Event | None = None
 
-        async def read(self, ops: Any) -> list[Status]:
+        async def read(self, ops: Any, check: Check | None = None) -> list[Status]:
             if self.gate is not None:
                 await self.gate.wait()
-            return await super().read(ops)
+            return await super().read(ops, check)
 
     async def life() -> None:
         device = SlowReads(device_bytes(10))

@@ -31,6 +31,9 @@ WAITING_MAX = 262_144  # units that wait in one queue, over all tenants
 FLOWS_REMEMBERED_MAX = 1_024  # then tenants whose last unit is past are forgotten
 CREDIT_ROOM = 4  # times as much may be in service for who was served less lately
 MEASURED_TARGETS = 4  # a pace is measured over so many times its target
+UNIT_TIMES = 3  # what is in service lasts so many times as long as a unit took at least,
+TARGETS_MAX = 4  # up to so many times the target
+LEAST_NS = 1_000_000_000  # a unit's least time is of the last one to two of these
 _SCALE = 1 << 20  # virtual time is whole: cost * _SCALE // weight
 
 
@@ -251,9 +254,12 @@ class Pace:
 
     What a busy resource gets done in `target_ns`: as it is faster or slower, more or less. With too
     little in service a resource is seen slower than it is; that corrects itself, because it still
-    gets more done in `target_ns` than was in service, as long as its latency is below that. What
-    passes between a unit's end and the next one's begin is added to the target; and while nothing
-    waits, a resource that gets little done may just have little to do.
+    gets more done in `target_ns` than was in service, as long as its latency is below that. So the
+    target is longer where units take long, even the quickest of them: with less than the product of
+    rate and latency in service a resource idles (Little's law; the least latency of a while as in
+    Cardwell et al., "BBR", 2016). What passes between a unit's end and the next one's begin is
+    added to the target; and while nothing waits, a resource that gets little done may just have
+    little to do.
     """
 
     def __init__(self, *, target_ns: int, cost_min: int, cost_max: int) -> None:
@@ -265,6 +271,8 @@ class Pace:
         self._since_ns = 0  # of the stretch being measured; it is busy all the time
         self._done = 0
         self._spare = False  # whether there was room for more during it
+        self._least_ns = self._least_before_ns = 0  # a unit took at least, 0 for not known
+        self._least_since_ns = 0
 
     def busy(self, now_ns: int) -> None:
         """Something is in service again, after nothing was."""
@@ -272,19 +280,36 @@ class Pace:
         self._done = 0
         self._spare = False
 
-    def done(self, cost: int, now_ns: int, *, lag_ns: int = 0, waiting: bool = True) -> None:
-        """A unit ended, and was seen to end `lag_ns` after it did; `waiting`: others wait."""
+    def done(
+        self, cost: int, now_ns: int, *, lag_ns: int = 0, waiting: bool = True, took_ns: int = 0
+    ) -> None:
+        """A unit ended after `took_ns` (0: not known), and was seen to end `lag_ns` after it did;
+        `waiting`: others wait."""
+        if took_ns:
+            self._note_time(took_ns, now_ns)
+        target_ns = self._target()
         self._done += cost
         self._spare |= not waiting
         least = self._cost_min
         self.cost = min(max(self.cost, least), self._cost_max)
         elapsed_ns = now_ns - self._since_ns
-        if elapsed_ns < MEASURED_TARGETS * self._target_ns:
+        if elapsed_ns < MEASURED_TARGETS * target_ns:
             return
-        seen = self._done * (self._target_ns + lag_ns) // elapsed_ns
+        seen = self._done * (target_ns + lag_ns) // elapsed_ns
         if seen < self.cost:
             smoothed = self.cost if self._spare else (self.cost + seen) // 2
         else:
             smoothed = seen
         self.cost = min(max(smoothed, least), self._cost_max)
         self.busy(now_ns)
+
+    def _note_time(self, took_ns: int, now_ns: int) -> None:
+        if now_ns - self._least_since_ns >= LEAST_NS:
+            self._least_before_ns, self._least_ns = self._least_ns, 0
+            self._least_since_ns = now_ns
+        self._least_ns = min(self._least_ns or took_ns, took_ns)
+
+    def _target(self) -> int:
+        known = [ns for ns in (self._least_ns, self._least_before_ns) if ns]
+        wanted = UNIT_TIMES * min(known, default=0)
+        return min(max(self._target_ns, wanted), TARGETS_MAX * self._target_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from entresol_daemon.flash.device import Device, IoOp
+from entresol_daemon.flash.device import Check, Device, IoOp
 from entresol_daemon.flash.model import EngineStats
 from entresol_proto.status import DeviceError, Status
 
@@ -31,10 +31,10 @@ class CountedDevice:
         self._stats = stats
         self._now_ns = now_ns
 
-    async def read(self, ops: Sequence[IoOp]) -> list[Status]:
+    async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         """See `Device.read`."""
-        statuses = await self._device.read(ops)
-        self._stats.refused_reads += sum(status is not Status.OK for status in statuses)
+        statuses = await self._device.read(ops, check)
+        self._stats.refused_reads += sum(status is Status.IO_ERROR for status in statuses)
         return statuses
 
     async def write(self, ops: Sequence[IoOp]) -> None:

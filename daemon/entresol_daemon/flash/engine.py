@@ -102,7 +102,7 @@ class Engine:
             device, superblock, options, compute, self.index, self._table, self.stats, log
         )
         self._reader = Reader(
-            device, compute, self.index, self._table, self._writer, self.stats,
+            device, self.index, self._table, self._writer, self.stats,
             options.verify_reads,
         )  # fmt: skip
         self._evictor = Evictor(
@@ -308,9 +308,9 @@ class Engine:
 
         OK: the sealed bytes follow the header's (wiped) RECORD_HEADER_BYTES, exactly as appended.
         MISS: the slot holds no block, or another one by now. CORRUPT: what is on flash is not the
-        record, asked twice; the caller removes it. IO_ERROR: the device refuses. BUSY or DRAINING:
-        no compute. With anything but OK the extent's content is undefined. The extents belong to
-        the caller, who leaves them alone until this returns.
+        record, asked twice; the caller removes it. IO_ERROR: the device refuses. With anything but
+        OK the extent's content is undefined. The extents belong to the caller, who leaves them
+        alone until this returns.
         """
         return await self._reader.read(ops)
 

@@ -163,7 +163,7 @@ class Evictor:
             end = at + extent_bytes(expected.sealed_bytes)
             items.append((slot, expected, scratch[at:end]))
             at = end
-        statuses = await self._reader.read([(slot, view) for slot, _, view in items], patient=True)
+        statuses = await self._reader.read([(slot, view) for slot, _, view in items])
         removed: list[Removed] = []
         moving: list[tuple[Expected, int, asyncio.Future[Status]]] = []
         for (slot, expected, view), status in zip(items, statuses, strict=True):

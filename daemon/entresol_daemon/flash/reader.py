@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from entresol_daemon.compute import Compute, ComputeError
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.index import Index, Slots
 from entresol_daemon.flash.model import COPY_BYTES_MAX, EngineStats
@@ -58,19 +57,12 @@ class Expected:
         )
 
 
-def _verify(
-    items: list[tuple[Expected, memoryview]], check_key: bytes, payloads: bool
-) -> list[bool]:
-    """Whether each buffer holds its record. Runs in a thread."""
-    good = []
-    for expected, view in items:
-        header = decode_record_header(view, check_key)
-        good.append(
-            header is not None
-            and expected.is_in(header)
-            and (not payloads or payload_hash(view, header.sealed_bytes) == header.payload_hash)
-        )
-    return good
+def _verify(expected: Expected, view: memoryview, check_key: bytes, payload: bool) -> bool:
+    """Whether a buffer holds its record. Runs in a thread."""
+    header = decode_record_header(view, check_key)
+    if header is None or not expected.is_in(header):
+        return False
+    return not payload or payload_hash(view, header.sealed_bytes) == header.payload_hash
 
 
 class Reader:
@@ -79,7 +71,6 @@ class Reader:
     def __init__(
         self,
         device: Device,
-        compute: Compute,
         index: Index,
         table: SegmentTable,
         writer: Writer,
@@ -87,7 +78,6 @@ class Reader:
         verify_payloads: bool,
     ) -> None:
         self._device = device
-        self._compute = compute
         self._index = index
         self._table = table
         self._writer = writer
@@ -113,11 +103,10 @@ class Reader:
         self,
         ops: Sequence[tuple[int, memoryview]],
         *,
-        patient: bool = False,
         payloads: bool = False,
     ) -> list[Status]:
-        """Whole records into whole extents; see `Engine.read`. `patient` never answers BUSY,
-        `payloads` are hashed even where reads do not."""
+        """Whole records into whole extents; see `Engine.read`. `payloads` are hashed even where
+        reads do not."""
         payloads = payloads or self._verify_payloads
         statuses = [Status.MISS] * len(ops)
         self._stats.reads += len(ops)
@@ -130,7 +119,7 @@ class Reader:
         todo = list(range(len(ops)))
         for attempt in range(READ_TRIES_MAX):
             self._stats.read_retries += len(todo) if attempt else 0
-            await self._attempt(ops, names, todo, statuses, patient, payloads)
+            await self._attempt(ops, names, todo, statuses, payloads)
             todo = [number for number in todo if statuses[number] is Status.CORRUPT]
             if not todo:
                 break
@@ -146,7 +135,6 @@ class Reader:
         names: list[tuple[bytes, bytes] | None],
         todo: list[int],
         statuses: list[Status],
-        patient: bool,
         payloads: bool,
     ) -> None:
         """Look the wanted slots up again (an eviction may have moved them) and read them."""
@@ -169,7 +157,7 @@ class Reader:
                 wanted.append((number, expected, extent))
         if wanted:
             items = [(expected, view) for _, expected, view in wanted]
-            found = await self._once(items, payloads, patient)
+            found = await self._once(items, payloads)
             for (number, _, view), status in zip(wanted, found, strict=True):
                 statuses[number] = status
                 if status is Status.OK:
@@ -193,9 +181,7 @@ class Reader:
                 end = at + extent_bytes(expected.sealed_bytes)
                 ops.append((slot, scratch[at:end]))
                 at = end
-            for (slot, _), status in zip(
-                ops, await self.read(ops, patient=True, payloads=True), strict=True
-            ):
+            for (slot, _), status in zip(ops, await self.read(ops, payloads=True), strict=True):
                 if status in (Status.CORRUPT, Status.IO_ERROR):
                     bad.append((slot, status))
         return bad
@@ -215,17 +201,20 @@ class Reader:
                 view = scratch[number * BLOCK : (number + 1) * BLOCK]
                 todo.append((number, self.expect(slot), view))
         if todo:
-            statuses = await self._once([(e, view) for _, e, view in todo], False, False)
+            statuses = await self._once([(e, view) for _, e, view in todo], False)
             for (number, _, view), status in zip(todo, statuses, strict=True):
                 if status is Status.OK:
                     result[number] = bytes(view)
         return result
 
-    async def _once(
-        self, items: list[tuple[Expected, memoryview]], payloads: bool, patient: bool
-    ) -> list[Status]:
+    async def _once(self, items: list[tuple[Expected, memoryview]], payloads: bool) -> list[Status]:
         """Read and verify; the segments cannot be freed meanwhile."""
         superblock = self._table.superblock
+        check_key = superblock.check_key
+
+        def check(number: int) -> bool:
+            return _verify(*items[number], check_key, payloads)
+
         for expected, _ in items:
             expected.segment.readers += 1
         try:
@@ -233,22 +222,7 @@ class Reader:
                 IoOp(superblock.segment_at(e.segment.index) + e.offset * BLOCK, view)
                 for e, view in items
             ]
-            statuses = await self._device.read(io)
-            arrived = [n for n, status in enumerate(statuses) if status is Status.OK]
-            args = ([items[n] for n in arrived], superblock.check_key, payloads)
-            try:
-                good = await self._compute.run(_verify, *args)
-            except ComputeError as error:
-                if patient:
-                    good = _verify(*args)
-                else:
-                    good = [True] * len(arrived)
-                    for n in arrived:
-                        statuses[n] = error.status
-            for n, is_good in zip(arrived, good, strict=True):
-                if not is_good:
-                    statuses[n] = Status.CORRUPT
-            return statuses
+            return await self._device.read(io, check)
         finally:
             for expected, _ in items:
                 expected.segment.readers -= 1

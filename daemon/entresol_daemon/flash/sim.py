@@ -17,7 +17,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from entresol_daemon.flash.device import BLOCK, IoOp
+from entresol_daemon.flash.device import BLOCK, Check, IoOp, checked
 from entresol_proto.status import DeviceError, Status
 
 TEAR = 512  # the unit a drive writes atomically
@@ -136,12 +136,12 @@ class SimDevice:
 
     # -- the Device protocol
 
-    async def read(self, ops: Sequence[IoOp]) -> list[Status]:
+    async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         try:
             await self._wait()
         except DeviceError:
             return [Status.IO_ERROR] * len(ops)
-        return [self._read_one(op) for op in ops]
+        return checked([self._read_one(op) for op in ops], check)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
         await self._wait()

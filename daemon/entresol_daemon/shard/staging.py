@@ -74,7 +74,7 @@ class Staging:
         reads, name = self.reads, account.name
         reads.arrive(name, account.weight, cost, started_ns)
         try:
-            await turns.take(account, cost)
+            turn_ns = await turns.take(account, cost)
         except BaseException as error:
             reads.give_up(name, cost)
             if not isinstance(error, EntresolError):
@@ -93,7 +93,7 @@ class Staging:
                 read_bytes = sum(map(_record_bytes, waited))
                 self._end(waited, statuses, started_ns)
         finally:
-            turns.give(cost)
+            turns.give(cost, turn_ns if read_bytes == cost else 0)
             reads.end(cost, read_bytes, self._parts.now_ns())
 
     async def _read(self, residents: list[Resident]) -> list[Status]:

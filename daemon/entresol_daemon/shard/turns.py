@@ -99,18 +99,21 @@ class Turns:
         """Turns there are at least, whatever their cost."""
         return self._gate.count_min
 
-    async def take(self, account: Account, cost: int, rank: int = GETS) -> None:
-        """Return when it is this tenant's turn; then `give` is owed. Raises: QuotaError (BUSY)."""
+    async def take(self, account: Account, cost: int, rank: int = GETS) -> int:
+        """Return when it is this tenant's turn, and what time it is; then `give` is owed.
+
+        Raises: QuotaError (BUSY).
+        """
         gate = self._gate
         if self._pace is not None and not gate.in_service:
             self._pace.busy(self._now_ns())
         if gate.enter(account.name, account.weight, cost):
-            return
+            return self._now_ns()
         turn = asyncio.get_running_loop().create_future()
         unit = gate.queue.push(account.name, account.weight, cost, turn, rank)
         self._begin_next()
         if turn.done():
-            return
+            return self._now_ns()
         try:
             await turn
         except asyncio.CancelledError:
@@ -119,15 +122,19 @@ class Turns:
             else:
                 unit.drop()
             raise
-        hop_ns = min(self._now_ns() - self._told_ns, HOP_NS_MAX)  # not a loop that hung
+        now_ns = self._now_ns()
+        hop_ns = min(now_ns - self._told_ns, HOP_NS_MAX)  # not a loop that hung
         self._hop_ns += (hop_ns - self._hop_ns) // HOPS_REMEMBERED
+        return now_ns
 
-    def give(self, cost: int) -> None:
-        """The work of a turn has ended."""
+    def give(self, cost: int, began_ns: int = 0) -> None:
+        """The work of a turn has ended. `began_ns`: what `take` returned, where the work was done
+        whole, and how long it took says something of the resource."""
         if self._pace is not None:
             self._told_ns = now_ns = self._now_ns()
             lag_ns, waiting = HOPS * self._hop_ns, len(self._gate.queue) > 0
-            self._pace.done(cost, now_ns, lag_ns=lag_ns, waiting=waiting)
+            took_ns = now_ns - began_ns if began_ns else 0
+            self._pace.done(cost, now_ns, lag_ns=lag_ns, waiting=waiting, took_ns=took_ns)
             self._gate.cost_max = self._pace.cost
         self._gate.done(cost)
         self._begin_next()

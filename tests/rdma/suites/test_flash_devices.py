@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from flashlab import Name, Oracle, device_bytes, get_all, open_engine
 
-from entresol_daemon.flash.device import FileDevice
 from entresol_daemon.flash.engine import Engine
+from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.flash.sim import Fault, FaultPlan
 from entresol_proto.status import DeviceError, FormatError, Status
 from tests.rdma import blockdev
