@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from entresol_client.results import RequestFailedError
 from entresol_proto.status import Status
-from entresol_proto.threads import started_pool
+from entresol_proto.threads import Pool
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -50,7 +49,7 @@ class ThreadWorkers:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._later = asyncio.Semaphore(threads)
-        self._pool = started_pool(threads, THREAD_NAME)
+        self._pool = Pool(threads, THREAD_NAME)
 
     async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """See `Workers.run_later`."""
@@ -60,26 +59,14 @@ class ThreadWorkers:
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """See `Workers.run`."""
         try:
-            job: Future[R] = self._pool.submit(fn, *args)
+            job = self._pool.submit(fn, *args)
         except RuntimeError:
             raise RequestFailedError(Status.DISCONNECTED, "the client is closed") from None
-        waiter = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(waiter)
-        except asyncio.CancelledError:
-            job.cancel()  # succeeds only while it is queued
-            while not waiter.done():
-                try:
-                    await asyncio.wait((waiter,))
-                except asyncio.CancelledError:
-                    continue  # cancelled once more; the thread is still at work
-            if not waiter.cancelled():
-                waiter.exception()  # the cancellation is what the caller hears of
-            raise
+        return await job.outcome()
 
     def close(self) -> None:
         """See `Workers.close`."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close(drop=True)
 
 
 class InlineWorkers:

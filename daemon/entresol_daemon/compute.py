@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.threads import started_pool
+from entresol_proto.threads import Job, Pool
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,6 +21,7 @@ Ts = TypeVarTuple("Ts")
 
 COMPUTE_PENDING_MAX = 4_096  # jobs submitted and not finished, in one pool
 COMPUTE_THREADS_MAX = 256
+CLOSING_LOOK_S = 0.001  # while jobs end
 COMPUTE_NICE = 10  # where processors are short the event loop goes first
 
 
@@ -67,9 +67,9 @@ class ThreadCompute:
             raise ValueError(f"threads is {threads}, not 1..{COMPUTE_THREADS_MAX}")
         self.threads = threads
         self._pending_max = pending_max
-        self._pending: set[Future[object]] = set()
+        self._pending: set[Job[Any]] = set()
         self._closed = False
-        self._pool = started_pool(threads, "entresol-compute", nice=COMPUTE_NICE)
+        self._pool = Pool(threads, "entresol-compute", nice=COMPUTE_NICE)
 
     @property
     def pending(self) -> int:
@@ -82,25 +82,12 @@ class ThreadCompute:
             raise ComputeError("the compute pool is closed", status=Status.DRAINING)
         if len(self._pending) >= self._pending_max:
             raise ComputeError(f"{self._pending_max} compute jobs are pending already")
-        job: Future[R] = self._pool.submit(fn, *args)
-        self._pending.add(job)  # type: ignore[arg-type]
-        waiter = asyncio.wrap_future(job)
-        cancelled: asyncio.CancelledError | None = None
+        job = self._pool.submit(fn, *args)
+        self._pending.add(job)
         try:
-            while not waiter.done():
-                try:
-                    # asyncio.wait leaves the waiter alone when we are cancelled.
-                    await asyncio.wait((waiter,))
-                except asyncio.CancelledError as error:
-                    cancelled = error
-                    job.cancel()  # succeeds only while no thread has begun it
+            return await job.outcome()
         finally:
             self._pending.discard(job)
-        if cancelled is not None:
-            if not waiter.cancelled():
-                waiter.exception()  # seen: the cancellation is what the caller hears of
-            raise cancelled
-        return waiter.result()
 
     async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """See `Compute.map`."""
@@ -125,8 +112,8 @@ class ThreadCompute:
         """See `Compute.close`."""
         self._closed = True
         while self._pending:
-            await asyncio.wait([asyncio.wrap_future(job) for job in self._pending])
-        self._pool.shutdown(wait=True)  # the threads are idle: this only joins them
+            await asyncio.sleep(CLOSING_LOOK_S)
+        self._pool.close()  # the threads are idle: this only joins them
 
 
 class InlineCompute:

@@ -1,52 +1,311 @@
-"""Pools of threads that are all there from the start.
+"""Pools of threads that an event loop hands work to, and hears from at once.
 
-The library's pool starts a thread when work is handed over. Where that fails (no memory, a limit on
-processes) it raises after it queued the work, which another thread may still do: into a buffer that
-its owner believes to be his own again.
+Two things the library's pool does not do. It starts a thread when work is handed over; where that
+fails (no memory, a limit on processes) it raises after it queued the work, which another thread may
+still do: into a buffer that its owner believes to be his own again. And it tells the loop of every
+result by a call of its own, a write to the loop's descriptor while the interpreter's lock is held:
+on a virtual machine, where waking another processor takes 100 us, that was two fifths of all the
+time the daemon held the lock.
 
-Invariant: handing work to a pool made here never starts a thread, so that it raises only when the
-pool is closed, and nothing of what raised is ever run.
+Here all threads are there from the start, results gather in a list of their loop, and one write,
+without the lock, wakes the loop for as many as have come.
+
+Invariants: handing work over never starts a thread, and raises only when the pool is closed, and
+nothing of what raised is ever run; when `Job.outcome` returned or raised, no thread touches what
+the job was given, cancelled or not; a job that was cancelled before a thread began it never runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import queue
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from entresol_proto.status import EntresolError, Status
 
-START_SECONDS_MAX = 30.0
+R = TypeVar("R")
 
 
-def started_pool(threads: int, name: str, *, nice: int = 0) -> ThreadPoolExecutor:
-    """A pool of so many running threads. Raises: EntresolError (BUSY) when they cannot be had.
+class Job(Generic[R]):
+    """A call handed over to a pool. Belongs to the loop it was handed over on."""
 
-    `nice`: how far they give way to the other threads of the process where processors are short
+    __slots__ = (
+        "_again", "_args", "_begin", "_begun", "_ended", "_error", "_fn", "_future", "_home",
+        "_value",
+    )  # fmt: skip
+
+    def __init__(self, home: _Home, fn: Callable[..., R], args: tuple[Any, ...]) -> None:
+        """Use `Pool.submit`."""
+        self._home = home
+        self._fn: Callable[..., R] | None = fn
+        self._args = args
+        self._begin = [True]  # whoever takes it decides: a thread, or `cancel`
+        self._begun = False
+        self._ended = False  # the loop knows that no thread is at it, nor will be
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._again: asyncio.Future[None] | None = None
+
+    def cancel(self) -> bool:
+        """On its loop: true when no thread had begun it; then none will."""
+        if not self._taken():
+            return False
+        self._fn, self._args = None, ()
+        self._ended = True
+        self._future.cancel()
+        return True
+
+    @property
+    def begun(self) -> bool:
+        """On its loop, once it has ended: whether a thread was ever at it."""
+        return self._begun
+
+    async def outcome(self, on_cancel: Callable[[], None] | None = None) -> R:
+        """What the call returned; raises what it raised. For one caller, once.
+
+        When the caller is cancelled, so is the job if no thread has begun it; otherwise this waits
+        for its end before it raises, however often it is cancelled meanwhile. `on_cancel` is called
+        first then: it may tell the call to be quick.
+        """
+        try:
+            return await self._future
+        except asyncio.CancelledError:
+            if not self.cancel() and not self._ended and on_cancel is not None:
+                on_cancel()
+            while not self._ended:
+                self._again = asyncio.get_running_loop().create_future()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._again
+            raise
+
+    def _taken(self) -> bool:
+        try:
+            self._begin.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        """In a thread of the pool."""
+        if not self._taken():
+            self._home.ended(self)  # cancelled meanwhile
+            return
+        self._begun = True
+        assert self._fn is not None
+        try:
+            self._value = self._fn(*self._args)
+        except StopIteration as error:  # no future takes it
+            self._error = RuntimeError(f"the call raised {error!r}")
+        except BaseException as error:
+            self._error = error
+        self._fn, self._args = None, ()
+        self._home.ended(self)
+
+    def _tell(self) -> None:
+        """On the loop: the thread is done with it."""
+        self._ended = True
+        value, self._value = self._value, None
+        error, self._error = self._error, None
+        if not self._begun:
+            self._future.cancel()  # its pool was closed
+        elif not self._future.done():
+            if error is None:
+                self._future.set_result(value)
+            else:
+                self._future.set_exception(error)
+        elif self._again is not None and not self._again.done():
+            self._again.set_result(None)
+
+
+class _Home:
+    """Where jobs of one loop come back to, from the first of its pools to the last."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.pools: set[Pool] = set()  # open ones that were handed work on this loop
+        self.jobs = 0  # handed over and not come back
+        self._ended: deque[Job[Any]] = deque()
+        self._called = False  # the loop was woken and has not come yet
+        self._lock = threading.Lock()  # of the descriptor
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._loop = weakref.ref(loop)
+        loop.add_reader(self._fd, self._come)
+        weakref.finalize(loop, self.close)
+
+    def ended(self, job: Job[Any]) -> None:
+        """From a thread: this one has ended."""
+        self._ended.append(job)
+        if not self._called:
+            self._called = True
+            with self._lock:
+                if self._fd >= 0:
+                    os.eventfd_write(self._fd, 1)
+
+    def leave(self, pool: Pool) -> None:
+        """From any thread: this pool is closed."""
+        with _homes_lock:
+            self.pools.discard(pool)
+        loop = self._loop()
+        if loop is None or self.pools:
+            return
+        try:
+            if asyncio._get_running_loop() is loop:
+                self._retire()
+            else:
+                loop.call_soon_threadsafe(self._retire)
+        except RuntimeError:  # the loop is closed
+            self.close()
+
+    def close(self) -> None:
+        """Whoever still works for this loop is not heard. Idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _come(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        self._called = False  # before the look: what ends after it calls again
+        ended = self._ended
+        while ended:
+            self.jobs -= 1
+            ended.popleft()._tell()
+        if not self.pools:
+            self._retire()
+
+    def _retire(self) -> None:
+        """On the loop: nobody comes back here any more."""
+        loop = self._loop()
+        if loop is None or self._fd < 0:
+            return
+        with _homes_lock:
+            if self.pools or self.jobs:
+                return
+            if _homes.get(loop) is self:
+                del _homes[loop]
+        loop.remove_reader(self._fd)
+        self.close()
+
+
+_homes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Home] = weakref.WeakKeyDictionary()
+_homes_lock = threading.Lock()
+
+
+def _home_of(pool: Pool) -> _Home:
+    """Of the running loop, with one more job of this pool."""
+    loop = asyncio.get_running_loop()
+    with _homes_lock:
+        found = _homes.get(loop)
+        if found is None:
+            found = _homes[loop] = _Home(loop)
+        found.pools.add(pool)
+        found.jobs += 1
+    return found
+
+
+class Pool:
+    """So many running threads. May be used from several loops. `close` it.
+
+    `nice`: how far the threads give way to the others of the process where processors are short
     (Linux has a priority per thread); left as it is where a sandbox forbids to change it.
+    Raises: EntresolError (BUSY) when the threads cannot be had.
     """
-    pool = ThreadPoolExecutor(threads, name, _give_way, (nice,))
-    # Each waits until all are there, so that none is given two of these.
-    gate = threading.Barrier(threads + 1)
-    waits = []
-    try:
-        for _ in range(threads):
-            waits.append(pool.submit(gate.wait, START_SECONDS_MAX))
-        gate.wait(START_SECONDS_MAX)
-    except (RuntimeError, MemoryError) as error:  # BrokenBarrierError is one
-        gate.abort()
-        pool.shutdown(wait=True, cancel_futures=True)
-        for wait in waits:
-            if not wait.cancelled():
-                wait.exception()  # the broken barrier
-        raise EntresolError(
-            f"cannot start {threads} threads: {error or 'no time'}",
-            hint="raise the limits on memory and processes, or configure fewer threads",
-            status=Status.BUSY,
-        ) from None
-    return pool
+
+    def __init__(self, threads: int, name: str, *, nice: int = 0) -> None:
+        self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._dropped = False  # what is queued is given up
+        self._lock = threading.Lock()  # between `submit` and `close`
+        self._homes: set[_Home] = set()  # of the loops that handed work over
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(threads):
+                # One that nobody closed must not keep its process from ending.
+                thread = threading.Thread(
+                    target=self._work, args=(nice,), name=f"{name}_{number}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except (RuntimeError, MemoryError) as error:
+            self.close()
+            raise EntresolError(
+                f"cannot start {threads} threads: {error or 'no memory'}",
+                hint="raise the limits on memory and processes, or configure fewer threads",
+                status=Status.BUSY,
+            ) from None
+
+    def submit(self, fn: Callable[..., R], *args: Any) -> Job[R]:
+        """Hand a call over. On an event loop. Raises: RuntimeError when the pool is closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            home = _home_of(self)
+            job = Job(home, fn, args)
+            self._homes.add(home)
+            self._queue.put(job)
+        return job
+
+    async def run(self, fn: Callable[..., R], *args: Any) -> R:
+        """`fn(*args)` in a thread; see `Job.outcome`. Raises: RuntimeError when closed."""
+        return await self.submit(fn, *args).outcome()
+
+    def close(self, *, wait: bool = True, drop: bool = False) -> None:
+        """End the threads after what is queued; `drop` gives that up. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed, self._dropped = True, drop
+                for _ in self._threads:
+                    self._queue.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+        with self._lock:
+            homes, self._homes = self._homes, set()
+        for home in homes:
+            home.leave(self)
+
+    def _work(self, nice: int) -> None:
+        _give_way(nice)
+        while (job := self._queue.get()) is not None:
+            if self._dropped:
+                job._home.ended(job)
+            else:
+                job._run()
+            del job  # and with it what it was given
+
+
+async def all_outcomes(jobs: Sequence[Job[R]]) -> list[R]:
+    """What all of them returned, once all have ended; else the first error. A caller who is
+    cancelled waits for those that had begun."""
+    results: list[R] = []
+    errors: list[Exception] = []
+    cancelled: asyncio.CancelledError | None = None
+
+    def cancel_all() -> None:
+        for job in jobs:
+            job.cancel()
+
+    for job in jobs:
+        try:
+            results.append(await job.outcome(cancel_all))
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+            cancel_all()
+        except Exception as error:
+            errors.append(error)
+    if cancelled is not None:
+        raise cancelled
+    if errors:
+        raise errors[0]
+    return results
 
 
 def _give_way(nice: int) -> None:

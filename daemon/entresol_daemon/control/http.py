@@ -13,11 +13,10 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from entresol_daemon.metrics import CONTENT_TYPE, Metrics
-from entresol_proto.threads import started_pool
+from entresol_proto.threads import Pool
 
 log = logging.getLogger("entresol.http")
 
@@ -73,7 +72,7 @@ class HttpServer:
         self._request_deadline_s = request_deadline_s
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._renderer: ThreadPoolExecutor | None = None
+        self._renderer: Pool | None = None
         self._routes = {
             "/metrics": self._get_metrics,
             "/healthz": self._get_health,
@@ -93,7 +92,7 @@ class HttpServer:
         self._server = await asyncio.start_server(
             self._accept, self._host, self._port, limit=REQUEST_BYTES_MAX, backlog=BACKLOG
         )
-        self._renderer = started_pool(1, "entresol-http")
+        self._renderer = Pool(1, "entresol-http")
         log.info("event=http_listening host=%s port=%d", self._host, self.port)
 
     async def close(self) -> None:
@@ -107,7 +106,7 @@ class HttpServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await server.wait_closed()
         if self._renderer is not None:
-            self._renderer.shutdown(wait=True, cancel_futures=True)
+            self._renderer.close(drop=True)
             self._renderer = None
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,8 +155,7 @@ class HttpServer:
     async def _get_metrics(self) -> _Reply:
         assert self._renderer is not None
         self._metrics.refresh()
-        loop = asyncio.get_running_loop()
-        page = await loop.run_in_executor(self._renderer, self._metrics.render)
+        page = await self._renderer.run(self._metrics.render)
         return _Reply(200, page, CONTENT_TYPE)
 
     async def _get_health(self) -> _Reply:

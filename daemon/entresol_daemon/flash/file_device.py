@@ -8,7 +8,6 @@ batches, never single small hand-overs.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -19,14 +18,13 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer
 from entresol_proto.status import DeviceError, Status
-from entresol_proto.threads import started_pool
+from entresol_proto.threads import Pool, all_outcomes
 
 log = logging.getLogger("entresol.flash")
 
@@ -186,25 +184,6 @@ def _write_job(fd: int, runs: list[_Run]) -> None:
                 views = _advance(views, done)
 
 
-async def _settle(futures: Sequence[asyncio.Future[_T]]) -> list[_T]:
-    """Wait for all futures, even when cancelled: threads must be off the caller's buffers first."""
-    cancelled: asyncio.CancelledError | None = None
-    while not all(future.done() for future in futures):
-        try:
-            await asyncio.wait(futures)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        for future in futures:
-            future.exception()  # retrieved: a cancelled caller does not want it
-        raise cancelled
-    errors = [future.exception() for future in futures]
-    for found in errors:
-        if found is not None:
-            raise found
-    return [future.result() for future in futures]
-
-
 class FileDevice:
     """A regular file or raw block device, driven by `preadv`/`pwritev` from its own threads."""
 
@@ -214,7 +193,7 @@ class FileDevice:
         size_bytes: int,
         name: str,
         direct: bool,
-        pool: ThreadPoolExecutor,
+        pool: Pool,
         threads: int,
     ) -> None:
         """Use `open`."""
@@ -246,14 +225,13 @@ class FileDevice:
         """
         if not 1 <= io_threads <= IO_THREADS_MAX:
             raise DeviceError(f"io_threads is {io_threads}", hint=f"use 1 to {IO_THREADS_MAX}")
-        pool = started_pool(io_threads, "entresol-io")
-        loop = asyncio.get_running_loop()
+        pool = Pool(io_threads, "entresol-io")
         try:
-            fd, size, is_direct = await loop.run_in_executor(
-                pool, _open_blocking, str(path), size_bytes, create, direct
+            fd, size, is_direct = await pool.run(
+                _open_blocking, str(path), size_bytes, create, direct
             )
         except BaseException:
-            pool.shutdown(wait=False)
+            pool.close(wait=False)
             raise
         return cls(fd, size, str(path), is_direct, pool, io_threads)
 
@@ -269,9 +247,7 @@ class FileDevice:
                     statuses[number] = status
             if cut and check is not None:  # now that all pieces of those are there
                 late = [n for n in cut if statuses[n] is Status.OK]
-                loop = asyncio.get_running_loop()
-                bad = loop.run_in_executor(self._pool, _refused, check, late)
-                for number in (await _settle([bad]))[0]:
+                for number in await self._pool.run(_refused, check, late):
                     statuses[number] = Status.CORRUPT
         finally:
             self._reading -= 1
@@ -285,9 +261,8 @@ class FileDevice:
             await self._each(_write_job, _jobs(batch, threads), "write")
 
     async def flush(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await _settle([loop.run_in_executor(self._pool, os.fdatasync, self._fd)])
+            await self._pool.run(os.fdatasync, self._fd)
         except OSError as error:
             raise _device_error("flush", self.name, error) from error
 
@@ -296,19 +271,18 @@ class FileDevice:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        self._pool.shutdown(wait=True)
+        self._pool.close()
         os.close(fd)
 
     async def _each(
         self, work: Callable[..., _T], jobs: list[list[_Run]], what: str, *more: object
     ) -> list[_T]:
         """`work(fd, job, *more)` of every job, each in a thread."""
-        loop = asyncio.get_running_loop()
         if not jobs[0]:
             return []
-        futures = [loop.run_in_executor(self._pool, work, self._fd, job, *more) for job in jobs]
+        handed = [self._pool.submit(work, self._fd, job, *more) for job in jobs]
         try:
-            return await _settle(futures)
+            return await all_outcomes(handed)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 raise ValueError(f"{what}: a buffer is not aligned to {BLOCK} bytes") from error

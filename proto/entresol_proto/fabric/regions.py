@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ import numpy.typing as npt
 from entresol_proto import limits, native
 from entresol_proto.fabric.memory import F_SEAL_SHRINK, seals_of
 from entresol_proto.status import EntresolError, FabricError, Status
-from entresol_proto.threads import started_pool
+from entresol_proto.threads import Job, Pool
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -159,14 +158,14 @@ class SharedPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
 
     def acquire(self) -> None:
         """An endpoint begins to use the pool. Raises: FabricError when there are no threads."""
         with self._lock:
             if self._pool is None:
                 try:
-                    self._pool = started_pool(POOL_THREADS, "entresol-shm")
+                    self._pool = Pool(POOL_THREADS, "entresol-shm")
                 except EntresolError as error:
                     text = Exception.__str__(error)
                     raise FabricError(text, hint=error.hint, status=error.status) from None
@@ -178,10 +177,10 @@ class SharedPool:
             self._users -= 1
             assert self._users >= 0
             if not self._users and self._pool is not None:
-                self._pool.shutdown(wait=False)
+                self._pool.close(wait=False)
                 self._pool = None
 
-    def submit(self, function: Callable[..., T], *args: object) -> Future[T]:
+    def submit(self, function: Callable[..., T], *args: object) -> Job[T]:
         """Run in a worker thread; only between `acquire` and `release`."""
         with self._lock:
             assert self._users > 0

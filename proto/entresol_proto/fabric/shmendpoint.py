@@ -9,7 +9,6 @@ crash the other side with what it gives (regions.py).
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import secrets
@@ -40,6 +39,7 @@ from entresol_proto.fabric.regions import (
 )
 from entresol_proto.fabric.shmlink import Kind, Message, ShmLink
 from entresol_proto.status import FabricError, ProtocolError, Status
+from entresol_proto.threads import Job
 
 _log = logging.getLogger("entresol.fabric")
 
@@ -185,20 +185,18 @@ class ShmEndpoint:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _task: POOL.release())
 
-    async def _map(
-        self, rkey: int, fd: int, length: int, mapping: concurrent.futures.Future[PeerRegion]
-    ) -> None:
+    async def _map(self, rkey: int, fd: int, length: int, mapping: Job[PeerRegion]) -> None:
         """Wait for a region that a worker maps, and answer. A revocation may come meanwhile."""
         region: PeerRegion | None = None
         status = Status.OK
         try:
-            region = await asyncio.wrap_future(mapping)
+            region = await mapping.outcome()
         except FabricError as error:
             status = error.status
             _log.warning("event=region_refused fabric=shm error=%s", str(error))
         except asyncio.CancelledError:
-            if mapping.cancel():
-                os.close(fd)  # the worker never saw it
+            if not mapping.begun:
+                os.close(fd)  # no worker saw it
             raise
         revoked = self._mapping[rkey]
         if region is not None and not revoked and not self._closed:
@@ -245,7 +243,7 @@ class ShmEndpoint:
 
     async def _unmap(self, region: PeerRegion) -> None:
         """In a worker: where the peer is gone the kernel frees the pages, 300 us for each MiB."""
-        await asyncio.wrap_future(POOL.submit(region.unmap))
+        await POOL.submit(region.unmap).outcome()
 
     def _send(self, message: Message) -> None:
         if self._link is not None:
@@ -305,17 +303,10 @@ class ShmEndpoint:
             job.run(deadline_ns)
             return
         self._jobs.add(job)
-        pending = {asyncio.wrap_future(POOL.submit(job.run, deadline_ns))}
-        cancelled: asyncio.CancelledError | None = None
-        while pending:
-            try:
-                _, pending = await asyncio.wait(pending)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                job.stop()
-        self._jobs.discard(job)
-        if cancelled is not None:
-            raise cancelled
+        try:
+            await POOL.submit(job.run, deadline_ns).outcome(on_cancel=job.stop)
+        finally:
+            self._jobs.discard(job)
 
     def _release(self, users: Sequence[tuple[int, PeerRegion]]) -> None:
         for _, region in users:
