@@ -102,11 +102,6 @@ def _bytes_of(array: Any) -> memoryview:
     return memoryview(array)
 
 
-def zero(view: memoryview) -> None:
-    """Overwrite with zeros."""
-    np.frombuffer(view, dtype=np.uint8).fill(0)
-
-
 def copy(source: memoryview, into: memoryview) -> None:
     """Copy between views of equal length; releases the GIL, which slice assignment does not."""
     np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

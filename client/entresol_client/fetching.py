@@ -18,6 +18,7 @@ from entresol_client.opening import (
     Granted,
     OpenContext,
     Wanted,
+    open_at_once,
     open_group,
     plan_groups,
 )
@@ -171,6 +172,10 @@ class _Get:
             else:  # nothing is read or written
                 self._done(lease, [one], [Status.BAD_REQUEST])
         for group in plan_groups(self._context, usable):
+            statuses = open_at_once(self._context, group)
+            if statuses is not None:
+                self._done(lease, group, statuses)
+                continue
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
             self._groups.add(task)
             task.add_done_callback(functools.partial(self._group_done, lease, group))

@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
-from entresol_client.buffers import zero
 from entresol_client.staging import Arena
 from entresol_client.workers import Workers
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
 from entresol_proto.fabric.landing import LandingEndpoint
 from entresol_proto.seal.block import BlockKey, KeyOf, open_into
+from entresol_proto.seal.wiping import zero
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import GrantItem
 
@@ -101,15 +102,28 @@ def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[G
     return groups
 
 
+def open_at_once(context: OpenContext, group: list[Granted]) -> list[Status] | None:
+    """Open a small group where it is, if it needs nothing to be waited for; else None."""
+    if context.at_daemon or not context.endpoint.capabilities.maps:
+        return None
+    if sum(one.item.plain_bytes for one in group) > INLINE_BYTES_MAX:
+        return None
+    return open_blocks(context, group, _mapped(context, group), in_place=True)
+
+
+def _mapped(context: OpenContext, group: list[Granted]) -> list[memoryview | Status]:
+    """Shared memory: open from the daemon's slab, no copy of the sealed bytes."""
+    endpoint = cast(MappedEndpoint, context.endpoint)
+    return [endpoint.map_span(one.item.span) for one in group]
+
+
 async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]:
     """Read and open one group; a status per block, in order. Never raises for anything a peer can
     cause."""
     if context.at_daemon:
         return await _read_plain(context, group)
-    if context.endpoint.capabilities.maps and isinstance(context.endpoint, MappedEndpoint):
-        # Shared memory: open from the daemon's slab, no copy of the sealed bytes.
-        sources = [context.endpoint.map_span(one.item.span) for one in group]
-        return await _open(context, group, sources, in_place=True)
+    if context.endpoint.capabilities.maps:
+        return await _open(context, group, _mapped(context, group), in_place=True)
     if _can_land(context, group):
         return await _open_landing(context, group)
     if sum(one.item.span.length_bytes for one in group) <= GROUP_BYTES_MAX or len(group) == 1:
@@ -123,11 +137,11 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
 def _can_land(context: OpenContext, group: Sequence[Granted]) -> bool:
     """Whether a fabric's threads can open this as it lands; it must be worth waking them."""
     endpoint = context.endpoint
-    if context.at_daemon or not isinstance(endpoint, LandingEndpoint):
+    if context.at_daemon or not endpoint.capabilities.lands:
         return False
     spans = [one.item.span for one in group]
     total = sum(span.length_bytes for span in spans)
-    return total >= LANDING_BYTES_MIN and endpoint.can_land(spans)
+    return total >= LANDING_BYTES_MIN and cast(LandingEndpoint, endpoint).can_land(spans)
 
 
 async def _open_landing(context: OpenContext, group: list[Granted]) -> list[Status]:
@@ -137,9 +151,9 @@ async def _open_landing(context: OpenContext, group: list[Granted]) -> list[Stat
         one = group[number : number + 1]
         return open_blocks(context, one, [sealed], in_place=False)[0]
 
-    assert isinstance(context.endpoint, LandingEndpoint)
     spans = [one.item.span for one in group]
-    return await context.endpoint.land(spans, on_landed, context.deadline_ns)
+    endpoint = cast(LandingEndpoint, context.endpoint)
+    return await endpoint.land(spans, on_landed, context.deadline_ns)
 
 
 async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status]:

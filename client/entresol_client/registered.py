@@ -7,7 +7,7 @@ the reads into it are over, nothing does, so that the caller may unmap it.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 from entresol_client.buffers import UsageError
 from entresol_proto.fabric.base import Endpoint, RegisteringEndpoint, Registration
@@ -44,9 +44,10 @@ class RegisteredMemory:
         self._open = [pair for pair in self._open if not pair[0].closed]
         if self._view is None or endpoint is None or endpoint.closed:
             return
-        if isinstance(endpoint, RegisteringEndpoint):
+        if endpoint.capabilities.registers:
+            registering = cast(RegisteringEndpoint, endpoint)
             try:
-                self._open.append((endpoint, endpoint.register(self._view)))
+                self._open.append((endpoint, registering.register(self._view)))
             except FabricError as error:
                 log.warning("event=memory_not_registered reason=%s", error)
 

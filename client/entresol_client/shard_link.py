@@ -14,6 +14,7 @@ import logging
 import random
 import ssl
 import time
+from typing import cast
 
 from entresol_client.breaker import Breaker, BreakerState
 from entresol_client.config import ClientConfig, ShardAddress
@@ -113,9 +114,10 @@ class Session:
 
     def land_in(self, arena: Arena) -> None:
         """Reads will land in this memory: tell a fabric that gains by knowing."""
-        if isinstance(self.endpoint, RegisteringEndpoint) and not self.endpoint.closed:
-            try:
-                self.endpoint.register(arena.memory.view)  # until the endpoint's end
+        endpoint = self.endpoint
+        if endpoint is not None and endpoint.capabilities.registers and not endpoint.closed:
+            try:  # until the endpoint's end
+                cast(RegisteringEndpoint, endpoint).register(arena.memory.view)
             except FabricError as error:  # each read costs more, and works
                 log.warning("event=staging_not_registered reason=%s", error)
 

@@ -31,8 +31,10 @@ from entresol_proto.fabric.base import (
     Exposure,
     MappedEndpoint,
     ReadOp,
+    RegisteringEndpoint,
     RemoteSpan,
 )
+from entresol_proto.fabric.landing import LandingEndpoint
 from entresol_proto.status import FabricError, Status
 
 MIB = limits.MIB
@@ -584,7 +586,10 @@ async def test_capabilities_tell_the_truth(fabric: Fabric, tmp_path: Path) -> No
     async with session(fabric, tmp_path) as pair:
         assert pair.daemon.capabilities == pair.host.capabilities
         assert pair.daemon.kind is pair.host.kind is pair.server.kind
-        assert isinstance(pair.host, MappedEndpoint) is pair.host.capabilities.maps
+        for end in (pair.host, pair.daemon):
+            assert isinstance(end, MappedEndpoint) is end.capabilities.maps
+            assert isinstance(end, LandingEndpoint) is end.capabilities.lands
+            assert isinstance(end, RegisteringEndpoint) is end.capabilities.registers
         if isinstance(pair.host, MappedEndpoint):
             with filled(b"0123456789") as buffer:
                 exposure = await pair.daemon.expose(buffer)

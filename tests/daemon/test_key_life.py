@@ -196,7 +196,8 @@ async def test_versions_that_run_out_end_with_the_oldest(site: Site) -> None:
         keyring = running.daemon.shard.parts.keyring
         most = DEK_VERSIONS_PER_TENANT_MAX
         for number in range(most):
-            await put(space, keys_of(1, f"{number}"), 4096, ack="durable")
+            stored = await put(space, keys_of(1, f"{number}"), 4096, ack="durable")
+            assert stored.ok, stored.statuses
             await eventually(
                 lambda number=number: keyring.info(DEV).active_version == number + 2,  # type: ignore
                 what=f"version {number + 2}",

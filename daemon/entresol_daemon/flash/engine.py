@@ -289,7 +289,7 @@ class Engine:
         pending = Pending(
             RecordKind.BLOCK, stream, record.namespace_id, record.wire_key, extent,
             record.sealed_bytes, record.plain_bytes, record.position, slot, segment, offset, lsn,
-            future,
+            future, payload_hash=record.payload_hash,
         )  # fmt: skip
         self._writer.submit(pending)
         return slot, future

@@ -60,6 +60,7 @@ class Pending:
     future: asyncio.Future[Status] | None
     tries: int = 1
     dead: bool = False  # removed from the index meanwhile
+    payload_hash: int | None = None  # None: not made yet
     tombstones: list[Tombstone] = field(default_factory=list)
 
 
@@ -94,9 +95,11 @@ def fill(
     Returns (device offset, start, end) for each piece of `scratch`. Runs in a thread.
     """
     for p in records:
+        if p.payload_hash is None:
+            p.payload_hash = payload_hash(p.extent, p.sealed_bytes)
         header = RecordHeader(
             p.kind, p.segment.sequence, p.lsn, p.offset, p.sealed_bytes, p.namespace_id,
-            p.wire_key, p.plain_bytes, p.position, payload_hash(p.extent, p.sealed_bytes),
+            p.wire_key, p.plain_bytes, p.position, p.payload_hash,
         )  # fmt: skip
         p.extent[:RECORD_HEADER_BYTES] = encode_record_header(header, superblock.check_key)
     pieces: list[tuple[int, int, int]] = []

@@ -68,6 +68,7 @@ class Record:
     sealed_bytes: int
     plain_bytes: int
     position: int
+    payload_hash: int | None = None  # of the sealed bytes (`segment.sealed_hash`); None: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,12 @@ def pack_row(
 def payload_hash(extent: bytes | memoryview, sealed_bytes: int) -> int:
     """xxh3-64 over the sealed bytes of an extent. Runs without the interpreter lock."""
     end = RECORD_HEADER_BYTES + sealed_bytes
-    return xxhash.xxh3_64_intdigest(memoryview(extent)[RECORD_HEADER_BYTES:end])
+    return sealed_hash(memoryview(extent)[RECORD_HEADER_BYTES:end])
+
+
+def sealed_hash(sealed: memoryview) -> int:
+    """The same, over these bytes."""
+    return xxhash.xxh3_64_intdigest(sealed)
 
 
 def encode_record_header(header: RecordHeader, check_key: bytes) -> bytes:

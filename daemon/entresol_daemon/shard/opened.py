@@ -24,6 +24,7 @@ from entresol_daemon.shard.turns import compute_in_turns
 from entresol_proto import limits
 from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import BlockKey, SealedHeader, derive_block_key, open_into
+from entresol_proto.seal.wiping import zero
 from entresol_proto.status import Status
 from entresol_proto.wire.data import GrantItem, Tier
 
@@ -183,7 +184,7 @@ class OpenedBlocks:
                 derive_block_key(dek, resident.salt),
             )
             status, _ = await parts.compute.run(_open, job)
-            job.into[:] = bytes(len(job.into))
+            zero(job.into)
             job.into.release()
             return status
         finally:
@@ -236,8 +237,7 @@ class OpenedBlocks:
     def _wipe(self, session: Session, block: PlainBlock) -> None:
         if session.plain_pool is None:
             return  # the session's memory is gone as a whole
-        view = block.extent.view
-        view[:] = bytes(len(view))
+        zero(block.extent.view)
         session.plain_pool.free(block.extent)
 
 

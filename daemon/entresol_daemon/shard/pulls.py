@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, sealed_hash
 from entresol_daemon.memory.slabs import Extent
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
@@ -21,6 +21,7 @@ from entresol_proto.seal.block import (
     check_header,
     seal_into,
 )
+from entresol_proto.seal.wiping import zero
 from entresol_proto.status import SealError, Status
 from entresol_proto.wire.data import Ack, PutItem
 
@@ -59,6 +60,8 @@ class Pull:
     plain: Extent | None = None
     header: SealedHeader | None = None
     sealed_bytes: int = 0
+    payload_hash: int | None = None  # of the sealed bytes, where it is known
+    wiped: bool = False  # no plaintext is left in `plain`
     status: Status = Status.OK
 
 
@@ -105,15 +108,19 @@ def sealing_bytes(job: Sealing) -> int:
     return job.plain.nbytes
 
 
-def seal(job: Sealing) -> SealedHeader | None:
-    """Seal one block; None when its fields do not fit a sealed block."""
+def seal(job: Sealing) -> tuple[SealedHeader, int] | None:
+    """Seal one block and wipe its plaintext; the header, and the hash of the sealed bytes for the
+    record, while they are in the caches. None when its fields do not fit a sealed block."""
     try:
-        return seal_into(
+        header = seal_into(
             job.out, job.plain, identity=job.identity, block_key=job.block_key, salt=job.salt,
             codec_id=job.codec_id, meta=job.meta, chunk_bytes=job.chunk_bytes,
         )  # fmt: skip
+        return header, sealed_hash(job.out[: header.sealed_bytes])
     except SealError:
         return None
+    finally:
+        zero(job.plain)
 
 
 def check_sealed(pull: Pull) -> Status:

@@ -39,6 +39,7 @@ from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.turns import compute_in_turns
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import short
+from entresol_proto.seal.wiping import zero
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, Reserve, Reserved
 
@@ -262,10 +263,12 @@ class PutPath:
         sealed = await compute_in_turns(
             parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS
         )
-        for pull, header in zip(window, sealed, strict=True):
-            if header is None:
+        for pull, made in zip(window, sealed, strict=True):
+            pull.wiped = True
+            if made is None:
                 pull.status = Status.BAD_REQUEST
                 continue
+            header, pull.payload_hash = made
             pull.header = header
             pull.sealed_bytes = header.sealed_bytes
             assert pull.extent is not None
@@ -292,8 +295,9 @@ class PutPath:
             pull.status = Status.ERASED  # its key was destroyed since: nobody could ever open it
             return None
         record = Record(
-            namespace_id, item.key, extent.view, pull.sealed_bytes, item.plain_bytes, item.position
-        )
+            namespace_id, item.key, extent.view, pull.sealed_bytes, item.plain_bytes,
+            item.position, pull.payload_hash,
+        )  # fmt: skip
         slot, flushed = parts.engine.append(account.stream, record)
         if slot < 0:
             pull.status = flushed.result()
@@ -355,8 +359,8 @@ class PutPath:
         if pull.plain is None and pull.extent is None:
             return  # nobody gains: those who wait for memory must not wake each other
         if pull.plain is not None:
-            view = pull.plain.view
-            view[:] = bytes(len(view))
+            if not pull.wiped:
+                zero(pull.plain.view)
             self._parts.scratch.free(pull.plain)
             pull.plain = None
         if pull.extent is not None:

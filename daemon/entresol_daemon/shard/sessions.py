@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import cast
 
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.residency import Resident
@@ -113,10 +114,11 @@ class Session:
     def land_in(self, slab: Slab) -> None:
         """Reads from the host will land in this slab: tell a fabric that gains by knowing."""
         endpoint = self.endpoint
-        if slab in self.registrations or not isinstance(endpoint, RegisteringEndpoint):
+        if endpoint is None or not endpoint.capabilities.registers or slab in self.registrations:
             return
+        registering = cast(RegisteringEndpoint, endpoint)
         try:
-            self.registrations[slab] = endpoint.register(slab.buffer.view)
+            self.registrations[slab] = registering.register(slab.buffer.view)
         except FabricError as error:  # too many: such reads cost more, and work
             log.debug("event=slab_not_registered session=%d reason=%s", self.number, error)
 

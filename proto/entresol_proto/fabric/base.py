@@ -106,12 +106,15 @@ def span_error(span: RemoteSpan, length_bytes: int | None) -> Status:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What callers may rely on, beyond the two verbs."""
+    """What callers may rely on, beyond the two verbs. Ask here what an endpoint is, not by its
+    class: to find that a protocol is met takes as long as reading a small block."""
 
     revokes: bool  # revoke() is enforced against the peer (tcp, verbs), not only by its honesty
     private: bool  # nobody but the two peers can see the bytes in flight (shm, verbs on its fabric)
     same_host: bool  # both ends run under one kernel: the link is memory
-    maps: bool  # `map_span` gives a zero-copy view (shm)
+    maps: bool  # a `MappedEndpoint`: `map_span` gives a zero-copy view (shm)
+    lands: bool = False  # a `landing.LandingEndpoint`: hands spans on as they land (tcp)
+    registers: bool = False  # a `RegisteringEndpoint` (verbs)
 
 
 @runtime_checkable

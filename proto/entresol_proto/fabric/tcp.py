@@ -103,7 +103,9 @@ class TcpEndpoint:
     def __init__(
         self, streams: int, *, tls: bool, on_closed: Callable[[TcpEndpoint], None] | None = None
     ) -> None:
-        self.capabilities = Capabilities(revokes=True, private=tls, same_host=False, maps=False)
+        self.capabilities = Capabilities(
+            revokes=True, private=tls, same_host=False, maps=False, lands=True
+        )
         self._streams: list[DataStream | None] = [None] * streams
         self._on_closed = on_closed
         self._exposed: dict[int, memoryview] = {}

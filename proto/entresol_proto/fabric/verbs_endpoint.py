@@ -79,7 +79,9 @@ class VerbsEndpoint:
         on_closed: Callable[[VerbsEndpoint], None] | None = None,
     ) -> None:
         """Takes over the connected links. Raises: FabricError; the links are the caller's then."""
-        self.capabilities = Capabilities(revokes=True, private=private, same_host=False, maps=False)
+        self.capabilities = Capabilities(
+            revokes=True, private=private, same_host=False, maps=False, registers=True
+        )
         self._links = list(links)
         for number, link in enumerate(self._links):
             link.number = number
