@@ -97,6 +97,7 @@ class _Get:
         self._deadline_ns = deadline_ns
         self._tally = tally
         self._unanswered = dict(enumerate(wanted))
+        self._asked_ns = 0
         self._digests: list[bytes] = []  # of the engine keys, for what the daemon opened
         self._groups: set[asyncio.Task[list[Status]]] = set()
         self._context = OpenContext(
@@ -122,6 +123,7 @@ class _Get:
             min(self._deadline_ns - now_ns, limits.DEADLINE_NS_MAX),
             b"".join(one.wire_key for one in self._wanted),
         )
+        self._asked_ns = now_ns  # no lease of this request began before
         request_id, sink = await connection.fetch(fetch, self._deadline_ns)
         if self._context.at_daemon:  # while the daemon is at work
             asyncio.get_running_loop().call_soon(self._digest_keys)
@@ -149,6 +151,7 @@ class _Get:
         assert session.endpoint is not None
         if session.endpoint.capabilities.same_host:
             until_ns = min(until_ns, grant.expires_ns)  # one kernel, one monotonic clock
+        doubtful_ns = min(until_ns, self._asked_ns + grant.lease_ns)
         lease = _Lease(grant.lease_id, len(grant.items))
         usable: list[Granted] = []
         at_daemon = self._context.at_daemon
@@ -161,12 +164,13 @@ class _Get:
                 possible = span_bytes == room == item.plain_bytes
                 if possible and item.key != self._digests[item.index]:
                     # Two engine keys met in one wire key: the other one's bytes are not read.
-                    self._done(lease, [Granted(wanted, item, until_ns)], [Status.CONFLICT])
+                    one = Granted(wanted, item, until_ns, doubtful_ns)
+                    self._done(lease, [one], [Status.CONFLICT])
                     continue
             else:
                 most = room + SEALED_OVERHEAD_BYTES_MAX
                 possible = item.plain_bytes == room and 0 < span_bytes <= most
-            one = Granted(wanted, item, until_ns)
+            one = Granted(wanted, item, until_ns, doubtful_ns)
             if possible:
                 usable.append(one)
             else:  # nothing is read or written

@@ -50,6 +50,7 @@ class Granted:
     wanted: Wanted
     item: GrantItem
     lease_until_ns: int  # monotonic clock of this host
+    doubtful_ns: int  # from then on the lease may have ended, if its grant was long on its way
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,8 @@ def open_blocks(
     """Open sealed blocks into their destinations; runs on a worker thread.
 
     A block not begun by the deadline is left alone. The lease is looked at after each opening: it
-    voids blocks opened in place, and explains damage of copied ones.
+    voids blocks opened in place, and explains damage of copied ones. A grant that was long on its
+    way explains it too: the lease began with it, at the daemon.
     """
     now_ns = time.monotonic_ns
     statuses = []
@@ -245,8 +247,10 @@ def open_blocks(
             )
         except EntresolError as error:  # open_into has zeroed
             status = error.status
-        if (in_place or status is not Status.OK) and now_ns() >= one.lease_until_ns:
-            status = Status.LEASE_EXPIRED
-            zero(wanted.into)
+        if in_place or status is not Status.OK:
+            until_ns = one.lease_until_ns if status is Status.OK else one.doubtful_ns
+            if now_ns() >= until_ns:
+                status = Status.LEASE_EXPIRED
+                zero(wanted.into)
         statuses.append(status)
     return statuses

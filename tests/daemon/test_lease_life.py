@@ -50,7 +50,7 @@ async def late_read(raw: Raw, grants: list[Grant], keys: list[bytes]) -> list[St
             name = wire_key(opened_ns.secret, EngineKey(key))
             wanted = Wanted(item.index, name, key, memoryview(bytearray(SIZE)))
             until = min(grant.expires_ns, time.monotonic_ns() + grant.lease_ns)
-            wants.append(Granted(wanted, item, until))
+            wants.append(Granted(wanted, item, until, until))
     context = OpenContext(
         endpoint=raw.endpoint,
         workers=workers,

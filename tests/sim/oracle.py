@@ -51,6 +51,20 @@ class Story:
     cursed: bool = False  # a forget without an answer may still drop it
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What binds the daemon at a moment. A read that two of them enclose is judged by what held in
+    between: not by what was true, was not, and became true again."""
+
+    must_be: bool
+    must_not_be: bool
+    put_epoch: int
+    forget_epoch: int
+
+
+_NEVER_OFFERED = Look(False, True, 0, 0)
+
+
 @dataclass(slots=True)
 class Oracle:
     """`honest`: the media lose and invent nothing by themselves, so durable and forgotten bind."""
@@ -160,12 +174,12 @@ class Oracle:
 
     # What hosts saw.
 
-    def look(self, name: Name) -> tuple[bool, bool]:
-        """(must be there, must not be there) before a read."""
+    def look(self, name: Name) -> Look:
+        """What must be there, or must not, before a read."""
         story = self.stories.get(name)
         if story is None:
-            return False, True  # never offered
-        return story.durable, story.forgotten
+            return _NEVER_OFFERED
+        return Look(story.durable, story.forgotten, story.put_epoch, story.forget_epoch)
 
     def saw(self, space: str, key: bytes, raw: bytes | memoryview | bytearray) -> None:
         """A read was answered OK with these bytes."""
@@ -174,15 +188,17 @@ class Oracle:
             self.wrong_bytes += 1
             self.accuse(f"wrong bytes of {space} {key.decode()}")
 
-    def judge(self, name: Name, before: tuple[bool, bool], present: bool | None) -> None:
+    def judge(self, name: Name, before: Look, present: bool | None) -> None:
         """A read or look-up ended; `present` is None when the answer says nothing about it."""
         if not self.honest or present is None:
             return
         after = self.look(name)
-        if present and before[1] and after[1]:
+        forgot = after.forget_epoch != before.forget_epoch
+        put = after.put_epoch != before.put_epoch
+        if present and before.must_not_be and after.must_not_be and not put:
             self.resurrected += 1
             self.accuse(f"{name[0]} {name[1].decode()} is back")
-        if not present and before[0] and after[0]:
+        if not present and before.must_be and after.must_be and not forgot:
             if self.excuse(name):
                 self.stories[name].durable = False
                 return

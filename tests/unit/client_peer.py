@@ -68,6 +68,7 @@ class Faults:
     garbage: bool = False  # answer the next request with noise
     grant_one_by_one: bool = False
     hold_final: bool = False  # the final GRANT never comes
+    grant_late_s: float = 0.0  # what a GRANT is on its way; its lease has begun
     hold_put_done: bool = False
     refuse: dict[type, Status] = field(default_factory=dict)  # request type -> ERROR
 
@@ -324,6 +325,8 @@ class PeerSession(asyncio.Protocol):
                 final, lease_id, faults.lease_ns, expires_ns, tuple(part),
                 tuple(misses) if final else (),
             )  # fmt: skip
+            if faults.grant_late_s:
+                await asyncio.sleep(faults.grant_late_s)
             self.send(grant, request_id)
 
     def _item(self, index: int, key: bytes, open_at: data.OpenAt) -> data.GrantItem:

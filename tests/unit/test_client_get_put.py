@@ -278,6 +278,23 @@ async def test_an_expired_lease(tmp_path: Path, fabric: str, place: Any, expecte
         await all_released(peer)
 
 
+@pytest.mark.parametrize(("late_s", "expected"), [(0.0, CORRUPT), (0.3, Status.LEASE_EXPIRED)])
+async def test_damage_behind_a_grant_that_was_long_on_its_way_is_its_lease(
+    tmp_path: Path, late_s: float, expected: Status
+) -> None:
+    """The daemon's lease began when it sent the grant: the memory may be another block's by now."""
+    async with opened(tmp_path, "tls") as (peer, ns):
+        fill(peer, 2)
+        peer.faults.lease_ns, peer.faults.grant_late_s = 250_000_000, late_s
+        peer.faults.flip = {wire_key(SECRET, key(0))}
+        into = empty(2)
+        got = await ns.get_into([key(0), key(1)], into, prefix=False)
+        assert got.statuses == [expected, OK], "a copy that verifies is exact, however late"
+        assert not into[0].any()
+        assert np.array_equal(into[1], content(1))
+        await all_released(peer)
+
+
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
