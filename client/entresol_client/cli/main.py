@@ -26,6 +26,7 @@ from entresol_client.cli import (
     options,
     overview,
     quoting,
+    sizing,
     storing,
     tenants,
 )
@@ -70,6 +71,7 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         fetching,
         lookup,
         quoting,
+        sizing,
         events,
         relay,
         overview,
