@@ -34,6 +34,7 @@ from entresol_daemon.keys.sweeping import clear_on_free, sweep
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
 from entresol_daemon.observe import follow_process, follow_shard
+from entresol_daemon.overview import Overview
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.shard import Shard, Surroundings
 from entresol_daemon.stalls import StallWatch
@@ -284,6 +285,7 @@ class Daemon:
             self.admin.reasons_not_ready,
             host=listen.metrics_host,
             port=listen.metrics_port,
+            overview=Overview(self.metrics, self.shard, self.admin.look, __version__),
         )
         try:
             await self.http.start()

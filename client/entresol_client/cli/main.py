@@ -29,6 +29,7 @@ from entresol_client.cli import (
     sizing,
     storing,
     tenants,
+    top,
 )
 from entresol_client.cli.errors import CliError
 from entresol_client.relay import command as relay
@@ -77,6 +78,7 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         overview,
         doctor,
         inspecting,
+        top,
         tenants,
         keys,
     ):

@@ -1,4 +1,4 @@
-"""The small plain-HTTP endpoint for machines: /metrics, /healthz, /readyz. GET only, read only.
+"""The small plain-HTTP endpoint: /metrics, /healthz, /readyz, /overview.json. GET only, read only.
 
 Invariants owned here: whatever a client sends, memory per connection is bounded by the request
 limit, time by the deadlines, and their number by `CONNECTIONS_MAX`; every connection carries one
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from entresol_daemon.metrics import CONTENT_TYPE, Metrics
 from entresol_proto.threads import Pool
@@ -43,6 +45,18 @@ _PLAIN = "text/plain; charset=utf-8"
 _JSON = "application/json"
 
 
+class OverviewSource(Protocol):
+    """What /overview.json shows (`entresol_daemon.overview.Overview`)."""
+
+    def look(self) -> Any:
+        """Read the shard; on the loop."""
+        ...
+
+    def render(self, looked: Any) -> bytes:
+        """The document; in any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Reply:
     code: int
@@ -64,6 +78,7 @@ class HttpServer:
         host: str = "127.0.0.1",
         port: int = 0,
         request_deadline_s: float = REQUEST_DEADLINE_S,
+        overview: OverviewSource | None = None,
     ) -> None:
         self._metrics = metrics
         self._reasons_not_ready = reasons_not_ready
@@ -73,11 +88,13 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._renderer: Pool | None = None
-        self._routes = {
+        self._routes: dict[str, Callable[[], Awaitable[_Reply]]] = {
             "/metrics": self._get_metrics,
             "/healthz": self._get_health,
             "/readyz": self._get_readiness,
         }
+        if overview is not None:
+            self._routes["/overview.json"] = functools.partial(self._get_overview, overview)
 
     @property
     def port(self) -> int:
@@ -157,6 +174,11 @@ class HttpServer:
         self._metrics.refresh()
         page = await self._renderer.run(self._metrics.render)
         return _Reply(200, page, CONTENT_TYPE)
+
+    async def _get_overview(self, overview: OverviewSource) -> _Reply:
+        assert self._renderer is not None
+        page = await self._renderer.run(overview.render, overview.look())
+        return _Reply(200, page, _JSON)
 
     async def _get_health(self) -> _Reply:
         return _Reply(200, b"alive\n")

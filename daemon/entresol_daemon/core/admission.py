@@ -103,7 +103,7 @@ class Admission:
         self, policy: str, *, budget: WriteBudget | None, ghost_keys_max: int = GHOST_KEYS_MAX
     ) -> None:
         assert policy in ("auto", "all", "second_touch"), policy
-        self._policy = policy
+        self.policy = policy
         self._budget = budget
         self.ghost = GhostList(min(ghost_keys_max, GHOST_KEYS_MAX))
 
@@ -127,7 +127,7 @@ class Admission:
         debt). It stays remembered then, so that a put that fails afterwards can be tried again.
         """
         room = 1 if self._budget is None else self._budget.room(now_ns)
-        if self._policy == "all" or (self._policy == "auto" and room > 0):
+        if self.policy == "all" or (self.policy == "auto" and room > 0):
             admitted = True
         else:
             known = self.ghost.note(key)
@@ -135,6 +135,12 @@ class Admission:
         if admitted:
             self.charge(length_bytes)
         return admitted
+
+    def budget_level(self, now_ns: int) -> tuple[int, int] | None:
+        """Bytes left (negative: owed) and the most that can be saved up; None: unlimited."""
+        if self._budget is None:
+            return None
+        return self._budget.room(now_ns), self._budget.burst_bytes
 
     def charge(self, length_bytes: int) -> None:
         """Take bytes from the budget that are written without being asked for: reinsertions."""

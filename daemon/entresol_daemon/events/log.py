@@ -13,6 +13,7 @@ Pure: no clock, no asyncio, no I/O; used from one thread (the shard's loop). Inv
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -171,6 +172,20 @@ class EventLog:
     def tenants(self) -> list[TenantName]:
         """Tenants that ever had an event in this incarnation, sorted."""
         return sorted(self._rings)
+
+    def newest(self, count_max: int) -> list[Event]:
+        """The newest events of all tenants that are still held, newest first; for people."""
+
+        def ended(ring: _Ring) -> int:
+            return ring.read(ring.last_seq - 1, 1)[0].time_unix_ns
+
+        rings = heapq.nlargest(count_max, filter(len, self._rings.values()), key=ended)
+        found = [
+            event
+            for ring in rings
+            for event in ring.read(max(ring.first_seq - 1, ring.last_seq - count_max), count_max)
+        ]
+        return heapq.nlargest(count_max, found, key=lambda event: (event.time_unix_ns, event.seq))
 
     def position(self, tenant: TenantName) -> Position:
         """Where `tenant`'s log ends now; take it before reading the index for a snapshot."""

@@ -150,6 +150,10 @@ class ShardAdmin:
         )
 
     async def stat(self) -> ShardStat:
+        return self.look()
+
+    def look(self) -> ShardStat:
+        """The operator's overview, now."""
         parts = self._shard.parts
         engine, totals = parts.engine, parts.meters.totals
         pool, scrubber = parts.residency.pool, self._shard.scrubber
