@@ -65,6 +65,7 @@ def test_what_was_done_is_what_is_shown(cli: Cli, daemon: DaemonProcess, tmp_pat
     after = overview(daemon)
     assert after["put_bytes"]["plain"] - before["put_bytes"].get("plain", 0) >= 4 * MIB
     assert after["get_bytes"]["plain"] - before["get_bytes"].get("plain", 0) >= 4 * MIB
+    assert after["first_grant"]["count"] > before["first_grant"]["count"]
     assert sum(after["missed"].values()) > sum(before["missed"].values())
     assert after["flash"]["live_bytes"] > before["flash"]["live_bytes"]
     assert any(cell != "f" for cell in after["flash"]["map"]["cells"][::2])

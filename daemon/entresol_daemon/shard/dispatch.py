@@ -207,7 +207,9 @@ class SessionHandler:
         try:
             answer = self._answer_now(message) if entered else None
             if answer is None:
-                work = functools.partial(self._work, request_id, message)
+                work = functools.partial(
+                    self._work, request_id, message, self._shard.parts.now_ns()
+                )
         except EntresolError as error:
             self._fail(request_id, message.TYPE, error)
             return
@@ -302,7 +304,7 @@ class SessionHandler:
         metrics.requests[kind, Status.OK].inc()
         metrics.request_seconds[kind].observe((self._shard.parts.now_ns() - started_ns) / 1e9)
 
-    async def _work(self, request_id: int, message: Any) -> None:
+    async def _work(self, request_id: int, message: Any, arrived_ns: int) -> None:
         shard = self._shard
         if isinstance(message, opening.Hello):
             await self._greet(request_id, message)
@@ -312,7 +314,8 @@ class SessionHandler:
         if isinstance(message, opening.Attach):
             await self._attach(session, request_id, message)
         elif isinstance(message, data.Fetch):
-            emit = functools.partial(self._send, request_id=request_id)
+            send = functools.partial(self._send, request_id=request_id)
+            emit = shard.parts.meters.until_first_grant(send, arrived_ns, shard.parts.now_ns)
             await shard.gets.fetch(session, message, shard.quoting.watch(session, message, emit))
         elif isinstance(message, data.Exists):
             self._send(await lookups.exists(shard.parts, session, message), request_id)

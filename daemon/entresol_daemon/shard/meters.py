@@ -7,14 +7,14 @@ refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from entresol_daemon.metrics import Metrics
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import SealedHeader
 from entresol_proto.status import Status
-from entresol_proto.wire.data import GrantItem, OpenAt, Tier
+from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
 
 
 @dataclass(slots=True)
@@ -64,6 +64,21 @@ class Meters:
             m.misses[tenant, status].inc(count)
         totals.blocks_served += len(items)
         totals.blocks_missed += len(misses)
+
+    def until_first_grant(
+        self, emit: Callable[[Grant], None], arrived_ns: int, now_ns: Callable[[], int]
+    ) -> Callable[[Grant], None]:
+        """`emit`, which also counts how long the first grant with blocks took."""
+        waiting = True
+
+        def tell(grant: Grant) -> None:
+            nonlocal waiting
+            if waiting and grant.items:
+                waiting = False
+                self.metrics.first_grant_seconds.observe((now_ns() - arrived_ns) / 1e9)
+            emit(grant)
+
+        return tell
 
     def shed(self, tenant: TenantName, blocks: int) -> None:
         """A whole request was refused at the door."""
