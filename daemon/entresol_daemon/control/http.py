@@ -1,4 +1,7 @@
-"""The small plain-HTTP endpoint: /metrics, /healthz, /readyz, /overview.json. GET only, read only.
+"""The small plain-HTTP endpoint: /metrics, /healthz, /readyz, a page and what it shows.
+
+GET only, read only: `/` is the page (`control.page`), `/overview.json` what it and `entresol top`
+show.
 
 Invariants owned here: whatever a client sends, memory per connection is bounded by the request
 limit, time by the deadlines, and their number by `CONNECTIONS_MAX`; every connection carries one
@@ -17,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from entresol_daemon.control import page
 from entresol_daemon.metrics import CONTENT_TYPE, Metrics
 from entresol_proto.threads import Pool
 
@@ -43,6 +47,7 @@ _REASONS = {
 }
 _PLAIN = "text/plain; charset=utf-8"
 _JSON = "application/json"
+_HTML = "text/html; charset=utf-8"
 
 
 class OverviewSource(Protocol):
@@ -62,6 +67,7 @@ class _Reply:
     code: int
     body: bytes
     content_type: str = _PLAIN
+    headers: tuple[str, ...] = ()
 
 
 class HttpServer:
@@ -95,6 +101,7 @@ class HttpServer:
         }
         if overview is not None:
             self._routes["/overview.json"] = functools.partial(self._get_overview, overview)
+            self._routes["/"] = functools.partial(self._get_page, page.load())
 
     @property
     def port(self) -> int:
@@ -180,6 +187,9 @@ class HttpServer:
         page = await self._renderer.run(overview.render, overview.look())
         return _Reply(200, page, _JSON)
 
+    async def _get_page(self, found: page.Page) -> _Reply:
+        return _Reply(200, found.body, _HTML, found.headers)
+
     async def _get_health(self) -> _Reply:
         return _Reply(200, b"alive\n")
 
@@ -227,6 +237,7 @@ def _encode(reply: _Reply) -> bytes:
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
         "Connection: close",
+        *reply.headers,
     ]
     if reply.code == 405:
         head.append("Allow: GET")

@@ -1,0 +1,89 @@
+"""The web page is one file that loads nothing, and its headers let nothing else run."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from typing import Any
+
+from entresol_daemon.control import page
+from entresol_daemon.control.http import HttpServer
+from entresol_daemon.metrics import Metrics
+
+HTML = page.FILE.read_text(encoding="utf-8")
+
+
+class Source:
+    """An overview without a shard."""
+
+    def look(self) -> Any:
+        return {"looked": 1}
+
+    def render(self, looked: Any) -> bytes:
+        assert looked == {"looked": 1}
+        return b'{"format":1}'
+
+
+async def ask(server: HttpServer, path: str, method: str = "GET") -> tuple[int, str, bytes]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    raw = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    await writer.wait_closed()
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode(), body
+
+
+def test_the_page_is_one_file_that_loads_nothing() -> None:
+    assert not re.search(r"""(?:src|href|action)\s*=\s*["'](?!data:,["'])""", HTML)
+    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", HTML)
+    assert re.findall(r"""fetch\(["']([^"']*)""", HTML) == ["overview.json"]
+
+
+def test_the_page_writes_text_never_markup() -> None:
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
+                 "new Function", "javascript:", "cookie", "localStorage"):  # fmt: skip
+        assert word not in HTML, word
+    markup = HTML.partition("<script>")[0] + HTML.rpartition("</script>")[2]
+    assert not re.search(r"\son\w+\s*=|\sstyle\s*=", markup), "the policy would refuse these"
+
+
+def test_the_policy_names_what_may_run() -> None:
+    headers = dict(line.split(": ", 1) for line in page.load().headers)
+    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    for tag in ("script", "style"):
+        inside = HTML.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+async def test_page_and_overview_are_served_to_readers_only() -> None:
+    server = HttpServer(Metrics(), list, overview=Source())
+    await server.start()
+    try:
+        code, head, body = await ask(server, "/")
+        assert (code, body.decode()) == (200, HTML)
+        assert "Content-Type: text/html" in head
+        assert "Content-Security-Policy: default-src 'none'" in head
+        code, head, body = await ask(server, "/overview.json?x=1")
+        assert (code, body) == (200, b'{"format":1}')
+        assert "Access-Control-Allow-Origin" not in head, "no other site may read it"
+        assert (await ask(server, "/overview.json", "POST"))[0] == 405
+        assert (await ask(server, "/page.html"))[0] == 404
+    finally:
+        await server.close()
+
+
+async def test_without_a_shard_there_is_no_page() -> None:
+    server = HttpServer(Metrics(), list)
+    await server.start()
+    try:
+        assert [(await ask(server, path))[0] for path in ("/", "/overview.json")] == [404, 404]
+    finally:
+        await server.close()
