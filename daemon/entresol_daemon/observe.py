@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter
 
 from entresol_daemon import logs
 from entresol_daemon.control.identity import ReloadingServerContext
@@ -103,8 +102,8 @@ def _per_tenant(metrics: Metrics, shard: Shard) -> None:
         flash={each.name: each.flash_bytes for each in accounts},
         dram={each.name: pool.owned_bytes(each.stream) for each in accounts},
     )
-    states = Counter(info.state for info in shard.parts.engine.segments())
+    states = shard.parts.engine.segment_states()  # there may be a hundred thousand: on the loop
     for state in (SegmentState.OPEN, SegmentState.SEALED, SegmentState.CONDEMNED):
-        metrics.flash_segments[state.value].set(states[state])
-    free = states[SegmentState.FREE] + states[SegmentState.FREEING]
+        metrics.flash_segments[state.value].set(states.count(state))
+    free = states.count(SegmentState.FREE) + states.count(SegmentState.FREEING)
     metrics.flash_segments["free"].set(free)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from entresol_daemon.control.admin import ShardStat
-from entresol_daemon.flash.model import SegmentInfo, SegmentState
+from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.metric_families import OTHER_TENANT
 from entresol_daemon.metrics import Metrics
 from entresol_daemon.shard.shard import Shard
@@ -77,7 +77,11 @@ class Overview:
                 "room_bytes": level[0],
                 "burst_bytes": level[1],
             },
-            flash_map=flash_map(parts.engine.segments(), parts.engine.segment_bytes),
+            flash_map=flash_map(
+                parts.engine.segment_states(),
+                parts.engine.segment_live_bytes(),
+                parts.engine.segment_bytes,
+            ),
             events=[
                 {
                     "time_unix_ns": event.time_unix_ns,
@@ -152,27 +156,29 @@ def document(looked: Looked, samples: Samples) -> dict[str, Any]:
     }
 
 
-def flash_map(segments: Iterable[SegmentInfo], segment_bytes: int) -> dict[str, Any]:
+def flash_map(
+    states: Sequence[SegmentState], live_bytes: Sequence[int], segment_bytes: int
+) -> dict[str, Any]:
     """The data file from begin to end in at most `CELLS_MAX` cells of equal numbers of segments.
 
     Each cell is two characters of `cells`: the state of most of its segments (f free, o open,
     s sealed, c condemned; one that is condemned or open shows), and 0 to 9 for the share of live
     bytes.
     """
-    rows = sorted(segments, key=lambda row: row.segment)
-    per_cell = max(1, -(-len(rows) // CELLS_MAX))
+    per_cell = max(1, -(-len(states) // CELLS_MAX))
     cells = []
-    for start in range(0, len(rows), per_cell):
-        part = rows[start : start + per_cell]
-        states = [_letter(row.state) for row in part]
-        letter = next((one for one in "co" if one in states), max("sf", key=states.count))
-        live = sum(row.live_bytes for row in part) / (len(part) * segment_bytes)
-        cells.append(f"{letter}{min(9, math.ceil(9 * live))}")
+    for start in range(0, len(states), per_cell):
+        part = states[start : start + per_cell]
+        live = sum(live_bytes[start : start + per_cell]) / (len(part) * segment_bytes)
+        cells.append(f"{_letter(part)}{min(9, math.ceil(9 * live))}")
     return {"segments_per_cell": per_cell, "segment_bytes": segment_bytes, "cells": "".join(cells)}
 
 
-def _letter(state: SegmentState) -> str:
-    return "f" if state is SegmentState.FREEING else state.value[0]
+def _letter(part: Sequence[SegmentState]) -> str:
+    for state, letter in ((SegmentState.CONDEMNED, "c"), (SegmentState.OPEN, "o")):
+        if state in part:
+            return letter
+    return "s" if 2 * part.count(SegmentState.SEALED) >= len(part) else "f"
 
 
 def _one(samples: Samples, name: str) -> float:

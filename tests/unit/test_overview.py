@@ -11,7 +11,7 @@ from entresol_daemon import overview
 from entresol_daemon.core.admission import Admission, WriteBudget
 from entresol_daemon.events.log import EventLimits, EventLog
 from entresol_daemon.events.types import Kind, Medium
-from entresol_daemon.flash.model import SegmentInfo, SegmentState
+from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.metric_families import TENANT_LABELS_MAX
 from entresol_daemon.metrics import Metrics
 from entresol_proto.ids import TenantName
@@ -25,13 +25,6 @@ NOTHING = overview.Looked(
 def found(metrics: Metrics) -> dict[str, Any]:
     document = overview.document(NOTHING, overview.samples_of(metrics))
     return dict(json.loads(json.dumps(document)))
-
-
-def segment(number: int, state: SegmentState, live_bytes: int = 0) -> SegmentInfo:
-    return SegmentInfo(
-        segment=number, stream=bytes(16), sequence=number, state=state, blocks=1, live_blocks=1,
-        live_bytes=live_bytes, last_touch=0, oldest_touch=0,
-    )  # fmt: skip
 
 
 # The document -------------------------------------------------------------------------------------
@@ -78,15 +71,13 @@ def test_tenants_are_bounded_and_none_is_lost_from_the_sums() -> None:
 def test_a_small_flash_has_a_cell_per_segment() -> None:
     states = [SegmentState.SEALED, SegmentState.OPEN, SegmentState.FREE, SegmentState.FREEING,
               SegmentState.CONDEMNED]  # fmt: skip
-    rows = [segment(n, state, (100, 1, 0, 0, 50)[n]) for n, state in enumerate(states)]
-    got = overview.flash_map(reversed(rows), 100)
+    got = overview.flash_map(states, [100, 1, 0, 0, 50], 100)
     assert got == {"segments_per_cell": 1, "segment_bytes": 100, "cells": "s9o1f0f0c5"}
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 4_096, 10_001])
 def test_a_large_flash_has_a_bounded_map(count: int) -> None:
-    rows = [segment(n, SegmentState.SEALED, 100) for n in range(count)]
-    got = overview.flash_map(rows, 100)
+    got = overview.flash_map([SegmentState.SEALED] * count, [100] * count, 100)
     cells = len(got["cells"]) // 2
     assert cells <= overview.CELLS_MAX
     assert cells * got["segments_per_cell"] >= count > (cells - 1) * got["segments_per_cell"]
@@ -94,9 +85,9 @@ def test_a_large_flash_has_a_bounded_map(count: int) -> None:
 
 
 def test_one_bad_segment_of_many_shows() -> None:
-    rows = [segment(n, SegmentState.SEALED, 100) for n in range(10_000)]
-    rows[5_000] = segment(5_000, SegmentState.CONDEMNED)
-    assert overview.flash_map(rows, 100)["cells"].count("c") == 1
+    states = [SegmentState.SEALED] * 10_000
+    states[5_000] = SegmentState.CONDEMNED
+    assert overview.flash_map(states, [100] * 10_000, 100)["cells"].count("c") == 1
 
 
 # Where it comes from ------------------------------------------------------------------------------

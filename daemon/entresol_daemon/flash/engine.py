@@ -395,6 +395,14 @@ class Engine:
         """Every segment, free ones included, by number."""
         return self._table.infos()
 
+    def segment_states(self) -> list[SegmentState]:
+        """Of every segment, by number; cheap where `segments` is not."""
+        return self._table.states()
+
+    def segment_live_bytes(self) -> list[int]:
+        """Of every segment, by number."""
+        return self._table.live_bytes()
+
     def segment_info(self, segment: int) -> SegmentInfo:
         """One of them."""
         return self._table.info(self._table.segments[segment])
