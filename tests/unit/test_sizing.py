@@ -320,6 +320,15 @@ def test_the_command_tells_people_and_scripts(capsys: pytest.CaptureFixture[str]
     assert "ratio" not in found["assumed"]
 
 
+def test_what_was_not_measured_is_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, dtype, ratio in (("phi-4", "bf16", 1.48), ("phi-4", "int8", 1.0),
+                                ("deepseek-v3", "bf16", 1.0)):  # fmt: skip
+        assert main(["size", "--model", model, "--dtype", dtype, "--context", "9", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["use"]["ratio"] == ratio
+    assert main(["size", "--model", "deepseek-v3", "--context", "9"]) == 0
+    assert "no codec was measured on latents" in capsys.readouterr().out
+
+
 def test_prices_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["size", "--model", "llama-3.1-8b", "--context", "8000", "--users", "1000",
              "--turns-per-hour", "10", "--gpu-hour", "3", "--prefill-rate", "10000"]  # fmt: skip

@@ -206,7 +206,8 @@ def run(args: argparse.Namespace) -> int:
         rows = list(models.known())
         output.answer(args.json, {"models": [asdict(row) for row in rows]}, words.models(rows))
         return 0
-    context, use, hardware = _context(args), _use(args), _hardware(args)
+    context, hardware = _context(args), _hardware(args)
+    use = _use(args, latent=context.shape is not None and context.shape.is_latent)
     held = tier.footprint(context, use, hardware)
     moved = tier.flow(context, use, hardware, held)
     prices = money.Prices(
@@ -306,15 +307,16 @@ def _shape(args: argparse.Namespace) -> KvShape | None:
     return shapes.KvShape("as given", tuple(part for part in parts if part.layers))
 
 
-def _use(args: argparse.Namespace) -> Use:
+def _use(args: argparse.Namespace, *, latent: bool) -> Use:
     from entresol_client.sizing import tier
 
     if args.users < 1 or args.users > USERS_MAX:
         raise UsageProblem(f"{args.users} users", hint=f"--users from 1 to {USERS_MAX:,}")
+    measured = 1.0 if latent else tier.MEASURED_RATIOS.get(args.dtype, 1.0)
     return tier.Use(
         users=args.users,
         retention=args.retention,
-        ratio=args.ratio or tier.MEASURED_RATIOS.get(args.dtype, 1.0),
+        ratio=args.ratio or measured,
         turns_per_hour=args.turns_per_hour,
         active_share=args.active,
         hit_rate=args.hit_rate,

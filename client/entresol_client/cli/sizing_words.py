@@ -142,7 +142,10 @@ def lines(answer: Answer) -> list[str]:
     told += _worth_lines(answer)
     width = max(60, min(shutil.get_terminal_size().columns, 98))
     for note in _notes(answer):
-        told += ["", *textwrap.wrap(f"note: {note}", width, subsequent_indent="  ")]
+        told += [
+            "",
+            *textwrap.wrap(f"note: {note}", width, subsequent_indent="  ", break_on_hyphens=False),
+        ]
     assumed = ", ".join(
         f"{_ASSUMED[name].format(_shown(name, answer.arguments[name]))} "
         f"(--{name.replace('_', '-')})"
@@ -150,7 +153,13 @@ def lines(answer: Answer) -> list[str]:
     )
     if not assumed:
         return told
-    return [*told, "", *textwrap.wrap(f"assumed: {assumed}", width, subsequent_indent="  ")]
+    return [
+        *told,
+        "",
+        *textwrap.wrap(
+            f"assumed: {assumed}", width, subsequent_indent="  ", break_on_hyphens=False
+        ),
+    ]
 
 
 def _block(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
@@ -226,6 +235,8 @@ def _days(days: float) -> str:
 def _years(moved: Flow) -> str:
     if moved.drive_years > _YEARS_SHOWN_MAX:
         return f"more than {_YEARS_SHOWN_MAX} years"
+    if moved.drive_years < 1:
+        return f"{12 * moved.drive_years:.1f} months"
     return f"{moved.drive_years:.1f} years"
 
 
@@ -265,7 +276,9 @@ def _counts_tier(answer: Answer) -> bool:
 def _notes(answer: Answer) -> Iterator[str]:
     context, shape, use = answer.context, answer.context.shape, answer.use
     dtype = answer.arguments["dtype"]
-    if answer.arguments["ratio"] is None and dtype in MEASURED_RATIOS:
+    if answer.arguments["ratio"] is None and shape is not None and shape.is_latent:
+        yield "no codec was measured on latents: stored at full size; --ratio changes that"
+    elif answer.arguments["ratio"] is None and dtype in MEASURED_RATIOS:
         yield (
             f"{use.ratio:g}:1 is what the codec `fast` made of {dtype} KV of two small models; "
             "measure yours (`entresol stat`), or --ratio 1 for none"
@@ -273,7 +286,7 @@ def _notes(answer: Answer) -> Iterator[str]:
     if answer.moved is not None and answer.moved.drive_years < answer.arguments["warranty"]:
         yield (
             "the drives wear out before their warranty ends: more drives, a higher --dwpd, or let "
-            "the daemon refuse blocks that nobody asked for twice ([flash] drive_writes_per_day)"
+            "the daemon refuse blocks offered only once ([admission] drive_writes_per_day)"
         )
     if shape is None:
         yield "blocks are taken to be 1 MiB; a model tells their size"
