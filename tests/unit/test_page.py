@@ -8,6 +8,8 @@ import hashlib
 import re
 from typing import Any
 
+import pytest
+
 from entresol_daemon.control import page
 from entresol_daemon.control.http import HttpServer
 from entresol_daemon.metrics import Metrics
@@ -26,9 +28,11 @@ class Source:
         return b'{"format":1}'
 
 
-async def ask(server: HttpServer, path: str, method: str = "GET") -> tuple[int, str, bytes]:
+async def ask(
+    server: HttpServer, path: str, method: str = "GET", host: str = "localhost"
+) -> tuple[int, str, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
     raw = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     await writer.wait_closed()
@@ -85,5 +89,27 @@ async def test_without_a_shard_there_is_no_page() -> None:
     await server.start()
     try:
         assert [(await ask(server, path))[0] for path in ("/", "/overview.json")] == [404, 404]
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("localhost", 200), ("LocalHost:7443", 200), ("127.0.0.1:7443", 200), ("127.9.9.9", 200),
+        ("[::1]:7443", 200), ("::1", 200),
+        ("evil.example", 403), ("localhost.evil.example:7443", 403),
+        ("127.0.0.1.evil.example", 403), ("10.0.0.1", 403), ("[::2]:80", 403),
+        ("", 403), ("[", 403),
+    ],
+)  # fmt: skip
+async def test_another_name_for_loopback_reads_nothing(host: str, code: int) -> None:
+    """DNS rebinding: a site's own name comes to mean 127.0.0.1, and its script asks us."""
+    server = HttpServer(Metrics(), list, overview=Source())
+    await server.start()
+    try:
+        assert (await ask(server, "/overview.json", host=host))[0] == code
+        assert (await ask(server, "/", host=host))[0] == code
+        assert (await ask(server, "/metrics", host=host))[0] == 200, "for machines, as before"
     finally:
         await server.close()

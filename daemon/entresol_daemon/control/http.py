@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,6 +38,7 @@ BACKLOG = 16
 _REASONS = {
     200: "OK",
     400: "Bad Request",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     408: "Request Timeout",
@@ -45,6 +47,9 @@ _REASONS = {
     503: "Service Unavailable",
     505: "HTTP Version Not Supported",
 }
+# A browser may be led here under another name, which then could read what this one may
+# (DNS rebinding): on loopback, these are given to who asks for a loopback address only.
+_FOR_BROWSERS = ("/", "/overview.json")
 _PLAIN = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _HTML = "text/html; charset=utf-8"
@@ -164,9 +169,12 @@ class HttpServer:
             return _Reply(431, b"request line and headers are too long\n")
         except asyncio.IncompleteReadError:
             return _Reply(400, b"the request is cut short\n")
-        path = _parse(head)
-        if isinstance(path, _Reply):
-            return path
+        asked = _parse(head)
+        if isinstance(asked, _Reply):
+            return asked
+        path, host = asked
+        if path in _FOR_BROWSERS and _is_loopback(self._host) and not _is_loopback(host):
+            return _Reply(403, b"ask for it as localhost or 127.0.0.1\n")
         route = self._routes.get(path)
         if route is None:
             return _Reply(404, b"try /metrics, /healthz or /readyz\n")
@@ -209,8 +217,8 @@ async def _linger(reader: asyncio.StreamReader) -> None:
                     return
 
 
-def _parse(head: bytes) -> str | _Reply:
-    """The path of a GET, or the refusal."""
+def _parse(head: bytes) -> tuple[str, str] | _Reply:
+    """Path and host of a GET, or the refusal."""
     line, _, headers = head.partition(b"\r\n")
     parts = line.split(b" ")
     if len(parts) != 3 or not all(parts) or not line.isascii():
@@ -222,11 +230,29 @@ def _parse(head: bytes) -> str | _Reply:
         return _Reply(405, b"only GET\n")
     if not target.startswith(b"/"):
         return _Reply(400, b"malformed request target\n")
+    host = ""
     for header in headers.split(b"\r\n"):
-        name, colon, _ = header.partition(b":")
+        name, colon, value = header.partition(b":")
         if header and (not colon or not name or name != name.strip()):
             return _Reply(400, b"malformed header\n")
-    return target.decode("ascii").partition("?")[0]
+        if name.lower() == b"host":
+            host = value.decode("latin-1").strip()
+    return target.decode("ascii").partition("?")[0], host
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether `host`, with or without a port, is this machine to itself."""
+    name = host.lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _encode(reply: _Reply) -> bytes:
