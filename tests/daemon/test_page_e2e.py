@@ -88,6 +88,7 @@ def test_a_daemon_that_goes_away_is_said_to_be(chromium: Browser, daemon: Daemon
     daemon.stop()
     chromium.wait("document.getElementById('verdict').textContent === 'DOWN'")
     assert chromium.evaluate("document.getElementById('verdict').className") == "bad"
+    assert chromium.evaluate("document.querySelector('main').className") == "stale"
 
 
 def test_page_and_top_give_the_same_verdicts(chromium: Browser, daemon: DaemonProcess) -> None:

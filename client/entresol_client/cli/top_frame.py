@@ -90,8 +90,8 @@ def frame(
     problem: str = "",
 ) -> list[str]:
     """The lines. `history` has bytes per second (out, in), oldest first. `problem`: why there is no
-    answer just now; what is known from before is still shown."""
-    recent = rates(before, now) if now is not None else None
+    answer just now; totals from before are still shown, rates are not."""
+    recent = rates(before, now) if now is not None and not problem else None
     lines = [_head(None if problem else now, recent, screen, price, problem)]
     if now is None:
         return lines
