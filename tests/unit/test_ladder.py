@@ -218,6 +218,36 @@ def test_damage_is_refused_alike(dtype: DType, by_channel: bool) -> None:
     assert outcomes == {True, False}
 
 
+@every_kind
+@pytest.mark.parametrize("values", [64, 2048, 32_768, 32_800, 70_016])
+def test_codes_of_three_bits_come_back(dtype: DType, values: int) -> None:
+    """Where they cost little of what is saved: bf16 with one scale. Elsewhere none are taken."""
+    rng = np.random.default_rng(values)
+    bits = (rng.standard_normal(values).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
+    made = check(bits.tobytes()[: values * dtype.item_bytes], dtype, channels=False)
+    if dtype is DType.BF16 and values >= 2048:
+        assert made is not None
+        assert made[ladder_twin.HEAD.size] >> 3 == 1
+        for wrong in (0x10, 0x01, 0x0F):  # an unknown flag; three bits and two
+            damaged = bytearray(made)
+            damaged[ladder_twin.HEAD.size] |= wrong
+            assert all(decode(way, bytes(damaged), 2 * values, dtype) is None for way in ways())
+        with_rows = bytearray(made)
+        with_rows[4] = 32  # three bits and a period
+        assert all(decode(way, bytes(with_rows), 2 * values, dtype) is None for way in ways())
+
+
+@pytest.mark.parametrize("rare", [0.0, 0.005, 0.05, 0.2])
+def test_few_and_many_escapes_from_three_bits(rare: float) -> None:
+    """Whatever number of 64 values escapes, also all of them in one place."""
+    rng = np.random.default_rng(int(rare * 1000))
+    exponents = 118 + rng.integers(0, 7, 40_000) * (rng.random(40_000) < 0.6)
+    exponents[rng.random(40_000) < rare] = 70
+    exponents[20_000:20_200] = rng.integers(0, 256, 200)
+    bits = (exponents << 7 | rng.integers(0, 128, 40_000)).astype("<u2")
+    assert check(bits.tobytes(), DType.BF16, channels=False) is not None
+
+
 def test_channels_are_found_and_pay() -> None:
     """Scales that differ by channel cost `fast`, and not `dense`."""
     rng = np.random.default_rng(5)

@@ -143,14 +143,17 @@ class Kernel:
         self, plain: memoryview, kind: int, by_channel: bool, bytes_max: int
     ) -> memoryview | None:
         """See `seal.codecs.ladder_twin.encode`; the result is memory of its own."""
-        address = _address(plain)
-        if not self._ladder_pays(address, len(plain), kind, by_channel):
+        out = np.empty(bytes_max, np.uint8).data
+        if not bytes_max:
             return None
-        out = np.empty(bytes_max, np.uint8)
         made = self._ladder_encode(
-            address, len(plain), kind, by_channel, out.ctypes.data, bytes_max, self.portable
+            _address(plain), len(plain), kind, by_channel, _address(out), bytes_max, self.portable
         )
-        return out.data[:made] if made else None
+        return out[:made] if made else None
+
+    def ladder_pays(self, plain: memoryview, kind: int, by_channel: bool) -> bool:
+        """Whether `ladder_encode` would try, by a look at a little of `plain`."""
+        return bool(self._ladder_pays(_address(plain), len(plain), kind, by_channel))
 
     def ladder_decode(self, stored: memoryview, kind: int, into: memoryview) -> str:
         """See `seal.codecs.ladder_twin.decode_into`; "" or what is wrong with the chunk."""
@@ -162,9 +165,45 @@ class Kernel:
         return LADDER_PROBLEMS[found]
 
 
+class _Buffer(ctypes.Structure):
+    """`Py_buffer`, which is part of Python's stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.c_void_p,)
+_release_buffer.restype = None
+
+
 def _address(view: memoryview) -> int:
-    """Where contiguous bytes are; they must outlive the use of it."""
-    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0] if len(view) else 0
+    """Where contiguous bytes are; they must outlive the use of it.
+
+    0.5 us for writable memory and 1.2 for other, where numpy takes 3.4: a chunk is coded in 25.
+    """
+    if not len(view):
+        return 0
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    buffer = _Buffer()
+    place = ctypes.addressof(buffer)
+    _get_buffer(view, place, 0)  # raises BufferError unless contiguous
+    found: int = buffer.buf
+    _release_buffer(place)
     return found
 
 

@@ -1,5 +1,5 @@
-/* The ladder codec (proto/FORMAT.md, "Ladder"): exponents as ranks, ranks as 1- and 2-bit codes on
- * four levels, an escape from each level to the next. Part of kernel.c.
+/* The ladder codec (proto/FORMAT.md, "Ladder"): exponents as ranks, ranks as short codes on four
+ * levels, an escape from each level to the next. Part of kernel.c.
  *
  * The Python twin is seal/codecs/ladder.py; both must give the same bytes. Unlike the rest of the
  * kernel, decoding trusts nothing: every length that a chunk states is checked before it is used,
@@ -25,7 +25,8 @@ enum {
     LITERAL = 15,             /* the rank of whatever no code stands for */
     BELOW = 9,                /* window positions below a predicted exponent; 6 above */
     PROBED = 16,              /* groups looked at to see whether a chunk pays */
-    SAMPLED = 32,             /* one in so many groups is counted where speed is all */
+    SAMPLED = 64,             /* one in so many groups is counted where speed is all */
+    SPARED = 8,              /* codes of three bits may cost one in so many of the bits saved */
     CONTEXTS = 4,             /* tables of a section: by how far between two exponents one is predicted */
     FINALISTS = 3,            /* periods that are tried */
     RESET_COST = 96,          /* what a byte about a row must save, in 1/16 of an exponent */
@@ -42,8 +43,9 @@ static const struct ladder_kind LADDER_KINDS[5] = {
 };
 
 /* For a mask of 8 bits: where in a vector of 8 bytes the set ones are (gather), and which byte of a
- * dense stream each set one takes (spread; 0x80, which shuffles in a zero, for the others). */
-static uint8_t ladder_gather[256][8], ladder_spread[256][8];
+ * dense stream each set one takes (spread; 0x80, which shuffles in a zero, for the others). A row may
+ * be read together with the next. */
+static uint8_t ladder_gather[257][8], ladder_spread[257][8];
 
 __attribute__((constructor)) static void ladder_tables(void)
 {
@@ -128,11 +130,17 @@ static inline void pack8(int bits, uint64_t x, uint8_t *at)
     at[1] = (uint8_t)(x >> 8);
 }
 
-/* Which of eight bytes, each at most 3, are `code` (1 or 3): a bit each. */
+/* Which of eight codes, a byte each, are the escape: 1 in the byte of each that is. */
+static inline uint64_t escapes8(int bits, uint64_t x)
+{
+    uint64_t hit = bits == 1 ? x : bits == 2 ? x & x >> 1 : x & x >> 1 & x >> 2;
+    return hit & 0x0101010101010101ull;
+}
+
+/* The same, a bit each. */
 static inline unsigned mask8(int bits, uint64_t x)
 {
-    uint64_t hit = bits == 1 ? x : x & x >> 1;
-    return (unsigned)((hit & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
+    return (unsigned)(escapes8(bits, x) * 0x0102040810204080ull >> 56);
 }
 
 static inline size_t packed_bytes(int bits, size_t count) { return (count + 7) / 8 * (size_t)bits; }
@@ -142,7 +150,7 @@ struct ladder_scratch {
     uint8_t extra[SECTION_MAX + PAD];           /* raw bits that are less than a byte */
     uint8_t rank[LEVELS + 1][SECTION_MAX + PAD]; /* what is left to say on each level */
     uint8_t literals[SECTION_MAX + PAD];
-    uint8_t packed[LEVELS][SECTION_MAX / 4 + PAD];
+    uint8_t packed[LEVELS][SECTION_MAX / 8 * 3 + PAD];
     uint8_t names[16 * CONTEXTS];               /* places of ranks */
     uint8_t moved[PERIOD_MAX + PAD];
     uint8_t state[PERIOD_MAX + PAD];            /* predicted exponent per channel, in 1/16 */
@@ -181,6 +189,19 @@ struct ladder_model {
 static int ladder_wide(void) { return __builtin_cpu_supports("avx2"); }
 #endif
 
+/* Whether encoding is worth the memory for its result. Costs as little as a chunk can be looked at. */
+EXPORT int32_t entresol_ladder_pays(const uint8_t *plain, size_t plain_bytes, int kind, int by_channel)
+{
+    if (kind < KIND_BF16 || kind > KIND_E5M2)
+        return 0;
+    const size_t count = plain_bytes / LADDER_KINDS[kind].width / LANES * LANES;
+#if defined(LADDER_AVX2)
+    if (count != 0 && ladder_wide())
+        return pays_avx2(plain, count, kind, by_channel, NULL);
+#endif
+    return count != 0 && pays_portable(plain, count, kind, by_channel, NULL);
+}
+
 /* Encode `plain_bytes` of a kind. Returns how many bytes of `out` were written, or 0 when they would
  * be more than `out_bytes`, or are not worth a try. `by_channel` looks for channels and predicts each.
  * `portable` keeps to plain C.
@@ -196,20 +217,6 @@ EXPORT size_t entresol_ladder_encode(const uint8_t *plain, size_t plain_bytes, i
 #endif
     (void)portable;
     return ladder_encode_portable(plain, plain_bytes, kind, by_channel, out, out_bytes);
-}
-
-/* Whether encoding is worth the memory for its result. Costs as little as a chunk can be looked at. */
-EXPORT int32_t entresol_ladder_pays(const uint8_t *plain, size_t plain_bytes, int kind, int by_channel)
-{
-    uint8_t mode;
-    if (kind < KIND_BF16 || kind > KIND_E5M2)
-        return 0;
-    const size_t count = plain_bytes / LADDER_KINDS[kind].width / LANES * LANES;
-#if defined(LADDER_AVX2)
-    if (count != 0 && ladder_wide())
-        return pays_avx2(plain, count, kind, by_channel, &mode);
-#endif
-    return count != 0 && pays_portable(plain, count, kind, by_channel, &mode);
 }
 
 /* Decode exactly `into_bytes`. Returns LADDER_OK, or why not; then `into` holds anything. */

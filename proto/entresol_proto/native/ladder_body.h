@@ -117,6 +117,12 @@ static inline __m256i LADDER(of_context)(const uint8_t *tables, __m256i at, __m2
 }
 
 static inline size_t LADDER(ones)(uint32_t x) { return (size_t)__builtin_popcount(x); }
+
+/* The row of a table for a mask of 8 bits; the upper half is of the next. */
+static inline __m128i LADDER(row)(const uint8_t (*table)[8], uint32_t mask)
+{
+    return _mm_loadu_si128((const __m128i *)table[mask]);
+}
 #endif
 
 static inline uint64_t LADDER(spread8)(uint64_t dense, unsigned mask)
@@ -152,7 +158,9 @@ static inline uint64_t LADDER(gather8)(uint64_t x, unsigned mask)
 #endif
 }
 
-/* Ranks of one level: codes plus `first`, and where a code is the escape, the next of `below`.
+/* Codes of three bits are stored as their two low bits, all of them, and then the high ones.
+ *
+ * Ranks of one level: codes plus `first`, and where a code is the escape, the next of `below`.
  * Returns how many of `below` were taken: at most `count` rounded up to 8. */
 static size_t LADDER(climb)(int bits, const uint8_t *packed, size_t count, unsigned first,
                             const uint8_t *below, uint8_t *ranks)
@@ -196,10 +204,13 @@ static size_t LADDER(climb)(int bits, const uint8_t *packed, size_t count, unsig
         taken += LADDER(ones)(mask);
     }
 #endif
-    for (; i < count; i += 8, packed += bits) {
-        uint64_t x = unpack8(bits, packed);
+    const uint8_t *high = packed + (count + 7) / 8 * 2; /* of codes of three bits */
+    for (; i < count; i += 8, packed += bits < 3 ? bits : 2) {
+        uint64_t x = unpack8(bits < 3 ? bits : 2, packed);
+        if (bits == 3)
+            x |= unpack8(1, high++) << 2;
         unsigned mask = mask8(bits, x);
-        uint64_t hit = ((bits == 1 ? x : x & x >> 1) & 0x0101010101010101ull) * 0xFF;
+        uint64_t hit = escapes8(bits, x) * 0xFF;
         uint64_t more = LADDER(spread8)(load64(below + taken), mask);
         x = ((x + first * 0x0101010101010101ull) & ~hit) | (more & hit);
         store64(ranks + i, x);
@@ -213,7 +224,7 @@ static size_t LADDER(climb)(int bits, const uint8_t *packed, size_t count, unsig
 static size_t LADDER(descend)(int bits, const uint8_t *values, size_t count, uint8_t *packed,
                               uint8_t *below)
 {
-    const uint8_t escape = bits == 2 ? 3 : 1;
+    const uint8_t escape = (uint8_t)((1 << bits) - 1);
     size_t given = 0, i = 0;
 #if defined(LADDER_AVX2)
     const __m256i top = _mm256_set1_epi8((char)escape);
@@ -243,7 +254,8 @@ static size_t LADDER(descend)(int bits, const uint8_t *values, size_t count, uin
         given += LADDER(ones)(mask);
     }
 #endif
-    for (; i < count; i += 8, packed += bits) {
+    uint8_t *high = packed + (count + 7) / 8 * 2; /* of codes of three bits */
+    for (; i < count; i += 8, packed += bits < 3 ? bits : 2) {
         uint8_t code[8], left[8];
         for (int j = 0; j < 8; j++) {
             uint8_t x = values[i + (size_t)j];
@@ -252,7 +264,9 @@ static size_t LADDER(descend)(int bits, const uint8_t *values, size_t count, uin
         }
         uint64_t codes = load64(code);
         unsigned mask = mask8(bits, codes);
-        pack8(bits, codes, packed);
+        if (bits == 3)
+            pack8(1, codes >> 2 & 0x0101010101010101ull, high++);
+        pack8(bits < 3 ? bits : 2, codes & 0x0303030303030303ull, packed);
         store64(below + given, LADDER(gather8)(load64(left), mask));
         given += (size_t)__builtin_popcount(mask);
     }
@@ -283,31 +297,24 @@ static void LADDER(take_extra)(int bits, const uint8_t *stored, size_t count, ui
 
 /* Ranks of exponents --------------------------------------------------------------------------- */
 
+#if !defined(LADDER_AVX2)
 /* Exponents of ranks where one base serves the section. `table` has 16 entries of 0 to 15. */
-static const uint8_t *LADDER(name_flat)(const uint8_t *ranks, size_t count, const uint8_t *table,
-                                        uint8_t base, const uint8_t *literals, uint8_t *sym)
+static void LADDER(name_flat)(const uint8_t *ranks, size_t count, const uint8_t *table,
+                              uint8_t base, const uint8_t *literals, uint8_t *sym)
 {
     for (size_t i = 0; i < count; i += LANES) {
         uint32_t mask = 0;
-#if defined(LADDER_AVX2)
-        __m256i rank = _mm256_loadu_si256((const __m256i *)(ranks + i));
-        __m256i names = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
-        __m256i x = _mm256_add_epi8(_mm256_shuffle_epi8(names, rank), _mm256_set1_epi8((char)base));
-        _mm256_storeu_si256((__m256i *)(sym + i), x);
-        mask = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(rank, _mm256_set1_epi8(LITERAL)));
-#else
         for (size_t j = 0; j < LANES; j++) {
             sym[i + j] = (uint8_t)(table[ranks[i + j]] + base);
             mask |= (uint32_t)(ranks[i + j] == LITERAL) << j;
         }
-#endif
         for (; mask != 0; mask &= mask - 1)
             sym[i + (size_t)__builtin_ctz(mask)] = *literals++;
     }
-    return literals;
 }
+#endif
 
-/* The same where each channel of a row predicts its exponent; `state` is brought up to date. */
+/* Exponents of ranks where each channel of a row predicts its own; `state` is brought up to date. */
 static const uint8_t *LADDER(name_row)(const uint8_t *ranks, size_t count, const uint8_t *tables,
                                        const struct ladder_model *model, const uint8_t *literals,
                                        uint8_t *sym)
@@ -447,4 +454,8 @@ static void LADDER(move_state)(uint8_t *state, size_t period, uint8_t how)
     }
 }
 
+#include "ladder_rank.h"
+#if defined(LADDER_AVX2)
+#include "ladder_flat.h"
+#endif
 #include "ladder_chunk.h"

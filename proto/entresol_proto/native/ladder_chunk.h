@@ -1,87 +1,5 @@
 /* Whole chunks of the ladder codec; see ladder.h. Included by ladder_body.h. */
 
-/* How the exponents of a section rank. */
-struct LADDER(ranking) {
-    uint8_t place_of[16 * CONTEXTS]; /* by context * 16 + rank */
-    uint8_t rank_of[16 * CONTEXTS];  /* by context * 16 + place; LITERAL where no code is */
-    uint8_t bits[LEVELS];
-    int codes; /* ranks from here on are literals */
-};
-
-/* Order places by how often they were seen; the lower comes first among equals. */
-static void LADDER(order)(const uint32_t *counts, int contexts, struct LADDER(ranking) *ranking)
-{
-    for (int c = 0; c < contexts; c++, counts += 16) {
-        uint8_t *order = ranking->place_of + 16 * c;
-        for (int i = 0; i < 16; i++) {
-            int at = i;
-            for (; at > 0 && counts[order[at - 1]] < counts[i]; at--)
-                order[at] = order[at - 1];
-            order[at] = (uint8_t)i;
-        }
-    }
-}
-
-/* Cut the levels so that places in this order take fewest bits; returns how many, without tables.
- * `outside` values are in no window. */
-static uint64_t LADDER(cut)(const uint32_t *counts, int contexts, uint32_t outside,
-                            struct LADDER(ranking) *ranking)
-{
-    uint32_t of_rank[16] = {0};
-    uint64_t best = UINT64_MAX;
-    for (int i = 0; i < 16 * contexts; i++)
-        of_rank[i & 15] += counts[(i & ~15) + ranking->place_of[i]];
-    for (int way = 0; way < 4; way++) {
-        uint8_t bits[LEVELS] = {(uint8_t)(2 - (way & 1)), (uint8_t)(2 - (way >> 1)), 2, 2};
-        uint64_t cost = 0, length = 0, literals = outside;
-        int rank = 0;
-        for (int level = 0; level < LEVELS; level++) {
-            length += bits[level];
-            for (int i = 0; i < (1 << bits[level]) - 1; i++)
-                cost += length * of_rank[rank++];
-        }
-        for (int i = rank; i < 16; i++)
-            literals += of_rank[i];
-        cost += literals * (length + 8);
-        if (cost < best) {
-            best = cost;
-            ranking->codes = rank;
-            memcpy(ranking->bits, bits, sizeof bits);
-        }
-    }
-    for (int i = 0; i < 16 * CONTEXTS; i++) {
-        int from = contexts == 1 ? i & 15 : i;
-        ranking->rank_of[(i & ~15) + ranking->place_of[from]] =
-            (uint8_t)((i & 15) < ranking->codes ? i & 15 : LITERAL);
-    }
-    return best;
-}
-
-/* The lowest base of a window of 16 exponents that holds most of a histogram. */
-static uint8_t LADDER(window_of)(const uint32_t *counts)
-{
-    uint32_t sum = 0, most;
-    int best = 0;
-    for (int i = 0; i < 16; i++)
-        sum += counts[i];
-    most = sum;
-    for (int i = 16; i < 256; i++) {
-        sum += counts[i] - counts[i - 16];
-        if (sum > most)
-            most = sum, best = i - 15;
-    }
-    return (uint8_t)best;
-}
-
-static uint8_t LADDER(mode_of)(const uint32_t *counts)
-{
-    int best = 0;
-    for (int i = 1; i < 256; i++)
-        if (counts[i] > counts[best])
-            best = i;
-    return (uint8_t)best;
-}
-
 /* How many values a row may have: the FINALISTS shortest distances whose multiples are mostly distances
  * at which values resemble each other. Four multiples and more decide together, because a token that
  * comes again makes single distances stand out. Returns how many were found; none when `count` is small.
@@ -197,26 +115,25 @@ static void LADDER(learn)(const uint8_t *plain, size_t count, int kind, uint8_t 
 }
 
 /* Look at a little of the chunk. Returns 0 when encoding would not pay; `*mode` becomes the likeliest
- * exponent. */
+ * exponent, for who wants it (not NULL). */
 static int LADDER(pays)(const uint8_t *plain, size_t count, int kind, int by_channel, uint8_t *mode)
 {
     const struct ladder_kind *k = &LADDER_KINDS[kind];
     const size_t groups = count / LANES, samples = groups < PROBED ? groups : PROBED;
     uint32_t counts[256] = {0}, outside = (uint32_t)(samples * LANES);
-    uint8_t sym[LANES], rest[LANES], extra[LANES];
+    uint8_t sym[PROBED * LANES], rest[LANES], extra[LANES];
     struct LADDER(ranking) ranking;
-    for (size_t i = 0; i < samples; i++) {
-        size_t at = i * groups / samples * LANES;
-        LADDER(split)(kind, plain + at * k->width, LANES, sym, rest, extra);
-        for (size_t j = 0; j < LANES; j++)
-            counts[sym[j]]++;
-    }
+    for (size_t i = 0; i < samples; i++)
+        LADDER(split)(kind, plain + i * groups / samples * LANES * k->width, LANES,
+                      sym + i * LANES, rest, extra);
+    LADDER(count)(sym, samples, counts);
     uint8_t base = LADDER(window_of)(counts);
-    *mode = LADDER(mode_of)(counts);
+    if (mode != NULL)
+        *mode = LADDER(mode_of)(counts);
     for (int i = 0; i < 16; i++)
         outside -= counts[base + i];
     LADDER(order)(counts + base, 1, &ranking);
-    uint64_t bits = LADDER(cut)(counts + base, 1, outside, &ranking) +
+    uint64_t bits = LADDER(cut)(counts + base, 1, outside, NULL, &ranking) +
                     samples * LANES * (8u * k->rest + k->extra);
     return bits * 1000 <= samples * LANES * 8 * k->width * (by_channel ? 1000 : 970);
 }
@@ -229,7 +146,7 @@ static void LADDER(decide)(const uint8_t *plain, size_t count, int kind, int by_
     plan->model = (struct ladder_model){0, 0, s->state, 0};
     if (by_channel)
         LADDER(learn)(plain, count, kind, mode, s, &plan->model);
-    plan->log2 = plan->model.period ? 15 : 14;
+    plan->log2 = 15;
     plan->begun = 0;
     plan->section = (size_t)1 << plan->log2;
     if (plan->model.period != 0)
@@ -265,6 +182,7 @@ static size_t LADDER(rank_places)(const uint8_t *places, size_t count, const uin
     return found;
 }
 
+#if !defined(LADDER_AVX2)
 /* The same where one base serves the section: `rank_of` has 16 entries. */
 static size_t LADDER(rank_flat)(const uint8_t *sym, size_t count, uint8_t base,
                                 const uint8_t *rank_of, uint8_t *ranks, uint8_t *literals)
@@ -272,38 +190,58 @@ static size_t LADDER(rank_flat)(const uint8_t *sym, size_t count, uint8_t base,
     size_t found = 0;
     for (size_t i = 0; i < count; i += LANES) {
         uint32_t mask = 0;
-#if defined(LADDER_AVX2)
-        const __m256i last = _mm256_set1_epi8(LITERAL);
-        __m256i at = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(sym + i)),
-                                     _mm256_set1_epi8((char)base));
-        __m256i inside = _mm256_cmpeq_epi8(_mm256_min_epu8(at, last), at);
-        __m256i rank = _mm256_shuffle_epi8(
-            _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)rank_of)), at);
-        rank = _mm256_blendv_epi8(last, rank, inside);
-        _mm256_storeu_si256((__m256i *)(ranks + i), rank);
-        mask = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(rank, last));
-#else
         for (size_t j = 0; j < LANES; j++) {
             uint8_t at = (uint8_t)(sym[i + j] - base);
             ranks[i + j] = at < 16 ? rank_of[at & 15] : LITERAL;
             mask |= (uint32_t)(ranks[i + j] == LITERAL) << j;
         }
-#endif
         for (; mask != 0; mask &= mask - 1)
             literals[found++] = sym[i + (size_t)__builtin_ctz(mask)];
     }
     return found;
 }
+#endif
 
-/* How often each place occurs; four counters each, so that one need not wait for the other. */
-static void LADDER(count_places)(const uint8_t *places, size_t count, uint32_t counts[256])
+/* Count one group in SAMPLED of a section; returns the base of its window. */
+static uint8_t LADDER(sample)(const uint8_t *plain, size_t count, int kind, uint8_t *sym,
+                              uint32_t counts[256], uint32_t *outside)
 {
-    uint32_t apart[4][256] = {{0}};
-    for (size_t i = 0; i < count; i += 4)
-        for (size_t j = 0; j < 4; j++)
-            apart[j][places[i + j]]++;
-    for (size_t i = 0; i < 256; i++)
-        counts[i] = apart[0][i] + apart[1][i] + apart[2][i] + apart[3][i];
+    const size_t step = (size_t)LANES * SAMPLED, groups = (count + step - 1) / step;
+    uint8_t rest[LANES], extra[LANES];
+    for (size_t i = 0; i < groups; i++)
+        LADDER(split)(kind, plain + i * step * LADDER_KINDS[kind].width, LANES, sym + i * LANES, rest,
+                      extra);
+    LADDER(count)(sym, groups, counts);
+    uint8_t base = LADDER(window_of)(counts);
+    *outside = (uint32_t)(groups * LANES);
+    for (int i = 0; i < 16; i++)
+        *outside -= counts[base + i];
+    return base;
+}
+
+/* Codes of s->rank[0] and s->literals, from `at` on, level after level. Returns the end, or NULL when
+ * `room` bytes do not hold them; `left` says how many values reach each level. */
+static uint8_t *LADDER(put_levels)(const uint8_t bits[LEVELS], struct ladder_scratch *s, uint8_t *at,
+                                   size_t room, size_t left[LEVELS + 1])
+{
+    size_t size = left[LEVELS];
+    for (int level = 0; level < LEVELS; level++) {
+        store64(s->rank[level] + left[level], 0);
+        size_t given = LADDER(descend)(bits[level], s->rank[level], left[level], s->packed[level],
+                                       s->rank[level + 1]);
+        if (level + 1 < LEVELS)
+            left[level + 1] = given;
+        size += packed_bytes(bits[level], left[level]);
+    }
+    if (size > room)
+        return NULL;
+    for (int level = 0; level < LEVELS; level++) {
+        size_t bytes = packed_bytes(bits[level], left[level]);
+        memcpy(at, s->packed[level], bytes);
+        at += bytes;
+    }
+    memcpy(at, s->literals, left[LEVELS]);
+    return at + left[LEVELS];
 }
 
 /* One section of `count` values. Returns its bytes, or 0 when `room` does not hold them. */
@@ -313,76 +251,71 @@ static size_t LADDER(put_section)(const uint8_t *plain, size_t count, int kind,
 {
     const struct ladder_kind *k = plan->kind;
     struct ladder_model *model = &plan->model;
-    const int contexts = model->period ? CONTEXTS : 1;
-    const size_t raw = 10 + count * k->rest + count * k->extra / 8 + 8u * (unsigned)contexts;
-    uint8_t *places = s->rank[1], *at = out + 10, base = 0;
+    const int flat = model->period == 0, contexts = flat ? 1 : CONTEXTS;
+    uint8_t *rest = out + 10, *extra = rest + count * k->rest, *at = extra + count * k->extra / 8;
+    uint8_t *places = s->rank[1], base = 0;
     uint32_t counts[256] = {0}, outside = 0;
     struct LADDER(ranking) ranking;
     int again = 0; /* the tables are those of the section before */
-    size_t resets = 0, rows = 0, left[LEVELS + 1] = {count}, size = raw;
-    if (raw > room)
+    size_t resets = 0, rows = 0, left[LEVELS + 1] = {count};
+    if ((size_t)(at - out) + 8u * (unsigned)contexts > room)
         return 0;
-    LADDER(split)(kind, plain, count, s->sym, at, s->extra);
-    at += count * k->rest;
-    at += LADDER(put_extra)(k->extra, s->extra, count, at);
-    if (model->period) {
-        rows = (count + model->period - 1) / model->period;
-        uint64_t cost = 0;
-        resets = LADDER(place_rows)(count, model, s, places, s->rank[2], &cost);
-        LADDER(count_places)(places, count, counts);
-        outside = counts[0x80];
+    if (flat) {
+        base = LADDER(sample)(plain, count, kind, s->sym, counts, &outside);
     } else {
-        uint32_t seen = 0;
-        for (size_t i = 0; i < count; i += LANES * SAMPLED, seen += LANES)
-            for (size_t j = i; j < i + LANES; j++)
-                counts[s->sym[j]]++;
-        base = LADDER(window_of)(counts);
-        outside = seen;
-        for (int i = 0; i < 16; i++)
-            outside -= counts[base + i];
+        uint64_t cost = 0;
+        LADDER(split)(kind, plain, count, s->sym, rest, s->extra);
+        LADDER(put_extra)(k->extra, s->extra, count, extra);
+        rows = (count + model->period - 1) / model->period;
+        resets = LADDER(place_rows)(count, model, s, places, s->rank[2], &cost);
+        LADDER(count)(places, count / LANES, counts);
+        outside = counts[0x80];
     }
     LADDER(order)(counts + base, contexts, &ranking);
-    uint64_t bits = LADDER(cut)(counts + base, contexts, outside, &ranking);
-    if (model->period != 0 && plan->begun &&
-        LADDER(cut)(counts, contexts, outside, &plan->ranking) <= bits + 64 * CONTEXTS) {
+    uint64_t bits = LADDER(cut)(counts + base, contexts, outside, flat ? k : NULL, &ranking);
+    if (!flat && plan->begun &&
+        LADDER(cut)(counts, contexts, outside, NULL, &plan->ranking) <= bits + 64 * CONTEXTS) {
         again = 1;
-        size -= 8u * (unsigned)contexts;
         ranking = plan->ranking;
     }
     plan->ranking = ranking;
     plan->begun = 1;
-    left[LEVELS] = model->period ? LADDER(rank_places)(places, count, ranking.rank_of, s->sym,
-                                                       s->rank[0], s->literals)
-                                 : LADDER(rank_flat)(s->sym, count, base, ranking.rank_of,
-                                                     s->rank[0], s->literals);
-    for (int level = 0; level < LEVELS; level++) {
-        store64(s->rank[level] + left[level], 0);
-        size_t given = LADDER(descend)(ranking.bits[level], s->rank[level], left[level],
-                                       s->packed[level], s->rank[level + 1]);
-        if (level + 1 < LEVELS)
-            left[level + 1] = given;
-        size += packed_bytes(ranking.bits[level], left[level]);
-    }
-    size += (rows + 7) / 8 + resets + left[LEVELS];
-    if (size > room)
-        return 0;
-    out[0] = (uint8_t)((ranking.bits[0] - 1) | (ranking.bits[1] - 1) << 1 | again << 2);
-    out[1] = base;
-    for (int level = 1; level <= LEVELS; level++)
-        put16(out + 2 * level, (unsigned)left[level]);
     for (int i = 0; i < (again ? 0 : 8 * contexts); i++)
         *at++ = (uint8_t)(ranking.place_of[2 * i] | ranking.place_of[2 * i + 1] << 4);
+    if ((size_t)(at - out) + (rows + 7) / 8 + resets > room)
+        return 0;
     memcpy(at, s->flags, (rows + 7) / 8);
     at += (rows + 7) / 8;
     memcpy(at, s->resets, resets);
     at += resets;
-    for (int level = 0; level < LEVELS; level++) {
-        size_t bytes = packed_bytes(ranking.bits[level], left[level]);
-        memcpy(at, s->packed[level], bytes);
-        at += bytes;
+    room -= (size_t)(at - out);
+#if defined(LADDER_AVX2)
+    if (flat) {
+        const struct LADDER(rests) to = {rest, extra, extra + count / 4};
+        at = LADDER(put_flat)(plain, count, kind, base, &ranking, to, s->rank[0], at, room, left);
     }
-    memcpy(at, s->literals, left[LEVELS]);
-    return size;
+#else
+    if (flat) {
+        LADDER(split)(kind, plain, count, s->sym, rest, s->extra);
+        LADDER(put_extra)(k->extra, s->extra, count, extra);
+        left[LEVELS] = LADDER(rank_flat)(s->sym, count, base, ranking.rank_of, s->rank[0],
+                                         s->literals);
+        at = LADDER(put_levels)(ranking.bits, s, at, room, left);
+    }
+#endif
+    if (!flat) {
+        left[LEVELS] = LADDER(rank_places)(places, count, ranking.rank_of, s->sym, s->rank[0],
+                                           s->literals);
+        at = LADDER(put_levels)(ranking.bits, s, at, room, left);
+    }
+    if (at == NULL)
+        return 0;
+    const int wide = ranking.bits[0] == 3;
+    out[0] = (uint8_t)((wide ? 8 : ranking.bits[0] - 1) | (ranking.bits[1] - 1) << 1 | again << 2);
+    out[1] = base;
+    for (int level = 1; level <= LEVELS; level++)
+        put16(out + 2 * level, (unsigned)left[level]);
+    return (size_t)(at - out);
 }
 
 static size_t LADDER(ladder_encode)(const uint8_t *plain, size_t plain_bytes, int kind,
@@ -390,12 +323,12 @@ static size_t LADDER(ladder_encode)(const uint8_t *plain, size_t plain_bytes, in
 {
     struct ladder_scratch s;
     struct LADDER(plan) plan;
-    uint8_t mode;
+    uint8_t mode = 0;
     const size_t width = LADDER_KINDS[kind].width;
     const size_t count = plain_bytes / width / LANES * LANES;
     const size_t tail = plain_bytes - count * width;
     if (count == 0 || out_bytes < LADDER_HEAD + tail ||
-        !LADDER(pays)(plain, count, kind, by_channel, &mode))
+        !LADDER(pays)(plain, count, kind, by_channel, by_channel ? &mode : NULL))
         return 0;
     LADDER(decide)(plain, count, kind, by_channel, mode, &s, &plan);
     size_t at = LADDER_HEAD;
@@ -429,7 +362,7 @@ static int32_t LADDER(take_section)(const uint8_t **at, const uint8_t *end, size
     const size_t extra = count * k->extra / 8;
     size_t tables = model->period ? 8 * CONTEXTS : 8;
     const size_t rows = model->period ? (count + model->period - 1) / model->period : 0;
-    const uint8_t *from = *at, *rest, *levels[LEVELS], *literals, *resets;
+    const uint8_t *from = *at, *rest, *pairs, *levels[LEVELS], *literals, *resets;
     uint8_t *names = s->names;
     if (end - from < 10)
         return LADDER_CUT;
@@ -438,9 +371,10 @@ static int32_t LADDER(take_section)(const uint8_t **at, const uint8_t *end, size
         tables = 0;
     if ((size_t)(end - from) < 10 + count * k->rest + extra + tables + (rows + 7) / 8)
         return LADDER_CUT;
-    const int bits[LEVELS] = {(head[0] & 1) + 1, (head[0] >> 1 & 1) + 1, 2, 2};
+    const int wide = head[0] >> 3 & 1;
+    const int bits[LEVELS] = {wide ? 3 : (head[0] & 1) + 1, (head[0] >> 1 & 1) + 1, 2, 2 - wide};
     size_t left[LEVELS + 1] = {count};
-    if (head[0] > 7)
+    if (head[0] > 15 || (wide && (head[0] & 1 || model->period)))
         return LADDER_BAD_COUNT;
     for (int level = 1; level <= LEVELS; level++) {
         left[level] = u16_at(head + 2 * level);
@@ -448,8 +382,7 @@ static int32_t LADDER(take_section)(const uint8_t **at, const uint8_t *end, size
             return LADDER_BAD_COUNT;
     }
     rest = from + 10;
-    from = rest + count * k->rest;
-    LADDER(take_extra)(k->extra, from, count, s->extra);
+    pairs = from = rest + count * k->rest;
     from += extra;
     for (size_t i = 0; i < 2 * tables; i++)
         names[i] = from[i / 2] >> 4 * (i & 1) & 15;
@@ -472,6 +405,14 @@ static int32_t LADDER(take_section)(const uint8_t **at, const uint8_t *end, size
     if ((size_t)(end - from) < left[LEVELS])
         return LADDER_CUT;
     *at = from + left[LEVELS];
+#if defined(LADDER_AVX2)
+    if (model->period == 0) {
+        const struct LADDER(parts) parts = {rest, pairs, pairs + count / 4};
+        memcpy(s->rank[LEVELS], literals, left[LEVELS]);
+        return LADDER(take_flat)(count, kind, head[1], names, bits, left, levels, parts, s, into);
+    }
+#endif
+    LADDER(take_extra)(k->extra, pairs, count, s->extra);
     unsigned first = (1u << bits[0]) + (1u << bits[1]) + 1;
     memset(s->rank[LEVELS], LITERAL, left[LEVELS - 1] + 8);
     for (int level = LEVELS - 1; level >= 0; level--) {
@@ -480,9 +421,11 @@ static int32_t LADDER(take_section)(const uint8_t **at, const uint8_t *end, size
                           s->rank[level]) != left[level + 1])
             return LADDER_BAD_COUNT;
     }
-    if (model->period == 0) {
+#if !defined(LADDER_AVX2)
+    if (model->period == 0)
         LADDER(name_flat)(s->rank[0], count, names, head[1], literals, s->sym);
-    } else {
+#endif
+    if (model->period != 0) {
         for (size_t row = 0, done = 0; row < rows; row++, done += model->period) {
             size_t now = count - done < model->period ? count - done : model->period;
             if (flags[row / 8] >> row % 8 & 1)

@@ -25,9 +25,11 @@ LITERAL = 15
 CONTEXTS = 4
 BELOW = 9
 _SECTION_LOG2 = range(12, 16)
-_ROWS_LOG2, _FLAT_LOG2 = 15, 14
+_SECTION_LOG2_OURS = 15
 _PROBED = 16
-_SAMPLED = 32
+_SAMPLED = 64
+_SPARED = 8
+_WIDE = (3, 2, 2, 1)
 _FINALISTS = 3
 _RESET_COST = 96
 _SEEN, _TRIED, _FIRST = 32768, 16384, 4096
@@ -73,7 +75,10 @@ def _u8(x: npt.NDArray[Any]) -> U8:
 
 
 def _pack(bits: int, codes: U8) -> bytes:
-    """Codes of one or two bits, the first lowest, padded with 0 to a multiple of 8 values."""
+    """Codes of one or two bits, the first lowest, padded with 0 to a multiple of 8 values; of three
+    bits the two low ones of all, then the high ones."""
+    if bits == 3:
+        return _pack(2, _u8(codes & 3)) + _pack(1, _u8(codes >> 2))
     padded = np.zeros(-(-len(codes) // 8) * 8, np.uint8)
     padded[: len(codes)] = codes
     if bits == 1:
@@ -83,6 +88,9 @@ def _pack(bits: int, codes: U8) -> bytes:
 
 
 def _unpack(bits: int, packed: U8) -> U8:
+    if bits == 3:
+        low = len(packed) // 3 * 2
+        return _u8(_unpack(2, packed[:low]) | _unpack(1, packed[low:]) << 2)
     if bits == 1:
         return np.unpackbits(packed, bitorder="little")
     return _u8(packed[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1)
@@ -91,6 +99,17 @@ def _unpack(bits: int, packed: U8) -> U8:
 def _widths(bits: int) -> list[int]:
     """How raw bits are stored: two of each value, then the rest."""
     return [min(2, bits - done) for done in range(0, bits, 2)]
+
+
+def _bits_of(of_rank: Ints, outside: int, bits: tuple[int, ...]) -> tuple[int, int]:
+    """Bits of all values when levels are cut so, and how many ranks have codes."""
+    cost = length = rank = 0
+    for width in bits:
+        length += width
+        end = rank + 2**width - 1
+        cost += length * int(of_rank[rank:end].sum())
+        rank = end
+    return cost + (outside + int(of_rank[rank:].sum())) * (length + 8), rank
 
 
 @dataclass(slots=True)
@@ -105,21 +124,25 @@ class _Ranking:
     def of(cls, counts: Ints) -> _Ranking:
         return cls(np.argsort(-counts, axis=1, kind="stable"))
 
-    def cut(self, counts: Ints, outside: int) -> int:
-        """Cut the levels so that places in this order take fewest bits; returns how many."""
+    def cut(self, counts: Ints, outside: int, spare: tuple[int, int] | None = None) -> int:
+        """Cut the levels so that places in this order take fewest bits; returns how many.
+
+        `spare`: the bits of a value, and those beside its exponent, where codes of three bits are
+        taken if they cost little of what is saved.
+        """
         of_rank = np.take_along_axis(counts, self.place_of, 1).sum(0)
         best = codes = -1
         for way in range(4):
             bits = (2 - (way & 1), 2 - (way >> 1), 2, 2)
-            cost = length = rank = 0
-            for width in bits:
-                length += width
-                end = rank + 2**width - 1
-                cost += length * int(of_rank[rank:end].sum())
-                rank = end
-            cost += (outside + int(of_rank[rank:].sum())) * (length + 8)
+            cost, rank = _bits_of(of_rank, outside, bits)
             if best < 0 or cost < best:
                 best, codes, self.bits = cost, rank, bits
+        if spare is not None:
+            values = outside + int(of_rank.sum())
+            cost, rank = _bits_of(of_rank, outside, _WIDE)
+            saved = values * (spare[0] - spare[1]) - best
+            if saved > 0 and (cost - best) * _SPARED <= saved:
+                best, codes, self.bits = cost, rank, _WIDE
         ranks = np.arange(16)
         known = np.where(ranks < codes, ranks, LITERAL).astype(np.uint8)
         self.rank_of = np.zeros(self.place_of.shape, np.uint8)
@@ -249,9 +272,9 @@ def _look(plain: memoryview, kind: int, by_channel: bool) -> _Model | None:
 
 def _section(plain: memoryview, kind: int, model: _Model, before: list[_Ranking]) -> bytes:
     """One section; `before` holds the ranking of the last one, if any."""
-    extra_bits = KINDS[kind][2]
+    width, rest_bytes, extra_bits = KINDS[kind]
     sym, rest, extra = _split(plain, kind)
-    base, flags, moves = 0, b"", b""
+    base, flags, moves, spare = 0, b"", b"", None
     if model.period:
         places, flags, moves, _ = _place_rows(sym, model)
         counts = np.bincount(places, minlength=256)
@@ -264,8 +287,9 @@ def _section(plain: memoryview, kind: int, model: _Model, before: list[_Ranking]
         outside = len(picked) - int(inside.sum())
         here = sym - np.uint8(base)
         places = np.where(here < 16, here, np.uint8(0x80))
+        spare = 8 * width, 8 * rest_bytes + extra_bits
     ranking = _Ranking.of(inside)
-    bits = ranking.cut(inside, outside)
+    bits = ranking.cut(inside, outside, spare)
     again = False
     if model.period and before and before[0].cut(inside, outside) <= bits + 64 * CONTEXTS:
         again, ranking = True, before[0]
@@ -280,7 +304,8 @@ def _section(plain: memoryview, kind: int, model: _Model, before: list[_Ranking]
         left = left[left >= escape] - np.uint8(escape)
         counted.append(len(left))
     assert counted[-1] == len(literals)
-    cut = (ranking.bits[0] - 1) | (ranking.bits[1] - 1) << 1 | again << 2
+    first = 8 if ranking.bits[0] == 3 else ranking.bits[0] - 1
+    cut = first | (ranking.bits[1] - 1) << 1 | again << 2
     out = [SECTION.pack(cut, base, *counted), rest.tobytes()]
     at = 0
     for width in _widths(extra_bits):
@@ -306,10 +331,9 @@ def encode(plain: memoryview, kind: int, by_channel: bool, bytes_max: int) -> by
     model = _look(body, kind, by_channel)
     if model is None:
         return None
-    log2 = _ROWS_LOG2 if model.period else _FLAT_LOG2
-    step = _section_values(model, log2) * width
+    step = _section_values(model, _SECTION_LOG2_OURS) * width
     before: list[_Ranking] = []
-    out = HEAD.pack(FORMAT, kind, log2, 0, model.period, model.window, 0)
+    out = HEAD.pack(FORMAT, kind, _SECTION_LOG2_OURS, 0, model.period, model.window, 0)
     for at in range(0, len(body), step):
         out += _section(body[at : at + step], kind, model, before)
         if len(out) + len(tail) > bytes_max:
@@ -353,9 +377,12 @@ def _take_section(
     _, rest_bytes, extra_bits = KINDS[kind]
     cut, base, *found = SECTION.unpack(reader.take(SECTION.size).tobytes())
     counts = [count, *found]
-    if cut > 7 or any(here > above for above, here in itertools.pairwise(counts)):
+    wide = cut >> 3
+    if cut > 15 or (wide and (cut & 1 or model.period)):
+        raise CodecError("ladder section with codes of no such widths")
+    if any(here > above for above, here in itertools.pairwise(counts)):
         raise CodecError("ladder section with impossible counts")
-    bits = ((cut & 1) + 1, (cut >> 1 & 1) + 1, 2, 2)
+    bits = (3 if wide else (cut & 1) + 1, (cut >> 1 & 1) + 1, 2, 2 - wide)
     rest = reader.take(count * rest_bytes)
     extra, at = np.zeros(count, np.uint8), 0
     for width in _widths(extra_bits):
