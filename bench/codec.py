@@ -254,7 +254,7 @@ def _rows(
 
 def _print_budget(
     bounds: list[budget.Bound],
-    bypasses: list[budget.Bypass],
+    bypasses: list[budget.BypassCost],
     cipher: float,
     choice: list[budget.Choice],
 ) -> None:
@@ -264,11 +264,11 @@ def _print_budget(
             f"{bound.file:16} {bound.part} {bound.one_table:6.3f} {bound.per_layer:6.3f} "
             f"{bound.per_channel:6.3f}"
         )
-    print("\nbypass on noise: stored / raw, sealing time / raw")
+    print("\nbypass on noise: stored / raw, sealing time / raw, the same when remembered")
     for bypass in bypasses:
         print(
             f"{bypass.codec:6} {bypass.dtype:9} {bypass.stored_over_plain:.4f} "
-            f"{bypass.time_over_raw:.3f}"
+            f"{bypass.time_over_raw:.3f} {bypass.remembered_over_raw:.3f}"
         )
     print(f"\nbf16 end to end, 4 cores each side, cipher {cipher:.1f} GB/s: plain GB/s")
     for line in choice:

@@ -27,6 +27,7 @@ from entresol_client.stats import ClientStats
 from entresol_client.surroundings import Surroundings
 from entresol_client.workers import Workers
 from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint
+from entresol_proto.seal.bypass import Bypass
 from entresol_proto.status import FabricError, Status
 
 log = logging.getLogger("entresol.client")
@@ -160,6 +161,7 @@ class ShardLink:
         self.staging_bytes = config.staging_bytes_max // 2
         self.read_staging = Arena(PrivateMemory(self.staging_bytes), self.staging_bytes)
         self.put_rounds = asyncio.Semaphore(PUT_ROUNDS_IN_FLIGHT_MAX)
+        self.bypass = Bypass()  # of blocks sealed here
         self.settled_once = asyncio.Event()  # the first attempt has succeeded or failed
         self._context = context
         self._rng = rng

@@ -31,6 +31,7 @@ from entresol_proto.seal.block import (
     seal_into,
     sealed_bytes_max,
 )
+from entresol_proto.seal.bypass import Bypass
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, PutItem, Reserve, Reserved
@@ -86,6 +87,7 @@ class _SealContext:
     namespace: NamespaceOpened
     dtype: DType
     seal: HostSeal | None  # of a tenant that keeps its keys
+    bypass: Bypass
     deadline_ns: int
 
     @property
@@ -158,11 +160,14 @@ def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
     else:
         version, salt = grant.dek_version, grant.salt
         key = BlockKey(grant.key, grant.commitment)
+    namespace_id = context.namespace.namespace_id
+    wanted = codecs.writable_here(context.namespace.codec_id)
+    codec_id = context.bypass.codec(namespace_id, context.dtype, wanted)
     header = seal_into(
         room,
         job.block.plain,
         identity=BlockIdentity(
-            context.namespace.namespace_id,
+            namespace_id,
             item.key,
             item.engine_key,
             context.dtype,
@@ -171,10 +176,11 @@ def _seal_one(context: _SealContext, job: _Job, room: memoryview) -> int:
         ),
         block_key=key,
         salt=salt,
-        codec_id=codecs.writable_here(context.namespace.codec_id),
+        codec_id=codec_id,
         meta=job.block.meta,
         chunk_bytes=context.namespace.chunk_bytes,
     )
+    context.bypass.learn(namespace_id, context.dtype, codec_id, header.codec_id)
     return header.sealed_bytes
 
 
@@ -356,7 +362,7 @@ async def store_blocks(
             if session.endpoint is None:
                 raise RequestFailedError(Status.FABRIC_ERROR, "no data path")
             namespace = await session.connection.namespace(canonical, deadline_ns)
-            context = _SealContext(namespace, dtype, seal, deadline_ns)
+            context = _SealContext(namespace, dtype, seal, link.bypass, deadline_ns)
             if not context.at_host and not session.endpoint.capabilities.private:
                 raise RequestFailedError(
                     Status.UNSUPPORTED, "plaintext does not leave over a data path others can see"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from entresol_proto.seal import codecs
+from entresol_proto.seal.bypass import Bypass
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.seal.meter import POLICY_AUTO, choose_codec, plain_rates
 
@@ -48,6 +49,7 @@ class CodecChooser:
         self._policy = policy
         self._link_bytes_per_s = link_bytes_per_s
         self._places: dict[tuple[bytes, DType], _Place] = {}
+        self.bypass = Bypass()
 
     def _place(self, namespace_id: bytes, dtype: DType) -> _Place:
         place = self._places.pop((namespace_id, dtype), None) or _Place()

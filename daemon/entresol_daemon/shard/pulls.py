@@ -21,6 +21,7 @@ from entresol_proto.seal.block import (
     check_header,
     seal_into,
 )
+from entresol_proto.seal.bypass import Bypass
 from entresol_proto.seal.wiping import zero
 from entresol_proto.status import SealError, Status
 from entresol_proto.wire.data import Ack, PutItem
@@ -79,7 +80,7 @@ class Sealing:
     chunk_bytes: int
 
 
-def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
+def sealing(pull: Pull, chunk_bytes: int, bypass: Bypass) -> Sealing:
     """The job of a block whose plaintext and record memory are there."""
     reservation, item = pull.reservation, pull.reservation.item
     assert pull.extent is not None
@@ -98,7 +99,8 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
     )  # fmt: skip
     return Sealing(
         pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
-        reservation.block_key, reservation.salt, namespace.codec_id, meta,
+        reservation.block_key, reservation.salt,
+        bypass.codec(namespace.namespace_id, namespace.dtype, namespace.codec_id), meta,
         chunk_bytes,
     )  # fmt: skip
 

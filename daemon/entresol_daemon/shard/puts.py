@@ -259,16 +259,21 @@ class PutPath:
         if not window:
             return
         parts, chunk_bytes = self._parts, self._parts.config.sealing.chunk_bytes
-        jobs = [sealing(pull, chunk_bytes) for pull in window]
+        bypass = parts.codecs.bypass
+        jobs = [sealing(pull, chunk_bytes, bypass) for pull in window]
         sealed = await compute_in_turns(
             parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS
         )
-        for pull, made in zip(window, sealed, strict=True):
+        for pull, job, made in zip(window, jobs, sealed, strict=True):
             pull.wiped = True
             if made is None:
                 pull.status = Status.BAD_REQUEST
                 continue
             header, pull.payload_hash = made
+            namespace = pull.reservation.namespace
+            bypass.learn(
+                namespace.namespace_id, namespace.dtype, job.codec_id, header.codec_id
+            )  # fmt: skip
             pull.header = header
             pull.sealed_bytes = header.sealed_bytes
             assert pull.extent is not None

@@ -21,7 +21,7 @@ _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 5  # of `entresol_kernel_version`
+KERNEL_VERSION = 6  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
@@ -59,6 +59,9 @@ class Receiving(ctypes.Structure):
     )
 
 
+_TwoPlaces, _TwoSizes = ctypes.c_void_p * 2, ctypes.c_size_t * 2
+
+
 class Kernel:
     """The loaded library. Calls release the interpreter lock."""
 
@@ -93,7 +96,7 @@ class Kernel:
         self._ladder_encode.restype = ctypes.c_size_t
         self._ladder_pays = library.entresol_ladder_pays
         self._ladder_pays.argtypes = (
-            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+            ctypes.c_void_p * 2, ctypes.c_size_t * 2, ctypes.c_int, ctypes.c_int,
         )  # fmt: skip
         self._ladder_pays.restype = ctypes.c_int32
         self._ladder_decode = library.entresol_ladder_decode
@@ -151,9 +154,11 @@ class Kernel:
         )
         return out[:made] if made else None
 
-    def ladder_pays(self, plain: memoryview, kind: int, by_channel: bool) -> bool:
-        """Whether `ladder_encode` would try, by a look at a little of `plain`."""
-        return bool(self._ladder_pays(_address(plain), len(plain), kind, by_channel))
+    def ladder_pays(self, first: memoryview, last: memoryview, kind: int, by_channel: bool) -> bool:
+        """Whether one of two chunks may be worth encoding, by a look at a little of each."""
+        places = _TwoPlaces(_address(first), _address(last))
+        sizes = _TwoSizes(len(first), len(last))
+        return bool(self._ladder_pays(places, sizes, kind, by_channel))
 
     def ladder_decode(self, stored: memoryview, kind: int, into: memoryview) -> str:
         """See `seal.codecs.ladder_twin.decode_into`; "" or what is wrong with the chunk."""

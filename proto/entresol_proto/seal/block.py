@@ -202,6 +202,8 @@ def _encode(
     """Encoded pieces (a piece that gains nothing stays raw), or raw for the whole block: also when
     neither the first nor the last gains, so that incompressible blocks cost two looks."""
     codec = codecs.get(codec_id)
+    if codec.hopeless(memoryview(raw_pieces[0]), memoryview(raw_pieces[-1]), identity.dtype):
+        return codecs.RAW, raw_pieces
     pieces: list[CodecOutput] = []
     for piece in raw_pieces:
         if len(pieces) == 1 < len(raw_pieces) - 1 and pieces[0] is raw_pieces[0]:

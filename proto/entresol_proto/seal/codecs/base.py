@@ -31,6 +31,11 @@ class Codec(Protocol):
         """
         ...
 
+    def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+        """True when a quick look says that `encode` declines both chunks, the first and the last of
+        a block. False says nothing."""
+        ...
+
     def decode_into(self, stored: memoryview, into: memoryview, dtype: DType) -> None:
         """Fill `into` with the chunk's plaintext; len(into) is the authenticated length.
 

@@ -43,6 +43,12 @@ def _encode(plain: memoryview, kind: int, by_channel: bool) -> CodecOutput | Non
     return twin.encode(plain, kind, by_channel, bytes_max)
 
 
+def _hopeless(first: memoryview, last: memoryview, kind: int | None, by_channel: bool) -> bool:
+    if native.KERNEL is None or kind is None:
+        return False
+    return not native.KERNEL.ladder_pays(first, last, kind, by_channel)
+
+
 def _decode_into(stored: memoryview, kind: int, into: memoryview) -> None:
     if native.KERNEL is None:
         twin.decode_into(stored, kind, into)
@@ -74,6 +80,10 @@ class FastCodec:
         kind = _KINDS.get(dtype)
         return None if kind is None else _encode(plain, kind, by_channel=False)
 
+    def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+        """True when neither chunk has exponents that are worth coding."""
+        return _hopeless(first, last, _KINDS.get(dtype), by_channel=False)
+
     def decode_into(self, stored: memoryview, into: memoryview, dtype: DType) -> None:
         """Rebuild the chunk in `into`.
 
@@ -100,6 +110,10 @@ class DenseCodec:
         if planes is None or len(planes) >= bytes_max_of(len(plain)):
             return None
         return _PLANE + bytes(planes)
+
+    def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+        """True when neither chunk has exponents that are worth coding, nor bytes that repeat."""
+        return _hopeless(first, last, _KINDS.get(dtype), by_channel=True)
 
     def decode_into(self, stored: memoryview, into: memoryview, dtype: DType) -> None:
         """Rebuild the chunk in `into`.

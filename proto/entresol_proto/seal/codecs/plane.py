@@ -140,6 +140,10 @@ class PlaneCodec:
             return None
         return b"".join(parts)
 
+    def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+        """False: to encode is the only look there is."""
+        return False
+
     def decode_into(self, stored: memoryview, into: memoryview, dtype: DType) -> None:
         """Rebuild the chunk in `into`.
 

@@ -21,6 +21,10 @@ class RawCodec:
         """None: raw bytes never shrink."""
         return None
 
+    def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+        """False: to encode is the only look there is."""
+        return False
+
     def decode_into(self, stored: memoryview, into: memoryview, dtype: DType) -> None:
         """Copy.
 

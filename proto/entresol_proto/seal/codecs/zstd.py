@@ -88,6 +88,10 @@ class ZstdCodec:
         stored = compress_general(plain)
         return stored if worth_it(len(plain), len(stored)) else None
 
+    def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+        """False: to encode is the only look there is."""
+        return False
+
     def decode_into(self, stored: memoryview, into: memoryview, dtype: DType) -> None:
         """Expand the frame into `into`.
 
