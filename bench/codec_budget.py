@@ -9,6 +9,8 @@ disturbs a measurement of CPU time (another process in the shared caches) only e
 
 from __future__ import annotations
 
+import functools
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +92,7 @@ def bounds(path: str) -> list[Bound]:
     return found
 
 
-def bypasses(repeats: int = 20) -> list[BypassCost]:
+def bypasses(repeats: int = 3) -> list[BypassCost]:
     """Every codec that compresses, on a megabyte of noise."""
     noise = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
     salt = block.new_salt()
@@ -109,25 +111,22 @@ def bypasses(repeats: int = 20) -> list[BypassCost]:
         for dtype in (DType.BF16, DType.FP8_E4M3):
             codec_id = codecs.by_name(name).codec_id
             ratio = seal(codec_id, dtype).sealed_bytes / seal(codecs.RAW, dtype).sealed_bytes
-            raw_s = coded_s = remembered_s = float("inf")
             memory = Bypass()
             for _ in range(TRIES + SKIPPED_MAX):
                 memory.learn(bytes(16), dtype, codec_id, codecs.RAW)
-            for _ in range(repeats):  # in turn, so that a busy machine spoils both alike
-                raw_s = min(raw_s, best_s(lambda d=dtype: seal(codecs.RAW, d), 3))  # type: ignore[misc]
-                coded_s = min(
-                    coded_s,
-                    best_s(lambda c=codec_id, d=dtype: seal(c, d), 3),  # type: ignore[misc]
+            looked, remembered = [], []
+            for _ in range(repeats * (SKIPPED_MAX + 1)):  # side by side: the machine is busy
+                tried = _next(memory, codec_id, dtype)
+                raw_s, coded_s, tried_s = (
+                    best_s(functools.partial(seal, one, dtype), 3)
+                    for one in (codecs.RAW, codec_id, tried)
                 )
-                remembered_s = min(
-                    remembered_s,
-                    sum(
-                        best_s(lambda c=_next(memory, codec_id, dtype), d=dtype: seal(c, d), 3)  # type: ignore[misc]
-                        for _ in range(SKIPPED_MAX + 1)
-                    )
-                    / (SKIPPED_MAX + 1),
-                )
-            times = (round(one / raw_s, 4) for one in (coded_s, remembered_s))
+                looked.append(coded_s / raw_s)
+                remembered.append(tried_s / raw_s)
+            # a median of all would leave out the few that are looked at
+            runs = [remembered[at :: SKIPPED_MAX + 1] for at in range(SKIPPED_MAX + 1)]
+            memory_cost = statistics.fmean(map(statistics.median, runs))
+            times = round(statistics.median(looked), 4), round(memory_cost, 4)
             found.append(BypassCost(name, dtype.label, round(ratio, 5), *times))
     return found
 
