@@ -261,6 +261,22 @@ def test_channels_are_found_and_pay() -> None:
     assert len(dense) * 1.04 < len(fast)
 
 
+@every_kind
+def test_values_without_channels_have_no_rows(dtype: DType) -> None:
+    """`dense` is never much worse than `fast` where channels do not differ."""
+    values = np.random.default_rng(3).standard_normal(60_000).astype(np.float32)
+    bits = values.astype(np.float16) if dtype is not DType.BF16 else values.view(np.uint32) >> 16
+    plain = bits.view(np.uint16).tobytes() if dtype is DType.FP16 else bits.astype("<u2").tobytes()
+    if dtype in (DType.FP8_E4M3, DType.FP8_E5M2):
+        plain = values.astype(np.float16).view(np.uint8)[1::2].tobytes()
+    fast, dense = (check(plain, dtype, channels) for channels in (False, True))
+    if dtype is not DType.FP8_E4M3:  # whose cut takes a bit of the mantissa for the exponent's here
+        assert fast is not None
+        assert dense is not None
+        assert ladder_twin.HEAD.unpack_from(dense)[4] == 0
+        assert len(dense) <= len(fast) * 1.001
+
+
 def test_padding_and_short_mantissas_go_to_planes() -> None:
     for plain in (bytes(100_000), np.ones(50_000, np.float16).tobytes() + bytes(1000)):
         for dtype in (DType.BF16, DType.FP16, DType.FP8_E4M3):

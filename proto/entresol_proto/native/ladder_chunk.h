@@ -38,6 +38,7 @@ struct LADDER(plan) {
     struct ladder_model model;
     size_t section; /* values */
     uint8_t log2;
+    int hasty; /* speed is all, and this kind's exponents allow for some */
     int begun; /* a section was made, with this ranking */
     struct LADDER(ranking) ranking;
 };
@@ -87,6 +88,25 @@ static size_t LADDER(place_rows)(size_t count, struct ladder_model *model, struc
     return resets;
 }
 
+/* Whether the first values of a chunk, which are in s->sym, take fewer bits with one base than with the
+ * rows of a model: where channels do not differ, each predicts its own noise. */
+static int LADDER(rows_lose)(size_t count, struct ladder_scratch *s, struct ladder_model *model)
+{
+    uint32_t rows[256] = {0}, flat[256] = {0}, outside = (uint32_t)count;
+    uint64_t cost = 0;
+    struct LADDER(ranking) ranking;
+    LADDER(place_rows)(count, model, s, s->rank[2], s->rank[3], &cost);
+    LADDER(count)(s->rank[2], count / LANES, rows);
+    LADDER(order)(rows, CONTEXTS, &ranking);
+    cost = LADDER(cut)(rows, CONTEXTS, rows[0x80], NULL, &ranking);
+    LADDER(count)(s->sym, count / LANES, flat);
+    const uint8_t base = LADDER(window_of)(flat);
+    for (int i = 0; i < 16; i++)
+        outside -= flat[base + i];
+    LADDER(order)(flat + base, 1, &ranking);
+    return LADDER(cut)(flat + base, 1, outside, NULL, &ranking) <= cost;
+}
+
 /* Find the rows of a chunk: the window and the period that predict its first values best. */
 static void LADDER(learn)(const uint8_t *plain, size_t count, int kind, uint8_t mode,
                           struct ladder_scratch *s, struct ladder_model *model)
@@ -111,6 +131,9 @@ static void LADDER(learn)(const uint8_t *plain, size_t count, int kind, uint8_t 
             least = cost, best = periods[i];
     }
     model->period = best;
+    model->begun = 0;
+    if (best != 0 && LADDER(rows_lose)(tried, s, model))
+        model->period = 0;
     model->begun = 0;
 }
 
@@ -147,6 +170,7 @@ static void LADDER(decide)(const uint8_t *plain, size_t count, int kind, int by_
     if (by_channel)
         LADDER(learn)(plain, count, kind, mode, s, &plan->model);
     plan->log2 = 15;
+    plan->hasty = !by_channel && kind == KIND_BF16;
     plan->begun = 0;
     plan->section = (size_t)1 << plan->log2;
     if (plan->model.period != 0)
@@ -272,7 +296,7 @@ static size_t LADDER(put_section)(const uint8_t *plain, size_t count, int kind,
         outside = counts[0x80];
     }
     LADDER(order)(counts + base, contexts, &ranking);
-    uint64_t bits = LADDER(cut)(counts + base, contexts, outside, flat ? k : NULL, &ranking);
+    uint64_t bits = LADDER(cut)(counts + base, contexts, outside, plan->hasty ? k : NULL, &ranking);
     if (!flat && plan->begun &&
         LADDER(cut)(counts, contexts, outside, NULL, &plan->ranking) <= bits + 64 * CONTEXTS) {
         again = 1;

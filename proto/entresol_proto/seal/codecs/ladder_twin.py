@@ -243,6 +243,19 @@ def _periods_of(seen: Ints) -> list[int]:
     return [i * LANES for i in near[:_FINALISTS]]
 
 
+def _rows_lose(sym: U8, period: int, window: int) -> bool:
+    """True when the values take fewer bits with one base: where channels do not differ, each
+    predicts its own noise."""
+    places = _place_rows(sym, _Model(period, window))[0]
+    counts = np.bincount(places, minlength=256)
+    rows = counts[: 16 * CONTEXTS].reshape(CONTEXTS, 16)
+    found = np.bincount(sym, minlength=256)
+    base = _window_of(found)
+    flat = found[base : base + 16].reshape(1, 16)
+    flat_bits = _Ranking.of(flat).cut(flat, len(sym) - int(flat.sum()))
+    return flat_bits <= _Ranking.of(rows).cut(rows, int(counts[0x80]))
+
+
 def _look(plain: memoryview, kind: int, by_channel: bool) -> _Model | None:
     """A model for the chunk, or None when encoding would not pay."""
     width, rest, extra = KINDS[kind]
@@ -266,11 +279,13 @@ def _look(plain: memoryview, kind: int, by_channel: bool) -> _Model | None:
         cost = _place_rows(sym[:_TRIED], _Model(period, model.window))[3]
         if best is None or cost < best[0]:
             best = (cost, period)
-    model.period = best[1] if best else 0
+    model.period = best[1] if best and not _rows_lose(sym[:_TRIED], best[1], model.window) else 0
     return model
 
 
-def _section(plain: memoryview, kind: int, model: _Model, before: list[_Ranking]) -> bytes:
+def _section(
+    plain: memoryview, kind: int, model: _Model, before: list[_Ranking], hasty: bool
+) -> bytes:
     """One section; `before` holds the ranking of the last one, if any."""
     width, rest_bytes, extra_bits = KINDS[kind]
     sym, rest, extra = _split(plain, kind)
@@ -287,7 +302,8 @@ def _section(plain: memoryview, kind: int, model: _Model, before: list[_Ranking]
         outside = len(picked) - int(inside.sum())
         here = sym - np.uint8(base)
         places = np.where(here < 16, here, np.uint8(0x80))
-        spare = 8 * width, 8 * rest_bytes + extra_bits
+        if hasty:
+            spare = 8 * width, 8 * rest_bytes + extra_bits
     ranking = _Ranking.of(inside)
     bits = ranking.cut(inside, outside, spare)
     again = False
@@ -335,7 +351,7 @@ def encode(plain: memoryview, kind: int, by_channel: bool, bytes_max: int) -> by
     before: list[_Ranking] = []
     out = HEAD.pack(FORMAT, kind, _SECTION_LOG2_OURS, 0, model.period, model.window, 0)
     for at in range(0, len(body), step):
-        out += _section(body[at : at + step], kind, model, before)
+        out += _section(body[at : at + step], kind, model, before, not by_channel and kind == 1)
         if len(out) + len(tail) > bytes_max:
             return None
     return out + bytes(tail)
