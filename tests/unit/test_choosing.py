@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from entresol_daemon.shard import choosing
-from entresol_daemon.shard.choosing import CodecChooser
+from entresol_daemon.shard import choosing, pressure
+from entresol_daemon.shard.choosing import CodecChooser, decide
+from entresol_daemon.shard.pressure import Pressure, Waiting
 from entresol_proto import native
 from entresol_proto.seal import codecs
 from entresol_proto.seal.dtypes import DType
+from entresol_proto.seal.meter import Load, PlainRate, plain_rates
 from entresol_proto.status import ConfigError
 
 SPACE, OTHER = b"a" * 16, b"b" * 16
@@ -93,3 +95,95 @@ def test_old_blocks_count_less_and_less() -> None:
     for _ in range(300):
         store(of, codecs.DENSE, 1.5, 64 * MIB)
     assert choose(of) == codecs.DENSE
+
+
+GB = 1_000_000_000
+LINK, CORES = 25 * GB, 4  # where raw is best while nothing else is short
+
+# (link, reader's cores, what is short) -> codec, and what bounds it
+SITUATIONS = [
+    (LINK, CORES, Load(), "raw", "opening"),
+    (100 * GB, 64, Load(), "fast", "link"),
+    (10 * GB, CORES, Load(), "fast", "opening"),
+    (1 * GB, CORES, Load(), "dense", "link"),
+    (LINK, CORES, Load(flash_read_bytes_per_s=2.5 * GB), "dense", "flash reads"),
+    (LINK, CORES, Load(flash_read_bytes_per_s=8 * GB), "fast", "flash reads"),
+    (LINK, CORES, Load(flash_write_bytes_per_s=2.0 * GB), "dense", "flash writes"),
+    (LINK, CORES, Load(flash_write_bytes_per_s=2.0 * GB, seal_threads=4), "fast", "flash writes"),
+    (1 * GB, CORES, Load(seal_threads=1), "fast", "link"),
+    (1 * GB, CORES, Load(seal_threads=4), "dense", "link"),
+    (LINK, CORES, Load(seal_threads=2), "raw", "sealing"),
+    (LINK, CORES, Load(full=True), "fast", "opening"),
+    (1 * GB, CORES, Load(full=True), "dense", "link"),
+    (LINK, CORES, Load(seal_threads=1, full=True), "fast", "sealing"),
+]
+
+
+@pytest.mark.parametrize(("link", "cores", "load", "codec", "bound"), SITUATIONS)
+def test_what_is_short_decides(link: int, cores: int, load: Load, codec: str, bound: str) -> None:
+    found = plain_rates(link_bytes_per_s=link, open_threads=cores, dtype=DType.BF16, load=load)
+    decided = decide(found, None, full=load.full)
+    assert (codecs.get(decided).name, found[decided].bound) == (codec, bound)
+    assert decide(found, decided, full=load.full) == decided  # it stays
+
+
+def rates(**plain_per_s: float) -> dict[int, PlainRate]:
+    ratios = {"raw": 1.0, "fast": 1.43, "dense": 1.5}
+    return {
+        codecs.by_name(name).codec_id: PlainRate(speed, ratios[name], "link")
+        for name, speed in plain_per_s.items()
+    }
+
+
+def test_a_decision_holds_until_another_is_clearly_better() -> None:
+    for kept, speeds, expected in (
+        (codecs.RAW, {"raw": 100, "fast": 109, "dense": 50}, codecs.FAST),  # it saves as well
+        (codecs.FAST, {"raw": 109, "fast": 100, "dense": 50}, codecs.FAST),
+        (codecs.FAST, {"raw": 111, "fast": 100, "dense": 50}, codecs.RAW),
+        (codecs.FAST, {"raw": 50, "fast": 100, "dense": 109}, codecs.FAST),
+        (codecs.DENSE, {"raw": 50, "fast": 109, "dense": 100}, codecs.DENSE),
+        (codecs.DENSE, {"raw": 50, "fast": 111, "dense": 100}, codecs.FAST),
+    ):
+        assert decide(rates(**speeds), kept, full=False) == expected, (kept, speeds)
+
+
+def test_measured_sealing_speeds_count_once_there_is_enough() -> None:
+    of = chooser(1 * GB)
+    of.pressure = Pressure(4)
+    for _ in range(100):
+        of.pressure.sample(Waiting(sealing=True), read_bytes_per_s=GB, write_bytes_per_s=GB)
+    assert choose(of) == codecs.DENSE
+    seconds = 1_000_000_000
+    of.sealed(SPACE, DType.BF16, codecs.DENSE, codecs.DENSE, choosing.LEARN_BYTES_MIN - 1, seconds)
+    assert choose(of) == codecs.DENSE
+    of.sealed(SPACE, DType.BF16, codecs.DENSE, codecs.RAW, 100 * MIB, 60 * seconds)  # bypassed
+    assert choose(of) == codecs.DENSE
+    of.sealed(SPACE, DType.BF16, codecs.DENSE, codecs.DENSE, 100 * MIB, 5 * seconds)
+    assert choose(of) == codecs.FAST  # 20 MB/s from one thread: this machine is not that one
+
+
+def test_a_burst_is_not_short_and_a_pause_does_not_end_it() -> None:
+    of = Pressure(2)
+
+    def look(times: int, **waits: bool) -> Load:
+        for _ in range(times):
+            of.sample(Waiting(**waits), read_bytes_per_s=2.0 * GB, write_bytes_per_s=1.0 * GB)
+        return of.load()
+
+    assert look(10, sealing=True, flash_reads=True, flash_writes=True, room=True) == Load()
+    assert look(100) == Load()
+    busy = Load(2.0 * GB, 1.0 * GB, 2, True)
+    assert look(100, sealing=True, flash_reads=True, flash_writes=True, room=True) == busy
+    assert look(20) == busy
+    assert look(20) == Load()
+    assert 0 < pressure.SHORT_UNTIL < pressure.SHORT_FROM < 1
+
+
+def test_the_reason_of_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    of = chooser()
+    with caplog.at_level("INFO", logger="entresol.codec"):
+        for _ in range(5):
+            choose(of)
+    assert [record.getMessage() for record in caplog.records] == [
+        "event=codec namespace=61616161 dtype=bf16 codec=dense bound=link mib_per_s=1431 full=False"
+    ]

@@ -223,6 +223,16 @@ class Engine:
         return len(self._table.free) - self.options.free_segments_min
 
     @property
+    def write_bytes_per_s(self) -> float:
+        """How fast groups of records are written, as measured lately."""
+        return self._writer.length.bytes_per_s
+
+    @property
+    def writes_wait(self) -> bool:
+        """True while another whole group is queued behind the one being written."""
+        return self._writer.queued_bytes >= self.options.group_commit_bytes
+
+    @property
     def segment_bytes(self) -> int:
         """Segment size of this data file."""
         return self._superblock.segment_bytes

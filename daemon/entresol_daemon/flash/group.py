@@ -141,7 +141,7 @@ class GroupLength:
     def __init__(self) -> None:
         self._stream: bytes | None = None  # of the record that came last
         self._shared_until = 0.0
-        self._bytes_per_s = SHARED_GROUP_BYTES_MIN / SHARED_GROUP_S
+        self.bytes_per_s = SHARED_GROUP_BYTES_MIN / SHARED_GROUP_S
         self._flush_s = 0.0
 
     def came(self, stream: bytes, now: float) -> None:
@@ -155,15 +155,15 @@ class GroupLength:
         """A group is durable. Half of what is believed is what was seen last; a short group says
         how long a device takes for anything, not how much it takes in a time."""
         seen = length_bytes / write_s if write_s > 0 else 0.0
-        if seen > self._bytes_per_s or length_bytes >= SHARED_GROUP_BYTES_MIN:
-            self._bytes_per_s = (self._bytes_per_s + seen) / 2 if seen else self._bytes_per_s
+        if seen > self.bytes_per_s or length_bytes >= SHARED_GROUP_BYTES_MIN:
+            self.bytes_per_s = (self.bytes_per_s + seen) / 2 if seen else self.bytes_per_s
         self._flush_s = (self._flush_s + flush_s) / 2
 
     def shared_bytes_max(self, now: float) -> int | None:
         """Bytes of the next group; None while one stream is alone."""
         if now >= self._shared_until:
             return None
-        length = int(self._bytes_per_s * max(SHARED_GROUP_S, self._flush_s))
+        length = int(self.bytes_per_s * max(SHARED_GROUP_S, self._flush_s))
         return min(max(length, SHARED_GROUP_BYTES_MIN), SHARED_GROUP_BYTES_MAX)
 
 

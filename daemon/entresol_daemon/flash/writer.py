@@ -74,8 +74,8 @@ class Writer:
         self._log = log
         self._queue: deque[Pending] = deque()
         self._inflight: list[Pending] = []  # in the group being written
-        self._queued_bytes = 0
-        self._length = GroupLength()
+        self.queued_bytes = 0
+        self.length = GroupLength()
         self._since = 0.0  # loop time of the oldest waiting thing
         self._tombstones: deque[Tombstone] = deque()
         self._waiting_lsns: set[int] = set()  # of the queued and the in-flight ones
@@ -115,8 +115,8 @@ class Writer:
         if not self._queue:
             self._since = self._now()
         self._queue.append(pending)
-        self._queued_bytes += pending.extent.nbytes
-        self._length.came(pending.stream, self._now())
+        self.queued_bytes += pending.extent.nbytes
+        self.length.came(pending.stream, self._now())
         if pending.slot >= 0:
             self.pending[pending.slot] = pending
         self._wake.set()
@@ -241,7 +241,7 @@ class Writer:
         loop = asyncio.get_running_loop()
         wait = self._options.group_commit_ns / 1e9
         while True:
-            if self._urgent or self._queued_bytes >= self._options.group_commit_bytes:
+            if self._urgent or self.queued_bytes >= self._options.group_commit_bytes:
                 return
             timer = None
             if self._queue or (self._tombstones and not self._stalled):
@@ -259,8 +259,8 @@ class Writer:
         """Decide what goes out together."""
         self._urgent = False
         group = Group()
-        group.records = take_records(self._queue, self._length.shared_bytes_max(self._now()))
-        self._queued_bytes -= sum(p.extent.nbytes for p in group.records)
+        group.records = take_records(self._queue, self.length.shared_bytes_max(self._now()))
+        self.queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)
         self._inflight = list(group.records)
@@ -337,7 +337,7 @@ class Writer:
         else:
             length_bytes = sum(op.view.nbytes for op in ops)
             self._stats.written_bytes += length_bytes
-            self._length.wrote(length_bytes, written - start, self._now() - written)
+            self.length.wrote(length_bytes, written - start, self._now() - written)
             self._succeed(group)
 
     # -- outcomes
@@ -404,7 +404,7 @@ class Writer:
         for p in self._queue:
             (moving if p.segment.state is SegmentState.CONDEMNED else stay).append(p)
         self._queue = stay
-        self._queued_bytes = sum(p.extent.nbytes for p in stay)
+        self.queued_bytes = sum(p.extent.nbytes for p in stay)
         for p in moving:
             self._move(p, error.status)
         if self.failed:
@@ -443,7 +443,7 @@ class Writer:
         if not self._queue:
             self._since = self._now()
         self._queue.append(p)
-        self._queued_bytes += size
+        self.queued_bytes += size
 
     def _end(self, p: Pending, status: Status) -> None:
         """A record that will not become durable: out of the index. A copy of it may be on flash all
@@ -468,7 +468,7 @@ class Writer:
         queued = self._inflight + list(self._queue)
         self._inflight = []
         self._queue.clear()
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         for p in queued:
             p.segment.unflushed -= 1
             self._tombstones.extendleft(reversed(p.tombstones))

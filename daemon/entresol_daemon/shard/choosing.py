@@ -1,9 +1,15 @@
 """Which codec the blocks of a namespace are sealed with under `auto`. No I/O, no clock.
 
 What a codec costs is known from the bench, what it saves depends on the model: so the constants
-decide first, and then what the blocks of the namespace really became. A change must promise
-BETTER_PERCENT, so that two codecs that are nearly equal do not alternate. Every RETRY_CHOICES
-choices what was learned is forgotten: data changes, and a codec that is not used is not measured.
+decide first, and then what the blocks of the namespace really became, and how fast this machine
+sealed them. Of what lies between a writer and a reader, the link and the reader's cores always
+count; the flash and the sealing threads only while work waits for them (`pressure`). So on an idle
+machine behind a fast link blocks stay raw. While blocks are evicted a ratio counts twice: it is
+also what is kept for longer.
+
+A change must promise BETTER_PERCENT, so that two codecs that are nearly equal do not alternate.
+Every RETRY_CHOICES choices what was learned is forgotten: data changes, and a codec that is not
+used is not measured. A choice is made when a session opens a namespace, and holds for the session.
 
 Invariant: the choice costs or saves time and space, never bytes: every block names its own codec.
 At most PLACES_MAX namespaces and dtypes are remembered, those that were asked for last.
@@ -11,12 +17,18 @@ At most PLACES_MAX namespaces and dtypes are remembered, those that were asked f
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from entresol_daemon.shard.pressure import Pressure
+from entresol_proto.limits import MIB
 from entresol_proto.seal import codecs
 from entresol_proto.seal.bypass import Bypass
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.seal.meter import POLICY_AUTO, choose_codec, plain_rates
+from entresol_proto.seal.meter import POLICY_AUTO, PlainRate, choose_codec, plain_rates
+
+log = logging.getLogger("entresol.codec")
 
 PLACES_MAX = 1024
 BETTER_PERCENT = 10
@@ -24,6 +36,21 @@ RATIO_MIN = 1.03  # below it blocks are stored raw anyway
 RETRY_CHOICES = 64
 LEARN_BYTES_MIN = 4 * 1024 * 1024  # of a codec's blocks, before their ratio counts
 LEARN_BYTES_MAX = 1024 * 1024 * 1024  # then older blocks count half
+
+
+@dataclass(slots=True)
+class _Sealed:
+    """Plain bytes and nanoseconds of one dtype and codec."""
+
+    plain_bytes: int = 0
+    elapsed_ns: int = 0
+
+    def add(self, plain_bytes: int, elapsed_ns: int) -> None:
+        if self.plain_bytes > LEARN_BYTES_MAX:
+            self.plain_bytes //= 2
+            self.elapsed_ns //= 2
+        self.plain_bytes += plain_bytes
+        self.elapsed_ns += elapsed_ns
 
 
 @dataclass(slots=True)
@@ -45,9 +72,11 @@ class _Place:
 class CodecChooser:
     """Of one shard."""
 
-    def __init__(self, *, policy: str, link_bytes_per_s: int) -> None:
+    def __init__(self, *, policy: str, link_bytes_per_s: int, seal_threads: int = 1) -> None:
         self._policy = policy
         self._link_bytes_per_s = link_bytes_per_s
+        self.pressure = Pressure(seal_threads)
+        self._speeds: dict[tuple[DType, int], _Sealed] = {}
         self._places: dict[tuple[bytes, DType], _Place] = {}
         self.bypass = Bypass()
 
@@ -69,6 +98,28 @@ class CodecChooser:
         totals[0] += plain_bytes
         totals[1] += stored_bytes
 
+    def sealed(
+        self,
+        namespace_id: bytes,
+        dtype: DType,
+        tried: int,
+        became: int,
+        plain_bytes: int,
+        elapsed_ns: int,
+    ) -> None:
+        """A block was sealed here, in so much time of one thread."""
+        self.bypass.learn(namespace_id, dtype, tried, became)
+        if tried == became:
+            self._speeds.setdefault((dtype, tried), _Sealed()).add(plain_bytes, elapsed_ns)
+
+    def _seal_speeds(self, dtype: DType) -> dict[int, float]:
+        """Of the codecs that sealed enough here; at most dtypes times codecs are remembered."""
+        return {
+            codec_id: sealed.plain_bytes / sealed.elapsed_ns * 1e9
+            for (of_dtype, codec_id), sealed in self._speeds.items()
+            if of_dtype is dtype and sealed.plain_bytes >= LEARN_BYTES_MIN and sealed.elapsed_ns
+        }
+
     def choose(
         self, namespace_id: bytes, dtype: DType, *, same_host: bool, open_threads: int
     ) -> int:
@@ -83,22 +134,35 @@ class CodecChooser:
         place.choices += 1
         if place.choices % RETRY_CHOICES == 0:
             place.totals.clear()
+        load = self.pressure.load()
         found = plain_rates(
-            link_bytes_per_s=link, open_threads=open_threads, dtype=dtype, ratios=place.ratios()
-        )
-        found = {
-            codec_id: rate
-            for codec_id, rate in found.items()
-            if codec_id == codecs.RAW or rate.ratio >= RATIO_MIN
-        }
-        best = max(found, key=lambda codec_id: found[codec_id])
-        kept = place.chosen
-        if (
-            kept is None
-            or kept not in found
-            or found[best].plain_per_s * 100 > found[kept].plain_per_s * (100 + BETTER_PERCENT)
-            or found[best].ratio * 100 > found[kept].ratio * (100 + BETTER_PERCENT)
-        ):
-            place.chosen = best
-        assert place.chosen is not None
-        return place.chosen
+            link_bytes_per_s=link, open_threads=open_threads, dtype=dtype, ratios=place.ratios(),
+            load=load, seal_speeds=self._seal_speeds(dtype),
+        )  # fmt: skip
+        decided = decide(found, place.chosen, full=load.full)
+        if decided != place.chosen:
+            log.info(
+                "event=codec namespace=%s dtype=%s codec=%s bound=%s mib_per_s=%.0f full=%s",
+                namespace_id.hex()[:8], dtype.label, codecs.get(decided).name,
+                found[decided].bound.replace(" ", "_"), found[decided].plain_per_s / MIB, load.full,
+            )  # fmt: skip
+        place.chosen = decided
+        return decided
+
+
+def decide(found: Mapping[int, PlainRate], kept: int | None, *, full: bool) -> int:
+    """The codec of what each promises; `kept` is the one so far, which stays unless another is
+    better by BETTER_PERCENT, in speed or in ratio at no less speed. Pure."""
+
+    def worth(codec_id: int) -> tuple[float, float]:
+        rate = found[codec_id]
+        return rate.plain_per_s * (rate.ratio if full else 1.0), rate.ratio
+
+    worthy = [one for one in found if one == codecs.RAW or found[one].ratio >= RATIO_MIN]
+    best = max(reversed(worthy), key=worth)  # of equals the denser
+    if kept is None or kept not in worthy:
+        return best
+    more = 100 + BETTER_PERCENT
+    if any(new * 100 > old * more for new, old in zip(worth(best), worth(kept), strict=True)):
+        return best
+    return kept

@@ -5,6 +5,7 @@ Invariant: a `Sealing` is plain data, so that the thread that runs it touches no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -110,15 +111,26 @@ def sealing_bytes(job: Sealing) -> int:
     return job.plain.nbytes
 
 
-def seal(job: Sealing) -> tuple[SealedHeader, int] | None:
-    """Seal one block and wipe its plaintext; the header, and the hash of the sealed bytes for the
-    record, while they are in the caches. None when its fields do not fit a sealed block."""
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What became of a `Sealing`."""
+
+    header: SealedHeader
+    payload_hash: int  # of the sealed bytes, for the record
+    sealing_ns: int  # of the thread's time
+
+
+def seal(job: Sealing) -> Sealed | None:
+    """Seal one block, hash it while it is in the caches, and wipe its plaintext. None when its
+    fields do not fit a sealed block."""
+    began_ns = time.thread_time_ns()
     try:
         header = seal_into(
             job.out, job.plain, identity=job.identity, block_key=job.block_key, salt=job.salt,
             codec_id=job.codec_id, meta=job.meta, chunk_bytes=job.chunk_bytes,
         )  # fmt: skip
-        return header, sealed_hash(job.out[: header.sealed_bytes])
+        sealing_ns = time.thread_time_ns() - began_ns
+        return Sealed(header, sealed_hash(job.out[: header.sealed_bytes]), sealing_ns)
     except SealError:
         return None
     finally:

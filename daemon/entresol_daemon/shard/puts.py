@@ -259,8 +259,7 @@ class PutPath:
         if not window:
             return
         parts, chunk_bytes = self._parts, self._parts.config.sealing.chunk_bytes
-        bypass = parts.codecs.bypass
-        jobs = [sealing(pull, chunk_bytes, bypass) for pull in window]
+        jobs = [sealing(pull, chunk_bytes, parts.codecs.bypass) for pull in window]
         sealed = await compute_in_turns(
             parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS
         )
@@ -269,10 +268,10 @@ class PutPath:
             if made is None:
                 pull.status = Status.BAD_REQUEST
                 continue
-            header, pull.payload_hash = made
-            namespace = pull.reservation.namespace
-            bypass.learn(
-                namespace.namespace_id, namespace.dtype, job.codec_id, header.codec_id
+            header, pull.payload_hash = made.header, made.payload_hash
+            parts.codecs.sealed(
+                job.identity.namespace_id, job.identity.dtype, job.codec_id, header.codec_id,
+                header.plain_bytes, made.sealing_ns,
             )  # fmt: skip
             pull.header = header
             pull.sealed_bytes = header.sealed_bytes

@@ -67,6 +67,11 @@ class Removal:
         self._spare = min(SPARE_SEGMENTS_MAX, segments // SEGMENTS_PER_SPARE)
         parts.engine.listen(self.gone)
 
+    @property
+    def evicts(self) -> bool:
+        """True while what is written makes others go."""
+        return self._parts.engine.spare_segments <= self._spare
+
     def inserted(self, account: Account, record_bytes: int) -> None:
         """A new record was appended: reinsertion may follow in proportion, and room for the next
         is made ahead, so that nobody's put waits for what another one's fills up."""

@@ -40,6 +40,7 @@ from entresol_daemon.shard.gets import GetPath
 from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.parts import Parts, Signal
+from entresol_daemon.shard.pressure import Waiting
 from entresol_daemon.shard.puts import PutPath
 from entresol_daemon.shard.quoting import Quoting
 from entresol_daemon.shard.removal import Removal
@@ -164,7 +165,9 @@ class Shard:
             history=History(HISTORY_ENTRIES_MAX),
             census=VersionCensus(engine.index.capacity),
             codecs=CodecChooser(
-                policy=config.sealing.codec, link_bytes_per_s=config.sealing.link_bytes_per_s
+                policy=config.sealing.codec,
+                link_bytes_per_s=config.sealing.link_bytes_per_s,
+                seal_threads=config.sealing_threads,
             ),
             residency=Residency(pool, accounts.weight_of),
             refused=Refused(),
@@ -452,6 +455,15 @@ class Shard:
             self.parts.metrics.leases_expired.inc(len(expired))
         self.puts.expire(now)
         self.keycare.tick(now)
+        engine, turns = self.parts.engine, self.parts.turns
+        self.parts.codecs.pressure.sample(
+            Waiting(
+                turns.compute.waiting > 0, turns.flash.waiting > 0, engine.writes_wait,
+                self.removal.evicts,
+            ),
+            read_bytes_per_s=1e9 / self.gets.reads.speed.ns_per_byte,
+            write_bytes_per_s=engine.write_bytes_per_s,
+        )  # fmt: skip
 
     def _slab_closes(self, slab: Slab) -> None:
         """A slab's memory goes away: nobody may be shown it any more."""

@@ -77,37 +77,38 @@ class RatioMeter:
 
 @dataclass(frozen=True, slots=True)
 class CodecRate:
-    """What one codec does to one dtype."""
+    """What one codec does to one dtype; plain bytes per second of one core, without the cipher."""
 
     ratio: float
-    decode_bytes_per_s: float  # plain bytes per second of one core, without decryption
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
 
 
-# One core, x86 (Zen 3, AVX2, VAES), cryptography 50 and zstandard 0.25, `python -m bench.codec`
-# on KV of two trained models in blocks of 64 tokens, on a busy machine, all in the same runs; the
-# lower ratio where they differ. fp16 and fp32 are the rows of full precision (bf16 values in wider
-# storage shrink more). `plane` is for where the native kernel is missing: there `fast` and `dense`
-# are slow. Of a reader that has none although this side has one, nothing is known.
+# One core, x86 (Zen 3, AVX2), cryptography 50 and zstandard 0.25, `python -m bench.codec` on KV of
+# two trained models in blocks of 64 tokens, on a busy machine; the lower one where they differ.
+# fp16 and fp32 are the rows of full precision (bf16 values in wider storage shrink more). `plane` is
+# for where the native kernel is missing: there `fast` and `dense` are slow. Of a reader that has
+# none although this side has one, nothing is known.
 # The published anchors agree: 1.4x bf16 (VAST; FlexKV with nvCOMP), 1.48x (ZipNN run on the same
 # files). int8 is left out: engines scale it per channel or token, and no such data was at hand.
 _RATES: dict[tuple[int, DType], CodecRate] = {
-    (codecs.ZSTD, DType.OPAQUE): CodecRate(1.26, 0.77e9),
-    (codecs.PLANE, DType.BF16): CodecRate(1.49, 1.1e9),
-    (codecs.PLANE, DType.FP16): CodecRate(1.18, 1.1e9),
-    (codecs.PLANE, DType.FP8_E4M3): CodecRate(1.20, 0.8e9),
-    (codecs.PLANE, DType.FP8_E5M2): CodecRate(1.40, 0.8e9),
-    (codecs.PLANE, DType.FP32): CodecRate(1.20, 1.0e9),
-    (codecs.FAST, DType.BF16): CodecRate(1.48, 3.1e9),
-    (codecs.FAST, DType.FP16): CodecRate(1.16, 3.2e9),
-    (codecs.FAST, DType.FP8_E4M3): CodecRate(1.18, 1.3e9),
-    (codecs.FAST, DType.FP8_E5M2): CodecRate(1.37, 1.4e9),
-    (codecs.DENSE, DType.BF16): CodecRate(1.50, 2.8e9),
-    (codecs.DENSE, DType.FP16): CodecRate(1.17, 2.2e9),
-    (codecs.DENSE, DType.FP8_E4M3): CodecRate(1.20, 0.9e9),
-    (codecs.DENSE, DType.FP8_E5M2): CodecRate(1.41, 1.1e9),
-    (codecs.DENSE, DType.FP32): CodecRate(1.20, 1.0e9),
+    (codecs.ZSTD, DType.OPAQUE): CodecRate(1.26, 0.8e9, 0.77e9),
+    (codecs.PLANE, DType.BF16): CodecRate(1.49, 0.6e9, 1.2e9),
+    (codecs.PLANE, DType.FP16): CodecRate(1.18, 0.7e9, 1.2e9),
+    (codecs.PLANE, DType.FP8_E4M3): CodecRate(1.20, 0.35e9, 0.7e9),
+    (codecs.PLANE, DType.FP8_E5M2): CodecRate(1.41, 0.37e9, 0.8e9),
+    (codecs.PLANE, DType.FP32): CodecRate(1.20, 0.5e9, 1.0e9),
+    (codecs.FAST, DType.BF16): CodecRate(1.43, 7.5e9, 8.9e9),
+    (codecs.FAST, DType.FP16): CodecRate(1.17, 4.1e9, 5.3e9),
+    (codecs.FAST, DType.FP8_E4M3): CodecRate(1.17, 3.3e9, 4.5e9),
+    (codecs.FAST, DType.FP8_E5M2): CodecRate(1.36, 2.5e9, 3.1e9),
+    (codecs.DENSE, DType.BF16): CodecRate(1.50, 0.8e9, 3.6e9),
+    (codecs.DENSE, DType.FP16): CodecRate(1.17, 1.3e9, 5.2e9),
+    (codecs.DENSE, DType.FP8_E4M3): CodecRate(1.20, 0.45e9, 1.0e9),
+    (codecs.DENSE, DType.FP8_E5M2): CodecRate(1.41, 0.34e9, 1.2e9),
+    (codecs.DENSE, DType.FP32): CodecRate(1.20, 0.5e9, 1.0e9),
 }
-_DECRYPT_BYTES_PER_S = 3.8e9  # AES-256-GCM, same core and runs
+_CIPHER_BYTES_PER_S = 3.8e9  # AES-256-GCM, same core and runs, either way
 
 _POLICIES: dict[str, int] = {name: codecs.by_name(name).codec_id for name in codecs.names()}
 POLICY_AUTO = "auto"
@@ -137,7 +138,7 @@ def choose_codec(
     if same_host:
         return codecs.RAW
     found = plain_rates(link_bytes_per_s=link_bytes_per_s, open_threads=open_threads, dtype=dtype)
-    return max(found, key=lambda codec_id: found[codec_id])
+    return max(reversed(found), key=lambda codec_id: found[codec_id])
 
 
 class PlainRate(NamedTuple):
@@ -145,6 +146,21 @@ class PlainRate(NamedTuple):
 
     plain_per_s: float
     ratio: float
+    bound: str  # what is the slowest: a name of `Load`'s, "link" or "opening"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What bounds a writer and its readers beside the link, because work waits for it; 0: nothing
+    does. `full`: blocks are evicted, so that a ratio is also what is kept longer."""
+
+    flash_read_bytes_per_s: float = 0.0  # stored bytes
+    flash_write_bytes_per_s: float = 0.0
+    seal_threads: int = 0
+    full: bool = False
+
+
+IDLE = Load()
 
 
 def plain_rates(
@@ -153,22 +169,39 @@ def plain_rates(
     open_threads: int,
     dtype: DType,
     ratios: Mapping[int, float] | None = None,
+    load: Load = IDLE,
+    seal_speeds: Mapping[int, float] | None = None,
 ) -> dict[int, PlainRate]:
     """What each codec that suits the dtype promises over a link, by its id; raw is always there.
 
-    `ratios`: what blocks were really found to shrink by, where that is known.
+    `ratios`: what blocks were really found to shrink by, where that is known. `seal_speeds`: plain
+    bytes per second that one core seals with a codec, cipher included, where that was measured.
 
     Raises: ConfigError without a positive link rate.
     """
     if link_bytes_per_s <= 0:
         raise ConfigError("codec policy auto needs a link rate above zero")
-    threads = max(1, open_threads)
-    raw = min(link_bytes_per_s, threads * _DECRYPT_BYTES_PER_S)
-    found = {codecs.RAW: PlainRate(raw, 1.0)}
     unsuited = (codecs.FAST, codecs.DENSE) if native.KERNEL is None else (codecs.PLANE,)
-    for (codec_id, of_dtype), rate in _RATES.items():
-        if of_dtype is dtype and codec_id not in unsuited:
-            ratio = (ratios or {}).get(codec_id, rate.ratio)
-            core_s = 1 / rate.decode_bytes_per_s + 1 / (ratio * _DECRYPT_BYTES_PER_S)
-            found[codec_id] = PlainRate(min(link_bytes_per_s * ratio, threads / core_s), ratio)
+    known = {codecs.RAW: CodecRate(1.0, float("inf"), float("inf"))} | {
+        codec_id: rate
+        for (codec_id, of_dtype), rate in _RATES.items()
+        if of_dtype is dtype and codec_id not in unsuited
+    }
+    found = {}
+    for codec_id, rate in known.items():
+        ratio = (ratios or {}).get(codec_id, rate.ratio)
+        cipher_s = 1 / (ratio * _CIPHER_BYTES_PER_S)
+        sealing = 1 / (1 / rate.encode_bytes_per_s + cipher_s)
+        if seal_speeds is not None:
+            sealing = seal_speeds.get(codec_id, sealing)
+        stages = {
+            "link": link_bytes_per_s * ratio,
+            "opening": max(1, open_threads) / (1 / rate.decode_bytes_per_s + cipher_s),
+            "flash reads": load.flash_read_bytes_per_s * ratio,
+            "flash writes": load.flash_write_bytes_per_s * ratio,
+            "sealing": load.seal_threads * sealing,
+        }
+        stages = {name: per_s for name, per_s in stages.items() if per_s > 0}
+        slowest = min(stages, key=lambda name: stages[name])
+        found[codec_id] = PlainRate(stages[slowest], ratio, slowest)
     return found
