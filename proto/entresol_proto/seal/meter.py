@@ -86,8 +86,8 @@ class CodecRate:
 
 # One core, x86 (Zen 3, AVX2), cryptography 50 and zstandard 0.25, `python -m bench.codec` on KV of
 # two trained models in blocks of 64 tokens, on a busy machine; the lower one where they differ.
-# fp16 and fp32 are the rows of full precision (bf16 values in wider storage shrink more). `plane` is
-# for where the native kernel is missing: there `fast` and `dense` are slow. Of a reader that has
+# fp16 and fp32 are the rows of full precision (bf16 values in wider storage shrink more). `plane`
+# is for where the native kernel is missing: there `fast` and `dense` are slow. Of a reader that has
 # none although this side has one, nothing is known.
 # The published anchors agree: 1.4x bf16 (VAST; FlexKV with nvCOMP), 1.48x (ZipNN run on the same
 # files). int8 is left out: engines scale it per channel or token, and no such data was at hand.

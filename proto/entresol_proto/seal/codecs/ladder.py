@@ -1,11 +1,13 @@
-"""The ladder codecs: exponents as ranks, ranks as 1- and 2-bit codes with escapes to a next level.
+"""The ladder codecs: exponents as ranks, ranks as short codes with escapes to a next level.
 
 Sign and mantissa stay as they are. The three likeliest exponents take two bits; a code that says
 "rarer" sends the value to the next level, and so on for four levels, so that no table has to be
 searched and a vector of values is coded at once. On exponents of activations that comes within 1 %
 of Huffman codes. Two codecs share the format and differ in what a rank is relative to:
 
-- `fast` (3): the likeliest exponents of 16,384 values. For links as fast as memory.
+- `fast` (3): the likeliest exponents of 32,768 values. For links as fast as memory: of bf16 the
+  seven likeliest take three bits, so that few values escape, which costs ratio (1.44 instead of
+  1.48) and saves a third of the time.
 - `dense` (4): what the same channel had before, found by trying how many values a row has. No
   table of channels is stored: reader and writer keep the same running mean. Rows that are better
   predicted by one value, or by all channels moved together, say so in a byte. Where bytes have
