@@ -62,8 +62,9 @@ FLAT __m256i LADDER(spread_pairs)(const uint8_t *at)
 
 FLAT __m256i LADDER(by_code)(uint8_t zero, uint8_t one, uint8_t two, uint8_t three)
 {
-    const uint8_t table[16] = {zero, one, two, three, one, 0, 0, 0, two, 0, 0, 0, three, 0, 0, 0};
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return _mm256_broadcastsi128_si256(
+        _mm_setr_epi8((char)zero, (char)one, (char)two, (char)three, (char)one, 0, 0, 0, (char)two, 0,
+                      0, 0, (char)three, 0, 0, 0)); /* not an array, which Clang would fill anew */
 }
 
 /* Encoding ------------------------------------------------------------------------------------- */
