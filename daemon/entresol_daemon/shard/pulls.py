@@ -14,6 +14,7 @@ from entresol_daemon.memory.slabs import Extent
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.seal import codecs
 from entresol_proto.seal.block import (
     BlockIdentity,
     BlockKey,
@@ -22,7 +23,6 @@ from entresol_proto.seal.block import (
     check_header,
     seal_into,
 )
-from entresol_proto.seal.bypass import Bypass
 from entresol_proto.seal.wiping import zero
 from entresol_proto.status import SealError, Status
 from entresol_proto.wire.data import Ack, PutItem
@@ -61,6 +61,7 @@ class Pull:
     extent: Extent | None = None
     plain: Extent | None = None
     header: SealedHeader | None = None
+    codec_id: int = codecs.RAW  # to seal it with here
     sealed_bytes: int = 0
     payload_hash: int | None = None  # of the sealed bytes, where it is known
     wiped: bool = False  # no plaintext is left in `plain`
@@ -81,7 +82,7 @@ class Sealing:
     chunk_bytes: int
 
 
-def sealing(pull: Pull, chunk_bytes: int, bypass: Bypass) -> Sealing:
+def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
     """The job of a block whose plaintext and record memory are there."""
     reservation, item = pull.reservation, pull.reservation.item
     assert pull.extent is not None
@@ -101,8 +102,7 @@ def sealing(pull: Pull, chunk_bytes: int, bypass: Bypass) -> Sealing:
     return Sealing(
         pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
         reservation.block_key, reservation.salt,
-        bypass.codec(namespace.namespace_id, namespace.dtype, namespace.codec_id), meta,
-        chunk_bytes,
+        pull.codec_id, meta, chunk_bytes,
     )  # fmt: skip
 
 

@@ -259,7 +259,10 @@ class PutPath:
         if not window:
             return
         parts, chunk_bytes = self._parts, self._parts.config.sealing.chunk_bytes
-        jobs = [sealing(pull, chunk_bytes, parts.codecs.bypass) for pull in window]
+        for pull in window:
+            of = pull.reservation.namespace
+            pull.codec_id = parts.codecs.bypass.codec(of.namespace_id, of.dtype, of.codec_id)
+        jobs = [sealing(pull, chunk_bytes) for pull in window]
         sealed = await compute_in_turns(
             parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS
         )
