@@ -367,6 +367,9 @@ def test_authentic_bytes_that_do_not_decode_are_corrupt(monkeypatch: pytest.Monk
         codec_id = codecs.PLANE
         name = "plane"
 
+        def hopeless(self, first: memoryview, last: memoryview, dtype: DType) -> bool:
+            return False
+
         def encode(self, plain: memoryview, dtype: DType) -> bytes:
             return b"\x01\x02\x03"
 
