@@ -321,7 +321,7 @@ def test_the_command_tells_people_and_scripts(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_was_not_measured_is_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    for model, dtype, ratio in (("phi-4", "bf16", 1.48), ("phi-4", "int8", 1.0),
+    for model, dtype, ratio in (("phi-4", "bf16", 1.44), ("phi-4", "int8", 1.0),
                                 ("deepseek-v3", "bf16", 1.0)):  # fmt: skip
         assert main(["size", "--model", model, "--dtype", dtype, "--context", "9", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["use"]["ratio"] == ratio
