@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entresol_client.buffers import UsageError, as_view, copy, zero
+from entresol_client.buffers import UsageError, as_view, copy
 from entresol_client.staging import Arena, PrivateMemory, Region, shared_memory
 from entresol_proto import limits
+from entresol_proto.seal.wiping import zero
 
 KIB4 = 4096
 
