@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from entresol_daemon.compute import ThreadCompute
-from entresol_daemon.flash.device import BLOCK, FileDevice
+from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.engine import Engine, EngineOptions, extent_bytes
+from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.flash.segment import (
     DATA_OFFSET,
     ROW,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import sys
@@ -31,6 +32,8 @@ from typing import Any, Generic, TypeVar
 from entresol_proto.status import EntresolError, Status
 
 R = TypeVar("R")
+
+log = logging.getLogger("entresol.threads")
 
 
 class Job(Generic[R]):
@@ -109,6 +112,10 @@ class Job(Generic[R]):
         self._fn, self._args = None, ()
         self._home.ended(self)
 
+    def _give_up(self) -> None:
+        """In a thread: its pool was closed."""
+        self._home.ended(self)
+
     def _tell(self) -> None:
         """On the loop: the thread is done with it."""
         self._ended = True
@@ -123,6 +130,25 @@ class Job(Generic[R]):
                 self._future.set_exception(error)
         elif self._again is not None and not self._again.done():
             self._again.set_result(None)
+
+
+class _Posted:
+    """A call that nobody waits for."""
+
+    __slots__ = ("_args", "_fn")
+
+    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._fn = fn
+        self._args = args
+
+    def _run(self) -> None:
+        try:
+            self._fn(*self._args)
+        except Exception:
+            log.exception("event=bug where=posted_call")
+
+    def _give_up(self) -> None:
+        """Its pool was closed."""
 
 
 class _Home:
@@ -220,7 +246,7 @@ class Pool:
     """
 
     def __init__(self, threads: int, name: str, *, nice: int = 0) -> None:
-        self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job[Any] | _Posted | None] = queue.SimpleQueue()
         self._closed = False
         self._dropped = False  # what is queued is given up
         self._lock = threading.Lock()  # between `submit` and `close`
@@ -253,9 +279,28 @@ class Pool:
             self._queue.put(job)
         return job
 
+    def post(self, fn: Callable[..., object], *args: Any) -> None:
+        """Have this called in a thread; nobody is told, and what it raises is logged. Needs no
+        loop. Raises: RuntimeError when the pool is closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._queue.put(_Posted(fn, args))
+
     async def run(self, fn: Callable[..., R], *args: Any) -> R:
         """`fn(*args)` in a thread; see `Job.outcome`. Raises: RuntimeError when closed."""
         return await self.submit(fn, *args).outcome()
+
+    def leave(self) -> None:
+        """The running loop hands no more over for now, and may end: nothing of it is kept, once
+        what it handed over has come back. For pools that outlive their loops."""
+        loop = asyncio._get_running_loop()
+        with _homes_lock:
+            home = None if loop is None else _homes.get(loop)
+        if home is not None:
+            with self._lock:
+                self._homes.discard(home)
+            home.leave(self)
 
     def close(self, *, wait: bool = True, drop: bool = False) -> None:
         """End the threads after what is queued; `drop` gives that up. Idempotent."""
@@ -276,7 +321,7 @@ class Pool:
         _give_way(nice)
         while (job := self._queue.get()) is not None:
             if self._dropped:
-                job._home.ended(job)
+                job._give_up()
             else:
                 job._run()
             del job  # and with it what it was given

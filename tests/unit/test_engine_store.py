@@ -25,7 +25,7 @@ from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, Space
 from entresol_client.registered import RegisteredMemory
 from entresol_daemon.config import Config
-from entresol_proto.fabric.base import RegisteringEndpoint
+from entresol_proto.fabric.base import Capabilities, RegisteringEndpoint
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.status import ConfigError, FabricError, Status
 
@@ -286,6 +286,9 @@ class Gaining:
     def __init__(self, refuse: bool = False) -> None:
         self.closed = False
         self.refuse = refuse
+        self.capabilities = Capabilities(
+            revokes=True, private=True, same_host=False, maps=False, registers=True
+        )
         self.held: list[Any] = []
 
     def register(self, buffer: Any) -> Gaining.Held:

@@ -10,6 +10,7 @@ deadline or a cancelled caller is noticed within about a millisecond.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import os
@@ -17,6 +18,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -157,7 +159,7 @@ class SharedPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
+        self._users: Counter[asyncio.AbstractEventLoop | None] = Counter()  # by loop
         self._pool: Pool | None = None
 
     def acquire(self) -> None:
@@ -169,23 +171,36 @@ class SharedPool:
                 except EntresolError as error:
                     text = Exception.__str__(error)
                     raise FabricError(text, hint=error.hint, status=error.status) from None
-            self._users += 1
+            self._users[asyncio._get_running_loop()] += 1
 
     def release(self) -> None:
         """It no longer does. What was submitted still runs."""
         with self._lock:
-            self._users -= 1
-            assert self._users >= 0
-            if not self._users and self._pool is not None:
+            loop = asyncio._get_running_loop()
+            self._users[loop] -= 1
+            assert self._users[loop] >= 0
+            if self._users[loop] or self._pool is None:
+                return
+            del self._users[loop]
+            if self._users:
+                self._pool.leave()
+            else:
                 self._pool.close(wait=False)
                 self._pool = None
 
     def submit(self, function: Callable[..., T], *args: object) -> Job[T]:
         """Run in a worker thread; only between `acquire` and `release`."""
         with self._lock:
-            assert self._users > 0
+            assert self._users
             assert self._pool is not None
             return self._pool.submit(function, *args)
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """The same, and nobody waits for it."""
+        with self._lock:
+            assert self._users
+            assert self._pool is not None
+            self._pool.post(function, *args)
 
 
 POOL = SharedPool()

@@ -337,7 +337,7 @@ class ShmEndpoint:
         regions, self._regions = list(self._regions.values()), {}
         idle = [region for region in regions if not region.users]
         if idle:  # those in use are unmapped with their last reference
-            POOL.submit(unmap_all, idle)
+            POOL.post(unmap_all, idle)
         POOL.release()
         if self._on_closed is not None:
             self._on_closed(self)
