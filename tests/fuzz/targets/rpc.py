@@ -265,19 +265,22 @@ def http_seeds() -> list[bytes]:
         b"GET /metrics HTTP/1.1\r\nHost: a:7443\r\nAccept: */*\r\n\r\n",
         b"GET /healthz?x=1 HTTP/1.0\r\n\r\n", b"POST /readyz HTTP/1.1\r\n\r\n",
         b"GET http://a/metrics HTTP/1.1\r\nA : b\r\n\r\n", b"GET / HTTP/2\r\n\r\n", b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: [::1]:7443\r\n\r\n",
     ]  # fmt: skip
 
 
 def http_parser() -> Parser:
-    """A path of ASCII without a query, or one of the documented codes."""
+    """A path of ASCII without a query, with its host, or one of the documented codes."""
 
     def parse(raw: bytes) -> str:
         found = http._parse(raw)
-        if isinstance(found, str):
-            assert found.startswith("/")
-            assert found.isascii()
-            assert "?" not in found
-            return "ok"
+        if isinstance(found, tuple):
+            path, host = found
+            assert path.startswith("/")
+            assert path.isascii()
+            assert "?" not in path
+            assert host == host.strip()
+            return "loopback" if http._is_loopback(host) else "ok"
         assert found.code in http._REASONS
         assert http._encode(found).startswith(b"HTTP/1.1 ")
         return str(found.code)
