@@ -4,8 +4,7 @@ Two things the library's pool does not do. It starts a thread when work is hande
 fails (no memory, a limit on processes) it raises after it queued the work, which another thread may
 still do: into a buffer that its owner believes to be his own again. And it tells the loop of every
 result by a call of its own, a write to the loop's descriptor while the interpreter's lock is held:
-on a virtual machine, where waking another processor takes 100 us, that was two fifths of all the
-time the daemon held the lock.
+in a flood of puts on a virtual machine that was two fifths of all the time the daemon held it.
 
 Here all threads are there from the start, results gather in a list of their loop, and one write,
 without the lock, wakes the loop for as many as have come.

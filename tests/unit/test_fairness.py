@@ -342,6 +342,34 @@ def test_a_pace_that_was_too_slow_recovers() -> None:
     assert pace.cost >= 5_600_000
 
 
+def in_service(took_ns: int) -> int:
+    """What a pace of 1 ms keeps in service of a byte per nanosecond, where units take so long."""
+    pace, now = Pace(target_ns=1_000_000, cost_min=1, cost_max=1 << 30), 0
+    pace.busy(0)
+    for _ in range(2_000):
+        now += 100_000
+        pace.done(100_000, now, took_ns=took_ns)
+    return pace.cost
+
+
+def test_the_target_is_three_times_the_quickest_unit_and_at_most_four_times_itself() -> None:
+    assert in_service(0) == in_service(200_000) == 1_000_000
+    assert in_service(800_000) == 2_400_000
+    assert in_service(50_000_000) == 4_000_000
+
+
+def test_a_quick_unit_is_forgotten_after_two_windows_at_most() -> None:
+    pace, now = Pace(target_ns=1_000_000, cost_min=1, cost_max=1 << 30), 0
+    pace.busy(0)
+    pace.done(100_000, 100_000, took_ns=100_000)
+    while now < 2_500_000_000:
+        now += 100_000
+        pace.done(100_000, now, took_ns=1_000_000)
+        if now == 500_000_000:
+            assert pace.cost == 1_000_000, "the quickest of a while counts"
+    assert pace.cost == 3_000_000
+
+
 def test_what_passes_between_two_units_is_added_to_the_target() -> None:
     plain, late = (Pace(target_ns=1_000_000, cost_min=1, cost_max=1 << 30) for _ in range(2))
     for pace, lag_ns in ((plain, 0), (late, 500_000)):
