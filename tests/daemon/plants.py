@@ -5,6 +5,7 @@ Called by name before the daemon starts, in its own process only.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -17,15 +18,17 @@ from entresol_daemon.shard import gets, shard
 from entresol_daemon.shard.sessions import Leased
 from entresol_proto.status import Status
 
+EARLY_S = 0.05  # so long after its answer a write begins: longer than any answer takes to be read
+
 
 def early_ack() -> None:
     """`durable` is said before anything was written."""
     submit = flash_writer.Writer.submit
 
     def eager(self: flash_writer.Writer, pending: Pending) -> None:
-        submit(self, pending)
         if pending.future is not None and not pending.future.done():
             pending.future.set_result(Status.OK)
+        asyncio.get_running_loop().call_later(EARLY_S, submit, self, pending)
 
     flash_writer.Writer.submit = eager  # type: ignore[method-assign]
 

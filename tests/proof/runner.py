@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.proof.journal import Journal
 from tests.proof.line import Line, Size, Tally
@@ -123,6 +123,11 @@ class Run:
 
     def _take(self, line: Line, units: int, seconds: float, tally: Tally) -> None:
         row = self.rows[line.id if units else CANARIES]
+        if not units:
+            tally.findings = [
+                replace(finding, text=f"canary of {line.id}: {finding.text}")
+                for finding in tally.findings
+            ]
         row.tally.add(tally)
         if units and tally.not_run:
             row.tally.figure(f"slices not run ({tally.not_run})", 1)
@@ -131,9 +136,8 @@ class Run:
         row.seconds += seconds
         self.units_left[line.id] -= units
         if not tally.clean:
-            what = f"{line.id}" if units else f"canary of {line.id}"
             for finding in tally.findings:
-                _tell(f"{what} FOUND seed={finding.seed}: {finding.text}")
+                _tell(f"{line.id} FOUND seed={finding.seed}: {finding.text}")
         elif units and not self.units_left[line.id]:
             _tell(f"{line.id} done: {row.tally.tried:,} tried, {row.seconds:.0f} s")
 

@@ -114,16 +114,17 @@ class Scorecard:
         return (
             f"tried {total.tried:,} · survived {total.survived:,} · wrong bytes "
             f"{total.wrong_bytes} · durable lost {total.durable_lost} · crashes {total.crashes} · "
-            f"not run: {', '.join(left_out) or 'nothing'} · "
+            f"not run: {', '.join(left_out) or 'nothing'} · {self.seconds:,.0f} s · "
             f"{'ALL HELD' if self.rc == 0 else 'FAILED'}"
         )
 
     def markdown(self) -> str:
         """The table for README, with its date and machine."""
         day = datetime.now(UTC).strftime("%Y-%m-%d")
+        worked_s = sum(row.seconds for row in self.rows)  # a run may be resumed: these add up
         out = [
-            f"{self.size.value.capitalize()} size, {day}, {machine()}, {self.seconds / 60:.0f} "
-            "minutes:",
+            f"{self.size.value.capitalize()} size, {day}, {machine()}, {worked_s / 60:.0f} "
+            "minutes of work, up to two slices at a time:",
             "",
             "| | Line | Seed | Tried | Survived | Wrong bytes | Durable lost | Crashes | Seconds |",
             "|---|---|---:|---:|---:|---:|---:|---:|---:|",
