@@ -220,6 +220,25 @@ async def test_gets_far_larger_than_memory_come_from_flash_in_windows(
         assert all(r.ok for r in many), [counts(r.statuses) for r in many]
 
 
+async def test_a_batch_from_flash_is_granted_in_parts_the_first_one_small(tmp_path: Path) -> None:
+    options = {"dram": 48 * MIB, "slab": 16 * MIB, "block_max": 2 * MIB, "flash": 192 * MIB}
+    async with lab(tmp_path, **options) as running, client_of(running) as client:
+        namespace = await client.namespace(DESCRIPTOR)
+        keys = keys_of(64)
+        for at in range(0, 64, 16):
+            await put(namespace, keys[at : at + 16], 1 * MIB, ack="durable")
+        async with raw_of(running) as raw:
+            grants = await raw.fetch(
+                (space := await raw.namespace()).handle, run_of(space, keys[:32])
+            )
+            items = [[item.index for item in grant.items] for grant in grants]
+            assert sorted(sum(items, [])) == list(range(32))
+            assert {item.tier for grant in grants for item in grant.items} == {Tier.FLASH}
+            first = next(part for part in items if 0 in part)
+            assert len(first) == 4, "a reader begins with these while the rest is read"
+            assert max(map(len, items)) == 8, "and has not to look at every block by itself"
+
+
 async def test_full_flash_evicts_and_keeps_serving(tmp_path: Path) -> None:
     seed = seed_of("full_flash")
     rng = random.Random(seed)

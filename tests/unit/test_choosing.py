@@ -67,8 +67,20 @@ def test_a_fast_link_or_few_cores_take_less_of_a_codec() -> None:
     assert choose(chooser(25_000_000_000), threads=2) == codecs.RAW
     assert choose(chooser(5_000_000_000), threads=3) == codecs.FAST
     assert choose(chooser(5_000_000_000), threads=32) == codecs.DENSE
-    same = chooser().choose(SPACE, DType.BF16, same_host=True, open_threads=4)
-    assert same == codecs.RAW
+
+
+def test_on_one_host_the_link_is_nothing_and_the_rest_counts() -> None:
+    def choose_here(of: CodecChooser) -> int:
+        return of.choose(SPACE, DType.BF16, same_host=True, open_threads=4)
+
+    assert choose_here(chooser(1_000_000)) == codecs.RAW
+    reads, full = chooser(), chooser()
+    for _ in range(200):
+        short = Waiting(flash_reads=True)
+        reads.pressure.sample(short, read_bytes_per_s=2 * GB, write_bytes_per_s=0)
+        full.pressure.sample(Waiting(room=True), read_bytes_per_s=0, write_bytes_per_s=0)
+    assert choose_here(reads) == codecs.DENSE
+    assert choose_here(full) == codecs.FAST
 
 
 def test_a_policy_decides_alone() -> None:

@@ -4,7 +4,8 @@ What a codec costs is known from the bench, what it saves depends on the model: 
 decide first, and then what the blocks of the namespace really became, and how fast this machine
 sealed them. Of what lies between a writer and a reader, the link and the reader's cores always
 count; the flash and the sealing threads only while work waits for them (`pressure`). So on an idle
-machine behind a fast link blocks stay raw. While blocks are evicted a ratio counts twice: it is
+machine behind a fast link blocks stay raw, and so they do on one host, where the link is memory and
+never counts. While blocks are evicted a ratio counts twice: it is
 also what is kept for longer.
 
 A change must promise BETTER_PERCENT, so that two codecs that are nearly equal do not alternate.
@@ -31,6 +32,7 @@ from entresol_proto.seal.meter import POLICY_AUTO, PlainRate, choose_codec, plai
 log = logging.getLogger("entresol.codec")
 
 PLACES_MAX = 1024
+SAME_HOST_BYTES_PER_S = 10**12  # memory: so that something else bounds
 BETTER_PERCENT = 10
 RATIO_MIN = 1.03  # below it blocks are stored raw anyway
 RETRY_CHOICES = 64
@@ -124,8 +126,8 @@ class CodecChooser:
         self, namespace_id: bytes, dtype: DType, *, same_host: bool, open_threads: int
     ) -> int:
         """The codec id for a session's blocks. Raises: ConfigError for an unknown policy."""
-        link = self._link_bytes_per_s
-        if self._policy != POLICY_AUTO or same_host:
+        link = SAME_HOST_BYTES_PER_S if same_host else self._link_bytes_per_s
+        if self._policy != POLICY_AUTO:
             return choose_codec(
                 same_host=same_host, link_bytes_per_s=link, open_threads=open_threads,
                 dtype=dtype, policy=self._policy,

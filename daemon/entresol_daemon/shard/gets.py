@@ -51,8 +51,10 @@ from entresol_proto.wire.data import (
     Tier,
 )
 
-LOAD_WINDOW_BYTES = 16 * limits.MIB  # one batch of flash reads
-WINDOWS_LANDING_MAX = 4  # batches of one request under way
+RECORD_ROOM_BYTES = 64 * limits.KIB  # so that blocks of a whole number of MiB fill a window
+LOAD_FIRST_BYTES = 4 * (limits.MIB + RECORD_ROOM_BYTES)  # read from flash and granted together:
+LOAD_WINDOW_BYTES = 2 * LOAD_FIRST_BYTES  # the first of a request soon, the others with less ado
+WINDOWS_LANDING_MAX = 8  # of those of one request under way
 WINDOW_BLOCKS_MAX = 64
 NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
 MISSES_PER_COST = 4  # of the loop, to be told
@@ -315,7 +317,7 @@ class GetPath:
             owner=account.stream,
             owner_bytes_max=account.dram_quota_bytes or parts.config.memory.dram_bytes,
             budget_bytes=room,
-            load_bytes_max=LOAD_WINDOW_BYTES,
+            load_bytes_max=LOAD_WINDOW_BYTES if job.owed or job.hits else LOAD_FIRST_BYTES,
             prefix=job.prefix,
         )
         job.session.held_bytes += window.taken_bytes
