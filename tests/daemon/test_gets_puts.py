@@ -232,7 +232,7 @@ async def test_a_batch_from_flash_is_granted_in_parts_the_first_one_small(tmp_pa
                 (space := await raw.namespace()).handle, run_of(space, keys[:32])
             )
             items = [[item.index for item in grant.items] for grant in grants]
-            assert sorted(sum(items, [])) == list(range(32))
+            assert sorted(index for part in items for index in part) == list(range(32))
             assert {item.tier for grant in grants for item in grant.items} == {Tier.FLASH}
             first = next(part for part in items if 0 in part)
             assert len(first) == 4, "a reader begins with these while the rest is read"
