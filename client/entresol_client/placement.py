@@ -46,10 +46,13 @@ class Placement:
         ]
         return weighted.index(max(weighted))
 
-    def split(self, descriptor_digest: bytes, keys: Sequence[EngineKey]) -> dict[int, list[int]]:
-        """Shard number → positions in `keys` that it owns, in ascending order."""
+    def split(
+        self, descriptor_digest: bytes, keys: Sequence[EngineKey]
+    ) -> dict[int, Sequence[int]]:
+        """Shard number → positions in `keys` that it owns, in ascending order; of a single shard
+        as a range."""
         if len(self._names) == 1:
-            return {0: list(range(len(keys)))} if keys else {}
+            return {0: range(len(keys))} if keys else {}
         if self._equal and keys:
             scores = np.array([placement_hashes(descriptor_digest, keys, n) for n in self._names])
             owners = scores.argmax(axis=0)  # the first of equals, as `owner` finds it
@@ -59,4 +62,4 @@ class Placement:
         parts: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             parts.setdefault(self.owner(descriptor_digest, key), []).append(position)
-        return parts
+        return dict(parts)

@@ -16,9 +16,14 @@ from entresol_proto.ids import EngineKey, masked_engine_key, placement_hash, wir
 _SHARD_BYTES_BATCHED_MAX = native.BLAKE2B_INPUT_BYTES_MAX - limits.ENGINE_KEY_BYTES_MAX
 
 
+def _differ(engine_keys: Sequence[EngineKey]) -> bool:
+    """Whether they are not all of one length."""
+    return len(set(map(len, engine_keys))) > 1
+
+
 def wire_keys(secret: bytes, engine_keys: Sequence[EngineKey]) -> bytes:
     """`wire_key` of each, end to end: a fraction of a microsecond for one of thousands."""
-    if len({len(key) for key in engine_keys}) > 1:
+    if _differ(engine_keys):
         return b"".join([wire_key(secret, key) for key in engine_keys])
     return native.blake2b_many(
         b"".join(engine_keys), len(engine_keys), digest_bytes=limits.WIRE_KEY_BYTES, key=secret,
@@ -28,7 +33,7 @@ def wire_keys(secret: bytes, engine_keys: Sequence[EngineKey]) -> bytes:
 
 def masked_engine_keys(secret: bytes, engine_keys: Sequence[EngineKey]) -> list[EngineKey]:
     """`masked_engine_key` of each."""
-    if len({len(key) for key in engine_keys}) > 1:
+    if _differ(engine_keys):
         return [masked_engine_key(secret, key) for key in engine_keys]
     run = native.blake2b_many(
         b"".join(engine_keys), len(engine_keys), digest_bytes=32, key=secret,
@@ -41,7 +46,7 @@ def placement_hashes(
     descriptor_digest: bytes, engine_keys: Sequence[EngineKey], shard: bytes
 ) -> npt.NDArray[np.uint64]:
     """`placement_hash` of each key."""
-    if len({len(key) for key in engine_keys}) > 1 or len(shard) > _SHARD_BYTES_BATCHED_MAX:
+    if _differ(engine_keys) or len(shard) > _SHARD_BYTES_BATCHED_MAX:
         scores = [placement_hash(descriptor_digest, key, shard) for key in engine_keys]
         return np.array(scores, np.uint64)
     run = shard.join(engine_keys) + shard if engine_keys else b""

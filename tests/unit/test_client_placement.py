@@ -61,9 +61,9 @@ def test_another_namespace_places_differently() -> None:
 
 def test_split_keeps_order_and_covers_everything() -> None:
     parts = Placement([("a", 1.0), ("b", 1.0), ("c", 1.0)]).split(DIGEST, KEYS[:100])
-    assert all(positions == sorted(positions) for positions in parts.values())
+    assert all(list(positions) == sorted(positions) for positions in parts.values())
     assert sorted(p for positions in parts.values() for p in positions) == list(range(100))
-    assert Placement([("only", 1.0)]).split(DIGEST, KEYS[:3]) == {0: [0, 1, 2]}
+    assert Placement([("only", 1.0)]).split(DIGEST, KEYS[:3]) == {0: range(3)}
     assert Placement([("only", 1.0)]).split(DIGEST, []) == {}
 
 
@@ -77,6 +77,6 @@ def test_splitting_many_keys_finds_the_owner_of_each(shards: int, equal: bool) -
         parts = placement.split(digest, keys)
         assert sorted(p for positions in parts.values() for p in positions) == list(range(300))
         for owner, positions in parts.items():
-            assert positions == sorted(positions)
+            assert list(positions) == sorted(positions)
             assert {placement.owner(digest, keys[p]) for p in positions} == {owner}
     assert placement.split(digest, []) == {}

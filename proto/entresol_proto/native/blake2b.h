@@ -94,6 +94,14 @@ static void blake2b_compress(uint64_t h[8], const uint8_t block[BLAKE2B_BLOCK_BY
         h[i] ^= v[i] ^ v[i + 8];
 }
 
+#include "blake2b_four.h"
+
+static inline void blake2b_store(uint8_t *out, const uint64_t h[8], size_t digest_bytes)
+{
+    for (size_t i = 0; i < digest_bytes; i++)
+        out[i] = (uint8_t)(h[i / 8] >> 8 * (i % 8));
+}
+
 /* `count` inputs of `length` bytes each, at most a block, end to end; digests end to end in `out`.
  * The key has 1 to 64 bytes.
  */
@@ -110,13 +118,25 @@ static void blake2b_many(const uint8_t *key, size_t key_bytes,
     memcpy(block, key, key_bytes);
     blake2b_compress(keyed, block, BLAKE2B_BLOCK_BYTES, 0);
     memset(block, 0, sizeof block);
-    for (size_t n = 0; n < count; n++) {
+    const uint64_t counted = BLAKE2B_BLOCK_BYTES + length;
+    size_t n = 0;
+#ifdef BLAKE2B_FOUR
+    uint8_t blocks[4 * BLAKE2B_BLOCK_BYTES] = {0};
+    for (const int has_four = blake2b_has_four(); has_four && n + 4 <= count; n += 4) {
+        uint64_t found[4][8];
+        for (size_t lane = 0; lane < 4; lane++)
+            memcpy(blocks + lane * BLAKE2B_BLOCK_BYTES, inputs + (n + lane) * length, length);
+        blake2b_compress_four(keyed, blocks, counted, found);
+        for (size_t lane = 0; lane < 4; lane++)
+            blake2b_store(out + (n + lane) * digest_bytes, found[lane], digest_bytes);
+    }
+#endif
+    for (; n < count; n++) {
         uint64_t h[8];
         memcpy(h, keyed, sizeof h);
         memcpy(block, inputs + n * length, length);
-        blake2b_compress(h, block, BLAKE2B_BLOCK_BYTES + length, 1);
-        for (size_t i = 0; i < digest_bytes; i++)
-            out[n * digest_bytes + i] = (uint8_t)(h[i / 8] >> 8 * (i % 8));
+        blake2b_compress(h, block, counted, 1);
+        blake2b_store(out + n * digest_bytes, h, digest_bytes);
     }
 }
 
