@@ -285,23 +285,32 @@ class Connection(asyncio.Protocol):
 
     async def namespace(self, canonical: bytes, deadline_ns: int) -> NamespaceOpened:
         """The handle of a namespace on this session, opened once. Raises: RequestFailedError."""
+        while True:
+            task = self._opening(canonical, deadline_ns)
+            left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+            done, _ = await asyncio.wait((task,), timeout=left_s)
+            if not done:
+                raise RequestFailedError(Status.DEADLINE)
+            if task.cancelled():
+                raise RequestFailedError(Status.DISCONNECTED)
+            error = task.exception()
+            late = isinstance(error, RequestFailedError) and error.status is Status.DEADLINE
+            if not late or time.monotonic_ns() >= deadline_ns:
+                return task.result()
+            # It was asked for by somebody who had less time than this caller: ask again.
+
+    def _opening(self, canonical: bytes, deadline_ns: int) -> asyncio.Task[NamespaceOpened]:
+        """The task that opens it, or has. Of the session: the first caller's cancellation must not
+        fail the others."""
         task = self._namespaces.get(canonical)
-        if task is not None and task.done() and not task.cancelled() and not task.exception():
-            return task.result()
-        if task is None or task.done():
-            # A task of the session: the first caller's cancellation must not fail the others.
-            until_ns = max(deadline_ns, time.monotonic_ns() + limits.DEADLINE_NS_DEFAULT)
-            opening = self.request(OpenNamespace(canonical), until_ns)
-            task = asyncio.get_running_loop().create_task(opening)
-            self._namespaces[canonical] = task
-            task.add_done_callback(_seen)
-        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        done, _ = await asyncio.wait((task,), timeout=left_s)
-        if not done:
-            raise RequestFailedError(Status.DEADLINE)
-        if task.cancelled():
-            raise RequestFailedError(Status.DISCONNECTED)
-        return task.result()
+        if task is not None and not (task.done() and (task.cancelled() or task.exception())):
+            return task
+        until_ns = max(deadline_ns, time.monotonic_ns() + limits.DEADLINE_NS_DEFAULT)
+        opening = self.request(OpenNamespace(canonical), until_ns)
+        task = asyncio.get_running_loop().create_task(opening)
+        self._namespaces[canonical] = task
+        task.add_done_callback(_seen)
+        return task
 
     # Ending ----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from entresol_client import (
     ShardAddress,
     TlsFiles,
 )
+from entresol_proto import limits
 from entresol_proto.identity import IdentityError, shard_uri, tenant_uri
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.status import Status
@@ -250,6 +251,34 @@ async def test_silence_while_this_process_did_not_run(tmp_path: Path, really: bo
         await until(happened, "pings after the stall")
         assert link.breaker.openings == (1 if really else 0)
         assert asked == 2 if really else asked > 3
+
+
+async def test_a_namespace_that_one_call_had_no_time_to_open_is_opened_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls share the question, but not the deadline of whoever asked it first."""
+    monkeypatch.setattr(limits, "DEADLINE_NS_DEFAULT", 100_000_000)
+    async with serving(tmp_path) as peer:
+        peer.add(wire_key(SECRET, key(0)), key(0), bytes(BLOCK))
+        async with await AsyncClient.open(peer.config()) as client:
+            (session,) = peer.sessions
+            answer, unanswered, answers = session.on_opennamespace, 0, False
+
+            async def on_opennamespace(request_id: int, message: opening.OpenNamespace) -> None:
+                nonlocal unanswered
+                if answers:
+                    await answer(request_id, message)
+                else:
+                    unanswered += 1
+
+            session.on_opennamespace = on_opennamespace  # type: ignore[method-assign]
+            ns = await client.namespace(DESCRIPTOR)
+            short = asyncio.create_task(get(ns, 20_000_000))
+            long = asyncio.create_task(get(ns, 4_000_000_000))
+            assert await short is Status.DEADLINE
+            answers = True
+            assert await long is Status.OK
+            assert unanswered, "its first question was never answered"
 
 
 async def test_late_grants_are_released_and_land_nowhere(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from entresol_proto import limits
 from entresol_proto.fabric import registry, shmlink
 from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
 from entresol_proto.fabric.memory import F_SEAL_GROW, F_SEAL_SHRINK, MemfdBuffer
-from entresol_proto.fabric.regions import PeerRegion
+from entresol_proto.fabric.regions import POPULATE_BYTES, PeerRegion
 from entresol_proto.fabric.shm import ShmFabricServer, _Params
 from entresol_proto.fabric.shmendpoint import UNMAP_AT_ONCE_BYTES, ShmEndpoint
 from entresol_proto.fabric.shmlink import Kind, Message
@@ -307,6 +307,48 @@ def test_closing_waits_for_a_region_that_is_being_unmapped(
             unmapping.go.set()
             await asyncio.wait_for(closing, 5)
             assert endpoint._mapped_bytes == 0
+
+    run(runner, scenario())
+
+
+@pytest.mark.parametrize("how", ["ends", "is revoked", "its session closes"])
+def test_a_region_is_answered_for_and_read_before_its_pages_are_there(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Finding the pages of a fresh slab takes seconds on a busy machine: nobody waits for them."""
+    go, asked = threading.Event(), []
+
+    def populate(_region: PeerRegion, begin: int, end: int) -> None:
+        asked.append((begin, end))
+        assert go.wait(10)
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path, mapped_bytes_max=256 * MIB) as (endpoint, peer):
+            monkeypatch.setattr(PeerRegion, "populate", populate)
+            await mapped(peer, 1, 3 * POPULATE_BYTES)
+            into = memoryview(bytearray(b"\xa5" * 64))
+            op = ReadOp(RemoteSpan(1, 0, 64), into)
+            assert await endpoint.read([op], soon()) == [Status.OK]
+            assert bytes(into) == b"content".ljust(64, b"\0")
+            while not asked:
+                await asyncio.sleep(0.001)
+            if how == "is revoked":
+                peer.say(Message(Kind.REVOKE, 1).encode())
+                await asyncio.sleep(0.05)
+                assert endpoint._mapped_bytes, "its pages are being touched"
+            closing = asyncio.create_task(endpoint.close()) if "closes" in how else None
+            await asyncio.sleep(0.01)
+            go.set()
+            if how == "is revoked":
+                assert (await peer.hear()).kind is Kind.REVOKED
+            while how == "ends" and len(asked) < 3:
+                await asyncio.sleep(0.001)
+            if closing is not None:
+                await asyncio.wait_for(closing, 5)
+            steps = [
+                (at, at + POPULATE_BYTES) for at in range(0, 3 * POPULATE_BYTES, POPULATE_BYTES)
+            ]
+            assert asked == (steps if how == "ends" else steps[:1])
 
     run(runner, scenario())
 

@@ -31,6 +31,7 @@ from entresol_proto.fabric.base import (
 from entresol_proto.fabric.memory import is_readers_only
 from entresol_proto.fabric.regions import (
     POOL,
+    POPULATE_BYTES,
     CopyJob,
     PeerRegion,
     Piece,
@@ -211,6 +212,18 @@ class ShmEndpoint:
         self._send(Message(Kind.EXPOSED, rkey, status=status))
         if revoked:
             self._send(Message(Kind.REVOKED, rkey))
+        if rkey in self._regions:  # after the answer, which somebody waits for
+            await self._populate(self._regions[rkey])
+
+    async def _populate(self, region: PeerRegion) -> None:
+        region.users += 1
+        try:
+            for at in range(0, region.length_bytes, POPULATE_BYTES):
+                if region.revoked or self._closed:
+                    return
+                await POOL.submit(region.populate, at, at + POPULATE_BYTES).outcome()
+        finally:
+            self._release([(0, region)])
 
     def _peer_revoked(self, rkey: int) -> None:
         if rkey in self._mapping:
