@@ -8,8 +8,8 @@ is wiped, the blocks are fetched into pinned memory, sealed and opened here, cop
 put into the cache while later ones are fetched, and the last token is computed. Every byte of the
 cache and every logit must be what the prefill left: otherwise it fails.
 
-Weights are random, so the KV is no model's: it hardly shrinks, and blocks stay raw. The daemons
-serve over shm on the same machine: no network is in these numbers.
+Weights are random, so the KV is no model's: it hardly shrinks, and blocks stay raw. Without
+`--config` the daemons are made here and serve over shm: then no network is in these numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from bench import daemon, scratch
+from bench import scratch
 from bench.results import Line
-from entresol_client import AsyncClient, Namespace, PutBlock
+from entresol_client import AsyncClient, ClientConfig, Namespace, PutBlock
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.limits import GIB, MIB
 
@@ -180,6 +181,23 @@ async def _measure(ns: Namespace, prompt: Prompt, rounds: int) -> Found:
     return found
 
 
+@contextlib.contextmanager
+def _fleet(asked: argparse.Namespace, stored_bytes: int) -> Iterator[ClientConfig]:
+    """Daemons of this bench, with flash for twice what each will store."""
+    from bench import daemon
+
+    settings = {
+        "memory": {"dram_bytes": int(asked.dram_gib * GIB), "slab_bytes": 256 * MIB},
+        "limits": {"inflight_bytes_per_session_max": 512 * MIB},
+        "flash": {"size_bytes": max(GIB, 2 * stored_bytes) // (64 * MIB) * 64 * MIB},
+    }
+    with (
+        scratch.folder(asked.folder) as folder,
+        daemon.fleet(folder, asked.shards, settings) as config,
+    ):
+        yield replace(config, fabric="shm", fallback=False)
+
+
 async def run(asked: argparse.Namespace) -> list[Found]:
     """All lengths of prompt, one after the other, over the same daemons."""
     import torch
@@ -191,20 +209,14 @@ async def run(asked: argparse.Namespace) -> list[Found]:
     lengths = [int(text) for text in asked.tokens.split(",")]
     say(f"{shape.name}: {shape.weights / 1e9:.1f} G weights, {shape.token_bytes:,} B of KV a token")
     model = Decoder(shape, max(lengths), device)
-    stored = sum(lengths) * shape.token_bytes // asked.shards
-    settings = {
-        "memory": {"dram_bytes": int(asked.dram_gib * GIB), "slab_bytes": 256 * MIB},
-        "limits": {"inflight_bytes_per_session_max": 512 * MIB},
-        "flash": {"size_bytes": max(GIB, 2 * stored) // (64 * MIB) * 64 * MIB},
-    }
     results = []
     async with contextlib.AsyncExitStack() as stack:
-        folder = stack.enter_context(scratch.folder(asked.folder))
-        config = stack.enter_context(daemon.fleet(folder, asked.shards, settings))
-        config = replace(
-            config, fabric="shm", fallback=False, open_threads=asked.threads,
-            staging_bytes_max=512 * MIB,
-        )  # fmt: skip
+        if asked.config is not None:
+            config = ClientConfig.load(asked.config)
+        else:
+            stored = sum(lengths) * shape.token_bytes // asked.shards
+            config = stack.enter_context(_fleet(asked, stored))
+        config = replace(config, open_threads=asked.threads, staging_bytes_max=512 * MIB)
         client = await stack.enter_async_context(await AsyncClient.open(config))
         for seed, tokens in enumerate(lengths):
             space = NamespaceDescriptor(
@@ -252,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", help="tiny, or a model of bench.decoder")
     parser.add_argument("--tokens", default="8192,32768", help="lengths of prompt")
     parser.add_argument("--block-tokens", type=int, default=32)
+    parser.add_argument("--config", type=Path, help="a client.toml: of daemons that run already")
     parser.add_argument("--shards", type=int, default=2, help="daemons, each a process")
     parser.add_argument("--threads", type=int, default=4, help="of the client, that open blocks")
     parser.add_argument("--dram-gib", type=float, default=4.0, help="of each daemon; less: flash")

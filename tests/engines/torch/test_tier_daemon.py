@@ -6,6 +6,8 @@ What a suite does to the daemon must do what its name says, or its tests show no
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -123,3 +125,12 @@ def test_removed_it_is_gone(tier: TierDaemon) -> None:
     assert not home.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_the_bench_of_first_tokens_finds_every_byte_and_logit(tier: TierDaemon) -> None:
+    """On a processor, where its times mean nothing: what it compares must hold here, too."""
+    command = [sys.executable, "-m", "bench.ttft", "--shape", "tiny", "--tokens", "96,128",
+               "--rounds", "1", "--config", str(tier.client_toml())]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("every byte and logit equal") == 2, done.stderr
