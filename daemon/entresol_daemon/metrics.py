@@ -21,18 +21,17 @@ from prometheus_client.process_collector import ProcessCollector
 
 from entresol_daemon.control.admin import ShardState
 from entresol_daemon.events.types import GapReason, Kind, Reason
+from entresol_daemon.metric_codecs import DTYPES, OTHER, CodecMetrics
 from entresol_daemon.metric_families import Domain, Family, Spec, table
 from entresol_daemon.metric_makers import Makers
 from entresol_daemon.metric_quotes import QuoteMetrics
 from entresol_proto.fabric.base import FabricKind
-from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import Status
 from entresol_proto.wire.frames import FrameType
 
 log = logging.getLogger("entresol.metrics")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OTHER = "other"
 
 _FIRST_ANSWER = 64  # frame types from here on are answers, not requests
 REQUEST_TYPES = tuple(kind.name.lower() for kind in FrameType if kind < _FIRST_ANSWER)
@@ -51,7 +50,6 @@ CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label,
 SCRUB_FOUND = (Status.CORRUPT.label, Status.IO_ERROR.label)
 ROTATION_CAUSES = ("asked", "limit", "age", "forced")
 QUOTA_RESOURCES = ("flash", "get", "leases", "sessions")
-DTYPES = (*(dtype.label for dtype in DType), OTHER)
 
 _STATUS_DOMAIN = Domain(STATUSES, words="status labels")
 
@@ -82,8 +80,10 @@ class Metrics:
         self._define_tenants()
         self._define_keys()
         self._define_storage()
+        self._define_care()
         self._define_process()
         self.quotes = QuoteMetrics(make)
+        self.codecs = CodecMetrics(make)
         ProcessCollector(namespace="entresol", registry=self.registry)
         info = self._make.gauges(
             "build_info",
@@ -263,6 +263,8 @@ class Metrics:
             eager=True,
             where=Domain(CORRUPT_AT),
         )
+
+    def _define_care(self) -> None:
         self.scrubbed_bytes = self._make.counter(
             "scrubbed_bytes_total", "Bytes the scrubber verified."
         )

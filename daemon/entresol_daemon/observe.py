@@ -59,6 +59,11 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.queue_depth["get"], lambda: shard.gets.door.waiting)
     follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)
     follow(metrics.staging_in_flight, lambda: shard.gets.loading)
+    chooser = parts.codecs
+    follow(metrics.codecs.bypassed, lambda: chooser.bypass.skipped)
+    metrics.on_refresh(
+        lambda: metrics.codecs.show((p[1], c.codec_id) for p, c in chooser.latest().items())
+    )
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
     metrics.on_refresh(lambda: _per_key(metrics, shard))
     rotations = shard.keycare.rotations

@@ -151,6 +151,10 @@ def document(looked: Looked, samples: Samples) -> dict[str, Any]:
         "scrub_share": _one(samples, "scrub_progress"),
         "scrub_found": _by(samples, "scrub_found_total", "what"),
         "compression_ratio": _ratio(samples),
+        "codecs": {
+            "namespaces": _by(samples, "codec_namespaces", "codec"),
+            "blocks": _by(samples, "sealed_blocks_total", "codec"),
+        },
         "tenants": _tenants(samples),
         "events": looked.events,
     }

@@ -166,7 +166,7 @@ def _flow(
         told.append(f"first grant {output.duration(recent.first_grant_s * 1e9)} on average")
     ratio = now.get("compression_ratio")
     if ratio is not None:
-        told.append(f"stored {number(ratio):.2f}:1")
+        told.append(f"stored {number(ratio):.2f}:1{_codecs(now)}")
     saved = price.seconds(number(part(now, "get_bytes", "plain")))
     told.append(
         f"prefill saved since start: {output.duration(saved * 1e9)} of GPU time"
@@ -174,6 +174,13 @@ def _flow(
         else "prefill saved: --model, --prefill-rate"
     )
     return [*lines, str(Line(screen).add(f"{'':<11}").add(", ".join(told), "dim"))]
+
+
+def _codecs(now: Mapping[str, Any]) -> str:
+    """With which codecs: how many namespaces each was chosen for last."""
+    found = numbers(part(now, "codecs", "namespaces"))
+    shown = [f"{name} {count:,.0f}" for name, count in sorted(found.items()) if count]
+    return f" (namespaces by codec: {', '.join(shown)})" if shown else ""
 
 
 def _spark(values: Sequence[float], screen: Screen) -> str:

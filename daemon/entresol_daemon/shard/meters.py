@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from entresol_daemon.metric_codecs import OTHER, name_of
 from entresol_daemon.metrics import Metrics
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import SealedHeader
+from entresol_proto.seal.meter import RatioMeter
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
 
@@ -36,6 +38,7 @@ class Meters:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.totals = Totals()
+        self.ratios = RatioMeter()
 
     def granted(
         self,
@@ -113,6 +116,12 @@ class Meters:
         m.payload_bytes[tenant, "put", "plain"].inc(header.plain_bytes)
         m.payload_bytes[tenant, "put", "stored"].inc(record_bytes)
         m.record_sealed(header.dtype.label, header.plain_bytes, header.sealed_bytes)
+        m.codecs.sealed(header.dtype, header.codec_id)
+        if name_of(header.codec_id) != OTHER:  # a host may seal with what only it knows
+            self.ratios.add(
+                header.namespace_id, header.dtype, header.codec_id,
+                header.plain_bytes, header.sealed_bytes,
+            )  # fmt: skip
         totals.blocks_stored += 1
         totals.plain_bytes += header.plain_bytes
         totals.stored_bytes += header.sealed_bytes

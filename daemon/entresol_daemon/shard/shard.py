@@ -168,6 +168,7 @@ class Shard:
                 policy=config.sealing.codec,
                 link_bytes_per_s=config.sealing.link_bytes_per_s,
                 seal_threads=config.sealing_threads,
+                on_choice=metrics.codecs.chosen,
             ),
             residency=Residency(pool, accounts.weight_of),
             refused=Refused(),
