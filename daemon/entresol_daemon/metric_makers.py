@@ -90,7 +90,9 @@ class Makers:
         """A gauge."""
         return Gauge(self._name(name, "gauge", text, {}), text, registry=self._registry)
 
-    def histogram(self, name: str, text: str) -> Histogram:
+    def histogram(
+        self, name: str, text: str, *, buckets: tuple[float, ...] = LATENCY_BUCKETS_SECONDS
+    ) -> Histogram:
         """A histogram of seconds."""
         name = self._name(name, "histogram", text, {})
-        return Histogram(name, text, registry=self._registry, buckets=LATENCY_BUCKETS_SECONDS)
+        return Histogram(name, text, registry=self._registry, buckets=buckets)

@@ -25,6 +25,7 @@ from entresol_daemon.metric_codecs import DTYPES, OTHER, CodecMetrics
 from entresol_daemon.metric_families import Domain, Family, Spec, table
 from entresol_daemon.metric_makers import Makers
 from entresol_daemon.metric_quotes import QuoteMetrics
+from entresol_daemon.metric_worth import WorthMetrics
 from entresol_proto.fabric.base import FabricKind
 from entresol_proto.status import Status
 from entresol_proto.wire.frames import FrameType
@@ -84,6 +85,7 @@ class Metrics:
         self._define_process()
         self.quotes = QuoteMetrics(make)
         self.codecs = CodecMetrics(make)
+        self.worth = WorthMetrics(make)
         ProcessCollector(namespace="entresol", registry=self.registry)
         info = self._make.gauges(
             "build_info",
@@ -120,7 +122,9 @@ class Metrics:
             "leases_expired_total", "Leases that ran out before their release."
         )
         self.queue_depth = self._make.gauges(
-            "queue_depth", "Entries waiting in a bounded queue.", queue=Domain(QUEUES)
+            "queue_depth",
+            "Entries waiting in a bounded queue; `send`: sessions whose host takes no answers.",
+            queue=Domain(QUEUES),
         )
         self.queue_shed = self._make.counters(
             "queue_shed_total", "Entries refused because the queue was full.", queue=Domain(QUEUES)

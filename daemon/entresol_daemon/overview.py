@@ -136,6 +136,9 @@ def document(looked: Looked, samples: Samples) -> dict[str, Any]:
         "get_bytes": _bytes(samples, "get"),
         "put_bytes": _bytes(samples, "put"),
         "removed": _by(samples, "evicted_blocks_total", "reason"),
+        "evicted_use": _by(samples, "evicted_use_blocks_total", "use"),
+        "thrashed": _one(samples, "thrashed_blocks_total"),
+        "looked_up": _by(samples, "lookup_blocks_total", "found"),
         "corrupt": _by(samples, "corrupt_blocks_total", "where"),
         "first_grant": {
             "count": _one(samples, "first_grant_seconds_count"),

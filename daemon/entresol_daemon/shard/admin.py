@@ -286,7 +286,7 @@ class ShardAdmin:
                     records=info.blocks,
                     live_records=info.live_blocks,
                     size_bytes=parts.engine.segment_bytes,
-                    used_bytes=info.live_bytes,
+                    used_bytes=info.used_bytes,
                     live_bytes=info.live_bytes,
                     sequence=info.sequence,
                 )

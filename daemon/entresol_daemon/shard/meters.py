@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from entresol_daemon.core.usefulness import Use, Usefulness
 from entresol_daemon.metric_codecs import OTHER, name_of
 from entresol_daemon.metrics import Metrics
 from entresol_proto.ids import TenantName
@@ -35,8 +36,10 @@ class Totals:
 class Meters:
     """Verbs for the paths. All are cheap and never raise."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, slots_max: int) -> None:
+        """`slots_max`: of the index."""
         self.metrics = metrics
+        self.usefulness = Usefulness(slots_max)
         self.totals = Totals()
         self.ratios = RatioMeter()
 
@@ -131,6 +134,28 @@ class Meters:
         self.metrics.corrupt_blocks[where].inc()
         self.totals.blocks_corrupt += 1
         self.totals.corrupt_where[where] = self.totals.corrupt_where.get(where, 0) + 1
+
+    def looked_up(self, tenant: TenantName, asked: int, present: int, prefix: int) -> None:
+        """An EXISTS was answered."""
+        found = self.metrics.worth.looked_up
+        for word, count in (
+            ("prefix", prefix), ("behind", present - prefix), ("absent", asked - present),
+        ):  # fmt: skip
+            if count:
+                found[tenant, word].inc(count)
+
+    def evicted(self, tenant: TenantName, uses: Sequence[tuple[Use, int]]) -> None:
+        """Blocks were evicted: what is known of their use, and what each took on flash."""
+        worth = self.metrics.worth
+        for use, count in Counter(use for use, _ in uses).items():
+            worth.evicted[tenant, use].inc(count)
+        unused_bytes = sum(size for use, size in uses if use is Use.UNUSED)
+        if unused_bytes:
+            worth.evicted_unused_bytes[tenant].inc(unused_bytes)
+
+    def restored(self, tenant: TenantName, age_ns: int) -> None:
+        """A block that was evicted is stored again."""
+        self.metrics.worth.restored(tenant, max(0, age_ns) / 1e9)
 
     def removed(self, reason: str, count: int) -> None:
         """Blocks left the index."""

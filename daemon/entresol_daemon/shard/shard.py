@@ -147,7 +147,7 @@ class Shard:
             keyring=keyring,
             compute=compute,
             metrics=metrics,
-            meters=Meters(metrics),
+            meters=Meters(metrics, engine.index.capacity),
             events=EventLog(
                 number,
                 event_limits=quotas.event_limits_of(config),
