@@ -118,7 +118,10 @@ class ClientConfig:
         try:
             return cls.from_mapping(tomllib.loads(raw.decode()), source)
         except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-            raise ConfigError(f"{source}: not TOML: {error}") from None
+            raise ConfigError(
+                f"{source}: not TOML: {error}",
+                hint='lines are like name = "text" or name = 12; `entresold --dev` writes one',
+            ) from None
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], source: Path) -> ClientConfig:
