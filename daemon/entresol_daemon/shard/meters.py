@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from entresol_daemon.compute import Compute
+from entresol_daemon.config import Config
 from entresol_daemon.core.usefulness import Use, Usefulness
 from entresol_daemon.metric_codecs import OTHER, name_of
 from entresol_daemon.metrics import Metrics
+from entresol_daemon.traces import traces_of
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import SealedHeader
 from entresol_proto.seal.meter import RatioMeter
@@ -36,12 +39,19 @@ class Totals:
 class Meters:
     """Verbs for the paths. All are cheap and never raise."""
 
-    def __init__(self, metrics: Metrics, slots_max: int) -> None:
-        """`slots_max`: of the index."""
+    def __init__(self, metrics: Metrics, slots_max: int, config: Config | None = None) -> None:
+        """`slots_max`: of the index. Raises: ConfigError for traces that cannot be sent."""
+        self.traces = None if config is None else traces_of(config)
         self.metrics = metrics
         self.usefulness = Usefulness(slots_max)
         self.totals = Totals()
         self.ratios = RatioMeter()
+
+    async def close(self, compute: Compute) -> None:
+        """Let the last traces go out. Idempotent."""
+        traces, self.traces = self.traces, None
+        if traces is not None:
+            await compute.run(traces.close)
 
     def granted(
         self,
