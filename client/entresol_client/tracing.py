@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
 
 SCOPE = "entresol_client"
+SERVICE_NAME = "entresol-client"
 GLOBAL = "global"
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_MS = 2_000
@@ -140,8 +142,9 @@ def _provider_of(endpoint: str) -> Any:
     exporter = OTLPSpanExporter(
         endpoint=endpoint, insecure=not endpoint.startswith("https:"), timeout=EXPORT_TIMEOUT_S
     )
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, if set, have their say in `create`.
-    provider = TracerProvider(resource=Resource.create({"service.namespace": "entresol"}))
+    # OTEL_RESOURCE_ATTRIBUTES and OTEL_TRACES_SAMPLER, if set, have their say in these.
+    name = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME
+    provider = TracerProvider(resource=Resource.create({"service.name": name}))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

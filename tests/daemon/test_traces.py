@@ -6,7 +6,10 @@ nothing in it is a key, a token, a salt or payload.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent import futures
 from dataclasses import replace
@@ -15,13 +18,14 @@ from typing import Any
 
 import grpc
 import pytest
-from daemon_lab import DESCRIPTOR, blocks, client_of, get, keys_of, shape
-from harness import Running, running_daemon
+from daemon_lab import DESCRIPTOR, Site, blocks, client_of, get, keys_of, shape
+from harness import Running, eventually, running_daemon
 
 from entresol_client.client import AsyncClient
 from entresol_client.namespace import Namespace
 from entresol_client.results import PutBlock
 from entresol_client.tracing import TracedNamespace, Tracing
+from entresol_daemon import sandbox
 from entresol_daemon.config import Config
 from entresol_daemon.traces import traces_of
 from entresol_proto.limits import KIB, MIB
@@ -180,6 +184,39 @@ async def test_spans_have_no_keys_tokens_salts_models_or_payload(tmp_path: Path)
     assert [canary for canary in canaries if canary in found] == []
 
 
+def started(site: Site, log_path: Path) -> subprocess.Popen[bytes]:
+    """`entresold` with the site's configuration."""
+    words = [sys.executable, "-m", "entresol_daemon", "--config", str(site.toml)]
+    with open(log_path, "wb") as log:
+        return subprocess.Popen(words, stderr=log)
+
+
+async def test_a_sandboxed_daemon_reaches_its_collector_and_no_other(tmp_path: Path) -> None:
+    """The process locks itself in first: TCP is refused to it, its collector's socket is not."""
+    socket = tmp_path / "otlp.sock"
+    site = Site.prepare(tmp_path / "d")
+    site.fix_port()
+    site.change("traces", socket=socket, sample=1.0)
+    with collecting(f"unix:{socket}") as (collector, _):
+        process = started(site, tmp_path / "log")
+        try:
+            config = site.client_config(deadline_ns=30 * 10**9)
+            async with await AsyncClient.open(config) as client:
+                await eventually(lambda: client.shards()[0].connected, seconds=60, what="a session")
+                namespace = await client.namespace(DESCRIPTOR)
+                assert (await namespace.put(blocks(keys_of(2), KIB))).ok
+                assert (await namespace.exists(keys_of(2))).prefix_blocks == 2
+        finally:
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        found = (tmp_path / "log").read_text()
+    assert f"event=traces socket={socket} sample=1" in found
+    if sandbox.abi() >= 4:
+        assert "connects=no" in found
+    assert collector.named("entresold.exists"), found[-2000:]
+    assert collector.named("entresold.commit")
+
+
 async def test_a_share_of_the_requests_is_traced(tmp_path: Path) -> None:
     async with both(tmp_path, sample=0.25) as (running, client, of_daemon, _):
         namespace = await client.namespace(DESCRIPTOR)
@@ -240,8 +277,6 @@ def test_settings_that_are_none(setting: str) -> None:
 
 
 def test_without_the_packages_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
-
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
