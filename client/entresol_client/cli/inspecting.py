@@ -109,13 +109,23 @@ def _segments(args: argparse.Namespace) -> int:
     grid = [
         (
             str(row.segment), row.state, row.tenant or "-", f"{row.records:,}",
-            f"{row.live_records:,}", output.size(row.live_bytes), output.size(row.size_bytes),
-            str(row.sequence),
+            f"{row.live_records:,}", output.size(row.live_bytes), output.size(row.used_bytes),
+            output.size(row.size_bytes), str(row.sequence),
         )
         for row in used
     ]  # fmt: skip
-    head = ("SEGMENT", "STATE", "TENANT", "RECORDS", "LIVE", "LIVE BYTES", "SIZE", "SEQUENCE")
-    lines = output.table(head, grid, right="r  rrrrr") if used else []
+    head = (
+        "SEGMENT",
+        "STATE",
+        "TENANT",
+        "RECORDS",
+        "LIVE",
+        "LIVE BYTES",
+        "WRITTEN",
+        "SIZE",
+        "SEQUENCE",
+    )
+    lines = output.table(head, grid, right="r  rrrrrr") if used else []
     lines.append(f"{output.plural(len(used), 'segment')} in use, {free:,} free")
     output.answer(args.json, {"segments": data}, lines)
     return 0
