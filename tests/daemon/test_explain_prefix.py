@@ -14,6 +14,7 @@ from cli_lab import Cli, process
 from daemon_lab import shape
 from harness import DaemonProcess, Running, running_daemon
 
+from entresol_client.cli.main import main
 from entresol_client.client import AsyncClient
 from entresol_client.engines.kvbm_hash import KeyChain
 from entresol_client.engines.vllm_requests import Request
@@ -167,6 +168,32 @@ def test_namespaces_for_people_scripts_tenants_and_the_operator(
     assert "emptied" not in cli("namespaces").out
     assert re.search(r"\d more without a block: --all", cli("namespaces").out)
     assert "emptied" in cli("namespaces", "--all").out
+
+
+def test_a_tenant_that_keeps_its_keys_is_told_as_well(cli: Cli, tmp_path: Path) -> None:
+    """The daemon knows masked keys only; the same hashes lead to them, and not without the file."""
+    assert main(["key", "new", str(tmp_path / "tenant.key")]) == 0
+    config = tmp_path / "sealed.toml"
+    config.write_text(f'tenant_key = "{tmp_path / "tenant.key"}"\n' + cli.config.read_text())
+    raw = tmp_path / "in"
+    raw.write_bytes(np.random.default_rng(5).bytes(3 * 64 * KIB))
+    cli("put", str(raw), "--name", "sealed", "--block", "64KiB", config=config)
+    rows = cli("explain", "--name", "sealed", "--json", config=config).json["keys"]
+    keys = [row["key"] for row in rows[1:]]
+    hashes = tmp_path / "hashes"
+    hashes.write_text(" ".join(keys))
+    words = ("explain", "--hashes", str(hashes), "--json")
+    assert cli(*words, config=config).json["prefix"]["usable_blocks"] == len(keys) == 3
+    assert cli(*words, code=1).json["reasons"] == {"never_stored": 3}
+    (row,) = [
+        row
+        for row in cli("namespaces", "--json", config=config).json["namespaces"]
+        if row["host_sealed"]
+    ]
+    assert (row["model"], row["dtype"]) == ("", "")
+    assert "sealed by its hosts" in cli("namespaces", config=config).out
+    short = row["namespace_id"][:12]
+    cli.fails(*words, "--namespace", short, code=2, match="is sealed by its hosts", config=config)
 
 
 async def test_the_codec_that_auto_chose_is_told(tmp_path: Path) -> None:
