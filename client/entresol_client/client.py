@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from entresol_client.buffers import UsageError
 from entresol_client.config import ClientConfig
@@ -26,6 +27,9 @@ from entresol_client.surroundings import ORDINARY, Surroundings
 from entresol_client.tenant_key import KeyFile
 from entresol_proto.identity import client_ssl_context
 from entresol_proto.ids import NamespaceDescriptor
+
+if TYPE_CHECKING:
+    from entresol_client.tracing import Tracing
 
 __all__ = ["KEYS_PER_CALL_MAX", "AsyncClient", "Namespace"]
 
@@ -45,12 +49,19 @@ class AsyncClient:
         rng: random.Random | None = None,
         around: Surroundings = ORDINARY,
     ) -> None:
-        """Use `open`. Raises: IdentityError, KeyringError when a file it names cannot be used."""
+        """Use `open`. Raises: IdentityError, KeyringError when a file it names cannot be used;
+        ConfigError for traces that cannot be made."""
         self.config = config
         context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
         self._stats = ClientStats()
         self._keys = None if config.tenant_key is None else KeyFile(config.tenant_key)
         self._workers = around.make_workers(config.open_threads)
+        self._tracing: Tracing | None = None
+        if config.traces:
+            from entresol_client.tracing import Tracing
+
+            self._tracing = Tracing(config.traces)
+            around = replace(around, on_session=self._tracing.watch)
         rng = rng or random.Random()
         self._links = [
             ShardLink(address, config, context, self._workers, self._stats, rng, around)
@@ -89,11 +100,18 @@ class AsyncClient:
                 wait.cancel()
         return client
 
+    def _namespace(self, descriptor: NamespaceDescriptor) -> Namespace:
+        if self._tracing is None:
+            return Namespace(self, descriptor)
+        from entresol_client.tracing import TracedNamespace
+
+        return TracedNamespace(self, descriptor, self._tracing)
+
     async def namespace(self, descriptor: NamespaceDescriptor) -> Namespace:
         """The blocks of one descriptor. Opens it on every shard that is reachable; on the others,
         and after every reconnect, it is opened by itself. Cheap to call again."""
         self._check_open()
-        opened = Namespace(self, descriptor)
+        opened = self._namespace(descriptor)
         deadline_ns = time.monotonic_ns() + self.config.deadline_ns
 
         async def one(link: ShardLink) -> None:
@@ -138,6 +156,8 @@ class AsyncClient:
         self._closed = True
         await asyncio.gather(*(link.close() for link in self._links))
         self._workers.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -93,6 +93,7 @@ class ClientConfig:
     ping_deadline_ns: int = _ranged(SECOND_NS, MS_NS, 60 * SECOND_NS)
     open_threads: int = _ranged(2, 1, 64)  # threads that open and seal blocks
     staging_bytes_max: int = _ranged(96 * limits.MIB, 4 * limits.MIB, 64 * limits.GIB)  # per shard
+    traces: str = ""  # OpenTelemetry: "global" (this process's provider) or an OTLP endpoint
     tenant_key: Path | None = None  # file with keys that the tenant keeps: no daemon opens a block
     breaker: BreakerSettings = BreakerSettings()
 
@@ -118,7 +119,10 @@ class ClientConfig:
         try:
             return cls.from_mapping(tomllib.loads(raw.decode()), source)
         except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-            raise ConfigError(f"{source}: not TOML: {error}") from None
+            raise ConfigError(
+                f"{source}: not TOML: {error}",
+                hint='lines are like name = "text" or name = 12; `entresold --dev` writes one',
+            ) from None
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], source: Path) -> ClientConfig:

@@ -144,6 +144,7 @@ class Connection(asyncio.Protocol):
         ending: set when it takes no new work any more: a goodbye was said, or it is lost.
         last_received_ns: when the peer last said anything.
         late_grants: leases released because nobody waited for them any more.
+        on_request: told the type and number of every request, for traces; None: nobody is.
     """
 
     def __init__(self) -> None:
@@ -152,6 +153,7 @@ class Connection(asyncio.Protocol):
         self.ending = asyncio.Event()
         self.last_received_ns = time.monotonic_ns()
         self.late_grants = 0
+        self.on_request: Callable[[str, int], None] | None = None
         self._transport: asyncio.Transport | None = None
         self._pending: dict[int, Call | GrantSink] = {}
         self._writable = asyncio.Event()
@@ -367,6 +369,8 @@ class Connection(asyncio.Protocol):
         except ProtocolError as error:
             raise RequestFailedError(error.status, str(error)) from None
         self._pending[request_id] = entry
+        if self.on_request is not None:
+            self.on_request(message.TYPE.name, request_id)
         self._write(self._encode_releases() + raw)
         return request_id
 

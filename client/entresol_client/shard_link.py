@@ -273,6 +273,8 @@ class ShardLink:
                 self.settled_once.set()
                 await self._pause()
                 continue
+            if self._around.on_session is not None:
+                self._around.on_session(self.address.name, opened)
             session = self._session = Session(opened, self.staging_bytes)
             session.land_in(self.read_staging)
             for memory in self._memories:

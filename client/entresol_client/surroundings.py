@@ -10,11 +10,14 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from entresol_client.workers import ThreadWorkers, Workers
 from entresol_proto.fabric import registry
 from entresol_proto.fabric.base import ConnectOptions, Endpoint, Offer
+
+if TYPE_CHECKING:
+    from entresol_client.handshake import OpenSession
 
 
 class ConnectFabric(Protocol):
@@ -43,6 +46,7 @@ class Surroundings:
     connect_fabric: ConnectFabric = registry.connect
     host_id: Callable[[], bytes] = this_host
     process_name: Callable[[], str] = _this_process  # told in HELLO, for people
+    on_session: Callable[[str, OpenSession], None] | None = None  # told of every one: shard's name
 
 
 ORDINARY = Surroundings()

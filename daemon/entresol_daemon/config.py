@@ -14,6 +14,7 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from entresol_daemon.config_telling import LogConfig, TracesConfig
 from entresol_daemon.config_values import nearest, read_section, setting
 from entresol_proto import limits as proto_limits
 from entresol_proto.identity import check_trust_domain
@@ -320,16 +321,6 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LogConfig:
-    """Logs go to standard error."""
-
-    level: str = setting(
-        "info", "Least severe level written.", choices=("debug", "info", "warning", "error")
-    )
-    format: str = setting("kv", "kv (key=value) or json.", choices=("kv", "json"))
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """The whole tree. `Config()` has every default; `check` says whether a daemon can start."""
 
@@ -347,6 +338,7 @@ class Config:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
 
     @property
     def flash_path(self) -> Path:

@@ -13,6 +13,7 @@ import asyncio
 import fcntl
 import os
 import stat
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,11 +46,21 @@ from entresol_daemon.flash.segment import (
 from entresol_proto.ids import short
 from entresol_proto.seal import codecs
 from entresol_proto.seal.block import SealedHeader
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import DeviceError, FormatError, SealError, Status
 
 READ_BYTES_MAX = 8 << 20  # one pread
 GOOD, BAD_HEADER, BAD_PAYLOAD, BAD_SEAL, UNREADABLE, UNREAD = range(6)
 VERDICTS = ("good", "bad header", "bad payload", "bad sealed header", "unreadable", "not read")
+# What a record's payload says of itself, as kept per record: a thousand million are possible.
+SEAL = np.dtype(
+    [
+        ("codec", "u1"), ("dtype", "u1"), ("host_sealed", "u1"), ("known", "u1"),
+        ("chunks", "<u4"), ("dek", "<u4"), ("removals", "<u4"),
+    ]
+)  # fmt: skip
+_SEAL = struct.Struct("<BBBBIII")
+NO_SEAL = bytes(SEAL.itemsize)
 
 
 class ReadOnlyFile:
@@ -148,7 +159,7 @@ class Findings:
     rows: list[Rows] = field(default_factory=list)
     row_segments: array[int] = field(default_factory=lambda: array("I"))
     verdicts: bytearray = field(default_factory=bytearray)
-    sealed: list[str] = field(default_factory=list)  # of each record, when records are listed
+    seals: bytearray = field(default_factory=bytearray)  # SEAL of each, when records are listed
     tombstones: list[Tombstone] = field(default_factory=list)
     alive: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     duplicates: int = 0
@@ -223,7 +234,7 @@ class Examiner:
         whole = not self._found.quick and self._device.fill(start, self._buffer)
         for row in rows:
             at = int(row["offset"]) * BLOCK
-            verdict, seal = UNREAD, ""
+            verdict, seal = UNREAD, NO_SEAL
             if whole:
                 verdict, seal = self._verify(self._buffer[at:], facts, row)
             elif not self._found.quick or int(row["kind"]) == RecordKind.TOMBSTONES:
@@ -234,7 +245,7 @@ class Examiner:
             facts.damaged += verdict not in (GOOD, UNREAD)
             self._found.verdicts.append(verdict)
             if self._list:
-                self._found.sealed.append(seal)
+                self._found.seals += seal
         self._take(facts, rows)
 
     def _read_record(self, offset_bytes: int, row: np.void) -> memoryview | None:
@@ -244,20 +255,20 @@ class Examiner:
         extent = self._buffer[:length]
         return extent if self._device.fill(offset_bytes, extent) else None
 
-    def _verify(self, extent: memoryview, facts: SegmentFacts, row: np.void) -> tuple[int, str]:
+    def _verify(self, extent: memoryview, facts: SegmentFacts, row: np.void) -> tuple[int, bytes]:
         """Whether a record is the one its row names, and what its plain header says."""
         header = decode_record_header(extent, self._superblock.check_key)
         if header is None or not _is_row(header, row, facts.sequence):
-            return BAD_HEADER, ""
+            return BAD_HEADER, NO_SEAL
         end = RECORD_HEADER_BYTES + header.sealed_bytes
         if end > len(extent) or payload_hash(extent, header.sealed_bytes) != header.payload_hash:
-            return BAD_PAYLOAD, ""
+            return BAD_PAYLOAD, NO_SEAL
         payload = extent[RECORD_HEADER_BYTES:end]
         if header.kind is RecordKind.TOMBSTONES:
             entries = decode_tombstones(payload)
             self._found.tombstones += entries
-            return GOOD, f"{len(entries)} removals"
-        return _sealed_words(payload, header)
+            return GOOD, _SEAL.pack(0, 0, 0, 0, 0, 0, len(entries))
+        return _seal(payload, header)
 
     def _scan(self, facts: SegmentFacts) -> None:
         """A segment without a footer: search it."""
@@ -271,15 +282,15 @@ class Examiner:
         facts.damaged += scan.damaged
         self._found.tombstones += scan.tombstones
         for row in rows:
-            verdict, seal = GOOD, ""
+            verdict, seal = GOOD, NO_SEAL
             if int(row["kind"]) == RecordKind.BLOCK:  # the scan has verified header and payload
                 at = int(row["offset"]) * BLOCK + RECORD_HEADER_BYTES
                 payload = self._buffer[at : at + int(row["sealed"])]
-                verdict, seal = _sealed_words(payload, row)
+                verdict, seal = _seal(payload, row)
             facts.damaged += verdict != GOOD
             self._found.verdicts.append(verdict)
             if self._list:
-                self._found.sealed.append(seal)
+                self._found.seals += seal
         self._take(facts, rows)
 
     def _take(self, facts: SegmentFacts, rows: Rows) -> None:
@@ -333,7 +344,7 @@ def pair(row: np.void, name: str) -> bytes:
     return b"".join(int(row[f"{name}{n}"]).to_bytes(8, "little") for n in (0, 1))
 
 
-def _sealed_words(payload: memoryview, record: RecordHeader | np.void) -> tuple[int, str]:
+def _seal(payload: memoryview, record: RecordHeader | np.void) -> tuple[int, bytes]:
     """What the plain header of a sealed block says; it must agree with its record."""
     if isinstance(record, RecordHeader):
         name, key = record.namespace_id, record.wire_key
@@ -341,18 +352,33 @@ def _sealed_words(payload: memoryview, record: RecordHeader | np.void) -> tuple[
         name, key = pair(record, "ns"), pair(record, "key")
     try:
         header = SealedHeader.parse(payload)
-        codec = codecs.get(header.codec_id).name
+        codecs.get(header.codec_id)
     except SealError:
-        return BAD_SEAL, ""
+        return BAD_SEAL, NO_SEAL
     if header.namespace_id != name or header.wire_key != key:
-        return BAD_SEAL, ""
+        return BAD_SEAL, NO_SEAL
     if header.sealed_bytes != len(payload):
-        return BAD_SEAL, ""
-    return (
-        GOOD,
-        f"{codec} {header.dtype.label} chunks={header.chunk_count} dek={header.dek_version}"
-        + (" host-sealed" if header.host_sealed else ""),
-    )
+        return BAD_SEAL, NO_SEAL
+    return GOOD, _SEAL.pack(
+        header.codec_id, header.dtype, header.host_sealed, 1, header.chunk_count,
+        header.dek_version, 0,
+    )  # fmt: skip
+
+
+def seals_of(found: Findings) -> npt.NDArray[np.void]:
+    """SEAL of every record; of none where records were not listed."""
+    return np.frombuffer(found.seals, SEAL)
+
+
+def seal_words(seal: np.void) -> str:
+    """The same for people."""
+    if seal["removals"]:
+        return f"{int(seal['removals'])} removals"
+    if not seal["known"]:
+        return ""
+    words = f"{codecs.get(int(seal['codec'])).name} {DType(int(seal['dtype'])).label} "
+    words += f"chunks={int(seal['chunks'])} dek={int(seal['dek'])}"
+    return words + (" host-sealed" if seal["host_sealed"] else "")
 
 
 def examine(

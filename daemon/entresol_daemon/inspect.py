@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from entresol_daemon.examine import VERDICTS, Findings, examine, pair
+from entresol_daemon.examine import VERDICTS, Findings, examine, pair, seal_words, seals_of
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.segment import FORMAT_VERSION, RecordKind
+from entresol_daemon.inspect_parquet import check_target, export
 from entresol_proto.ids import short
 from entresol_proto.status import EntresolError, Status
 
@@ -82,7 +83,7 @@ def as_dict(found: Findings) -> dict[str, Any]:
 
 def records(found: Findings) -> Iterator[dict[str, Any]]:
     """Every record, ids shortened."""
-    number = 0
+    number, seals = 0, seals_of(found)
     for rows in found.rows:
         for row in rows:
             yield {
@@ -97,7 +98,7 @@ def records(found: Findings) -> Iterator[dict[str, Any]]:
                 "position": int(row["position"]),
                 "live": bool(found.alive[number]),
                 "verdict": VERDICTS[found.verdicts[number]],
-                "sealed": found.sealed[number] if found.sealed else "",
+                "sealed": seal_words(seals[number]) if len(seals) else "",
             }
             number += 1
 
@@ -177,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path, metavar="PATH", help="data file or block device")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--records", action="store_true", help="list every record")
+    parser.add_argument("--parquet", type=Path, metavar="OUT", help="write every record to OUT")
     parser.add_argument("--quick", action="store_true", help="headers and footers only")
     parser.add_argument("--progress", action="store_true", help="also when not on a terminal")
     parser.add_argument(
@@ -185,13 +187,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     progress = Progress(forced=args.progress)
     try:
+        if args.parquet is not None:
+            check_target(args.parquet)
         found = examine(
             args.path,
             quick=args.quick,
-            list_records=args.records,
+            list_records=args.records or args.parquet is not None,
             force=args.force_read_only,
             progress=progress.update,
         )
+        if args.parquet is not None:
+            export(found, args.parquet)
     except EntresolError as error:
         print(f"entresol: {Exception.__str__(error)}", file=sys.stderr)
         if error.hint:
@@ -203,10 +209,16 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         progress.close()
     if args.json:
-        extra = {"record_list": list(records(found))} if args.records else {}
+        extra: dict[str, Any] = {}
+        if args.records:
+            extra["record_list"] = list(records(found))
+        if args.parquet is not None:
+            extra["parquet"] = str(args.parquet)
         print(json.dumps(as_dict(found) | extra, indent=2))
     else:
         _print_text(found, list_records=args.records)
+        if args.parquet is not None:
+            print(f"  {len(found.verdicts):,} records written to {args.parquet}")
     return EXIT_DAMAGED if found.damaged else EXIT_SOUND
 
 

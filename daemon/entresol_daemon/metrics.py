@@ -21,22 +21,18 @@ from prometheus_client.process_collector import ProcessCollector
 
 from entresol_daemon.control.admin import ShardState
 from entresol_daemon.events.types import GapReason, Kind, Reason
-from entresol_daemon.metric_families import Domain, Family, M, Spec, TenantLabels, table
+from entresol_daemon.metric_codecs import DTYPES, OTHER, CodecMetrics
+from entresol_daemon.metric_families import Domain, Family, Spec, table
+from entresol_daemon.metric_makers import Makers
 from entresol_daemon.metric_quotes import QuoteMetrics
+from entresol_daemon.metric_worth import WorthMetrics
 from entresol_proto.fabric.base import FabricKind
-from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import Status
 from entresol_proto.wire.frames import FrameType
 
 log = logging.getLogger("entresol.metrics")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OTHER = "other"
-
-LATENCY_BUCKETS_SECONDS = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025,
-    0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
 
 _FIRST_ANSWER = 64  # frame types from here on are answers, not requests
 REQUEST_TYPES = tuple(kind.name.lower() for kind in FrameType if kind < _FIRST_ANSWER)
@@ -55,7 +51,6 @@ CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label,
 SCRUB_FOUND = (Status.CORRUPT.label, Status.IO_ERROR.label)
 ROTATION_CAUSES = ("asked", "limit", "age", "forced")
 QUOTA_RESOURCES = ("flash", "get", "leases", "sessions")
-DTYPES = (*(dtype.label for dtype in DType), OTHER)
 
 _STATUS_DOMAIN = Domain(STATUSES, words="status labels")
 
@@ -78,18 +73,21 @@ class Metrics:
     def __init__(self, *, version: str = "", shard: str = "") -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.specs: list[Spec] = []
-        self._tenants = TenantLabels()
-        self._tenant_families: list[Family[Counter] | Family[Gauge]] = []
+        self._make = make = Makers(self.registry, self.specs)
+        self._tenants = make.tenants
         self._hooks: list[Callable[[], None]] = []
         self._sealed: dict[str, tuple[int, int]] = {}  # dtype label: plain, stored bytes
         self._define_requests()
         self._define_tenants()
         self._define_keys()
         self._define_storage()
+        self._define_care()
         self._define_process()
-        self.quotes = QuoteMetrics(self.registry, self.specs)
+        self.quotes = QuoteMetrics(make)
+        self.codecs = CodecMetrics(make)
+        self.worth = WorthMetrics(make)
         ProcessCollector(namespace="entresol", registry=self.registry)
-        info = self._gauges(
+        info = self._make.gauges(
             "build_info",
             "Always 1: says what runs here.",
             version=Domain((version,), words="of the daemon"),
@@ -102,53 +100,55 @@ class Metrics:
     def _define_requests(self) -> None:
         types = Domain(REQUEST_TYPES, words="request frame types, lower case")
         statuses = _STATUS_DOMAIN
-        self.sessions = self._gauges("sessions", "Open sessions.", fabric=Domain(FABRICS))
-        self.sessions_opened = self._counters(
+        self.sessions = self._make.gauges("sessions", "Open sessions.", fabric=Domain(FABRICS))
+        self.sessions_opened = self._make.counters(
             "sessions_opened_total", "Sessions that reached the open state.", fabric=Domain(FABRICS)
         )
-        self.sessions_refused = self._counters(
+        self.sessions_refused = self._make.counters(
             "sessions_refused_total", "Connections ended before opening.", status=statuses
         )
-        self.requests = self._counters(
+        self.requests = self._make.counters(
             "requests_total", "Requests answered.", type=types, status=statuses
         )
-        self.request_seconds = self._histograms(
+        self.request_seconds = self._make.histograms(
             "request_seconds", "From a request's last byte to its last answer.", type=types
         )
-        self.first_grant_seconds = self._histogram(
+        self.first_grant_seconds = self._make.histogram(
             "first_grant_seconds", "From a fetch's last byte to its first grant."
         )
-        self.leases = self._gauge("leases", "Leases granted and neither released nor expired.")
-        self.leased_bytes = self._gauge("leased_bytes", "Memory under those leases.")
-        self.leases_expired = self._counter(
+        self.leases = self._make.gauge("leases", "Leases granted and neither released nor expired.")
+        self.leased_bytes = self._make.gauge("leased_bytes", "Memory under those leases.")
+        self.leases_expired = self._make.counter(
             "leases_expired_total", "Leases that ran out before their release."
         )
-        self.queue_depth = self._gauges(
-            "queue_depth", "Entries waiting in a bounded queue.", queue=Domain(QUEUES)
+        self.queue_depth = self._make.gauges(
+            "queue_depth",
+            "Entries waiting in a bounded queue; `send`: sessions whose host takes no answers.",
+            queue=Domain(QUEUES),
         )
-        self.queue_shed = self._counters(
+        self.queue_shed = self._make.counters(
             "queue_shed_total", "Entries refused because the queue was full.", queue=Domain(QUEUES)
         )
 
     def _define_tenants(self) -> None:
         tenant, statuses = self._tenants, _STATUS_DOMAIN
-        self.blocks_served = self._counters(
+        self.blocks_served = self._make.counters(
             "blocks_served_total",
             "Blocks granted, by where they were found and who opens them.",
             tenant=tenant,
             tier=Domain(TIERS),
             open_at=Domain(OPEN_AT),
         )
-        self.misses = self._counters(
+        self.misses = self._make.counters(
             "blocks_missed_total",
             "Blocks not served, by cause (a status label).",
             tenant=tenant,
             cause=statuses,
         )
-        self.put_blocks = self._counters(
+        self.put_blocks = self._make.counters(
             "put_blocks_total", "Blocks offered for storing.", tenant=tenant, status=statuses
         )
-        self.payload_bytes = self._counters(
+        self.payload_bytes = self._make.counters(
             "payload_bytes_total",
             "Block bytes: plain as the engine sees them, wire as moved over the fabric, stored as "
             "padded on flash.",
@@ -156,10 +156,10 @@ class Metrics:
             operation=Domain(OPERATIONS),
             form=Domain(FORMS),
         )
-        self.tenant_flash_bytes = self._gauges(
+        self.tenant_flash_bytes = self._make.gauges(
             "tenant_flash_bytes", "Live bytes on flash.", tenant=tenant
         )
-        self.tenant_dram_bytes = self._gauges(
+        self.tenant_dram_bytes = self._make.gauges(
             "tenant_dram_bytes", "Bytes of slabs owned.", tenant=tenant
         )
         held = (
@@ -170,42 +170,42 @@ class Metrics:
             ("leases", "Leases granted and neither released nor expired."),
             ("event_watchers", "Consumers that follow its events."),
         )
-        self.tenant_holds = {n: self._gauges(f"tenant_{n}", t, tenant=tenant) for n, t in held}
-        self.quota_refusals = self._counters(
+        self.tenant_holds = {n: self._make.gauges(f"tenant_{n}", t, tenant=tenant) for n, t in held}
+        self.quota_refusals = self._make.counters(
             "quota_refusals_total",
             "Blocks and sessions refused because a tenant has what it may have.",
             tenant=tenant,
             resource=Domain(QUOTA_RESOURCES),
         )
-        self.tenants = self._gauge("tenants", "Tenants in the keyring.")
+        self.tenants = self._make.gauge("tenants", "Tenants in the keyring.")
         dtypes = Domain(DTYPES, fallback=OTHER)
-        self.sealed_plain_bytes = self._counters(
+        self.sealed_plain_bytes = self._make.counters(
             "sealed_plain_bytes_total", "Bytes of blocks before compression.", dtype=dtypes
         )
-        self.sealed_stored_bytes = self._counters(
+        self.sealed_stored_bytes = self._make.counters(
             "sealed_stored_bytes_total", "Bytes of the same blocks sealed.", dtype=dtypes
         )
-        self.compression_ratio = self._gauges(
+        self.compression_ratio = self._make.gauges(
             "compression_ratio", "Plain over sealed bytes since the start.", dtype=dtypes
         )
 
     def _define_keys(self) -> None:
         tenant = self._tenants
-        self.key_version = self._gauges(
+        self.key_version = self._make.gauges(
             "tenant_key_version", "Version of the data key that seals.", tenant=tenant
         )
-        self.key_versions = self._gauges(
+        self.key_versions = self._make.gauges(
             "tenant_key_versions", "Versions of the data key that are kept.", tenant=tenant
         )
-        self.old_key_blocks = self._gauges(
+        self.old_key_blocks = self._make.gauges(
             "tenant_old_key_blocks", "Stored blocks that need an older version.", tenant=tenant
         )
-        self.uncounted_key_blocks = self._gauges(
+        self.uncounted_key_blocks = self._make.gauges(
             "tenant_uncounted_key_blocks",
             "Stored blocks whose version is not known yet: found at start, not read since.",
             tenant=tenant,
         )
-        self.key_rotations = self._counters(
+        self.key_rotations = self._make.counters(
             "key_rotations_total",
             "New versions of data keys, by cause.",
             eager=True,
@@ -214,177 +214,126 @@ class Metrics:
 
     def _define_storage(self) -> None:
         statuses, reasons = _STATUS_DOMAIN, Domain(tuple(r.label for r in Reason))
-        self.dram_bytes = self._gauges(
+        self.dram_bytes = self._make.gauges(
             "dram_bytes", "The memory budget, by what it is used for.", state=Domain(DRAM_STATES)
         )
-        self.staging_reads = self._counters(
+        self.staging_reads = self._make.counters(
             "staging_reads_total", "Blocks read from flash into memory.", status=statuses
         )
-        self.staging_seconds = self._histogram(
+        self.staging_seconds = self._make.histogram(
             "staging_read_seconds", "From asking for a block on flash to having it in memory."
         )
-        self.staging_in_flight = self._gauge(
+        self.staging_in_flight = self._make.gauge(
             "staging_reads_in_flight", "Blocks being read from flash."
         )
-        self.flash_capacity_bytes = self._gauge("flash_capacity_bytes", "Size of the flash slice.")
-        self.flash_live_bytes = self._gauge("flash_live_bytes", "Bytes of records still indexed.")
-        self.flash_written_bytes = self._counter(
+        self.flash_capacity_bytes = self._make.gauge(
+            "flash_capacity_bytes", "Size of the flash slice."
+        )
+        self.flash_live_bytes = self._make.gauge(
+            "flash_live_bytes", "Bytes of records still indexed."
+        )
+        self.flash_written_bytes = self._make.counter(
             "flash_written_bytes_total", "Bytes written to flash, with headers and reinsertions."
         )
-        self.flash_read_bytes = self._counter("flash_read_bytes_total", "Bytes read from flash.")
-        self.flash_blocks = self._gauge("flash_blocks", "Blocks in the index.")
-        self.flash_flushes = self._counters(
+        self.flash_read_bytes = self._make.counter(
+            "flash_read_bytes_total", "Bytes read from flash."
+        )
+        self.flash_blocks = self._make.gauge("flash_blocks", "Blocks in the index.")
+        self.flash_flushes = self._make.counters(
             "flash_flushes_total", "Flushes of the flash device.", status=statuses
         )
-        self.flash_flush_seconds = self._histogram("flash_flush_seconds", "Time of one flush.")
-        self.flash_refusals = self._counters(
+        self.flash_flush_seconds = self._make.histogram("flash_flush_seconds", "Time of one flush.")
+        self.flash_refusals = self._make.counters(
             "flash_refusals_total",
             "Transfers that the flash device refused: reads, batches of writes, flushes.",
             eager=True,
             operation=Domain(FLASH_OPERATIONS),
         )
-        self.flash_segments = self._gauges(
+        self.flash_segments = self._make.gauges(
             "flash_segments", "Segments by state.", state=Domain(SEGMENT_STATES)
         )
-        self.evicted_blocks = self._counters(
+        self.evicted_blocks = self._make.counters(
             "evicted_blocks_total", "Blocks that left the index, by reason.", reason=reasons
         )
-        self.reinserted_blocks = self._counter(
+        self.reinserted_blocks = self._make.counter(
             "reinserted_blocks_total", "Blocks written again because the policy values them."
         )
-        self.reinserted_bytes = self._counter("reinserted_bytes_total", "Bytes of those blocks.")
-        self.corrupt_blocks = self._counters(
+        self.reinserted_bytes = self._make.counter(
+            "reinserted_bytes_total", "Bytes of those blocks."
+        )
+        self.corrupt_blocks = self._make.counters(
             "corrupt_blocks_total",
             "Blocks that failed verification, by where it was found; each became a miss.",
             eager=True,
             where=Domain(CORRUPT_AT),
         )
-        self.scrubbed_bytes = self._counter("scrubbed_bytes_total", "Bytes the scrubber verified.")
-        self.scrub_cycles = self._counter("scrub_cycles_total", "Times the scrubber read all.")
-        self.scrub_cycle_seconds = self._gauge(
+
+    def _define_care(self) -> None:
+        self.scrubbed_bytes = self._make.counter(
+            "scrubbed_bytes_total", "Bytes the scrubber verified."
+        )
+        self.scrub_cycles = self._make.counter("scrub_cycles_total", "Times the scrubber read all.")
+        self.scrub_cycle_seconds = self._make.gauge(
             "scrub_cycle_seconds", "How long the last of them took, pauses and restarts included."
         )
-        self.scrub_progress = self._gauge(
+        self.scrub_progress = self._make.gauge(
             "scrub_progress", "Share of the present one that is done; 0 between them."
         )
-        self.scrub_found = self._counters(
+        self.scrub_found = self._make.counters(
             "scrub_found_total",
             "Blocks the scrubber dropped: damaged, or refused by the device for good.",
             eager=True,
             what=Domain(SCRUB_FOUND),
         )
-        self.recovery_seconds = self._gauge(
+        self.recovery_seconds = self._make.gauge(
             "recovery_seconds", "How long the last recovery of the index took."
         )
-        self.recovered_blocks = self._gauge("recovered_blocks", "Blocks found by that recovery.")
+        self.recovered_blocks = self._make.gauge(
+            "recovered_blocks", "Blocks found by that recovery."
+        )
 
     def _define_process(self) -> None:
-        self.events_published = self._counters(
+        self.events_published = self._make.counters(
             "events_published_total",
             "Events appended to the log.",
             kind=Domain(tuple(kind.label for kind in Kind)),
         )
-        self.event_gaps = self._counters(
+        self.event_gaps = self._make.counters(
             "event_consumers_dropped_total",
             "Event subscriptions ended with a gap, by reason.",
             eager=True,
             reason=Domain(tuple(reason.label for reason in GapReason)),
         )
-        self.event_subscriptions = self._gauge("event_subscriptions", "Open event subscriptions.")
-        self.event_log_bytes = self._gauge("event_log_bytes", "Memory of the events held.")
-        self.tls_reloads = self._counter("tls_reloads_total", "New certificates taken over.")
-        self.tls_reload_failures = self._counter(
+        self.event_subscriptions = self._make.gauge(
+            "event_subscriptions", "Open event subscriptions."
+        )
+        self.event_log_bytes = self._make.gauge("event_log_bytes", "Memory of the events held.")
+        self.tls_reloads = self._make.counter("tls_reloads_total", "New certificates taken over.")
+        self.tls_reload_failures = self._make.counter(
             "tls_reload_failures_total", "New certificates that could not be used."
         )
-        self.state = self._gauges(
+        self.state = self._make.gauges(
             "state",
             "1 for the state the shard is in, 0 for the others.",
             eager=True,
             state=Domain(tuple(state.name.lower() for state in ShardState)),
         )
-        self.loop_lag_seconds = self._histogram(
+        self.loop_lag_seconds = self._make.histogram(
             "event_loop_lag_seconds", "How much later than asked the event loop ran a timer."
         )
-        self.loop_lag_max_seconds = self._gauge(
+        self.loop_lag_max_seconds = self._make.gauge(
             "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
         )
-        self.tasks = self._gauge("tasks", "Tasks of the event loop.")
-        self.loop_stalls = self._counter(
+        self.tasks = self._make.gauge("tasks", "Tasks of the event loop.")
+        self.loop_stalls = self._make.counter(
             "event_loop_stalls_total", "Times the event loop hung; the log says where."
         )
-        self.process_starved = self._counter(
+        self.process_starved = self._make.counter(
             "starved_total", "Times the whole process could not run: an overloaded machine."
         )
-        self.log_lines_dropped = self._counter(
+        self.log_lines_dropped = self._make.counter(
             "log_lines_dropped_total", "Log lines lost because standard error is read too slowly."
         )
-
-    # ------------------------------------------------------------------------------ makers
-
-    def _spec(
-        self, name: str, kind: str, text: str, labels: dict[str, Domain | TenantLabels]
-    ) -> Spec:
-        spec = Spec(name, kind, labels, text)
-        self.specs.append(spec)
-        return spec
-
-    def _family(
-        self, parent: M, labels: dict[str, Domain | TenantLabels], eager: bool
-    ) -> Family[M]:
-        family = Family(parent, labels)
-        if eager:  # series that alerts watch exist, at zero, from the start
-            (domain,) = labels.values()
-            assert isinstance(domain, Domain)
-            for value in domain.values:
-                family[value]
-        return family
-
-    def _counters(
-        self, name: str, text: str, *, eager: bool = False, **labels: Domain | TenantLabels
-    ) -> Family[Counter]:
-        name = f"entresol_{name}"
-        self._spec(name, "counter", text, labels)
-        parent = Counter(name, text, list(labels), registry=self.registry)
-        family = self._family(parent, labels, eager)
-        if "tenant" in labels:
-            self._tenant_families.append(family)
-        return family
-
-    def _gauges(
-        self, name: str, text: str, *, eager: bool = False, **labels: Domain | TenantLabels
-    ) -> Family[Gauge]:
-        name = f"entresol_{name}"
-        self._spec(name, "gauge", text, labels)
-        parent = Gauge(name, text, list(labels), registry=self.registry)
-        family = self._family(parent, labels, eager)
-        if "tenant" in labels:
-            self._tenant_families.append(family)
-        return family
-
-    def _histograms(
-        self, name: str, text: str, **labels: Domain | TenantLabels
-    ) -> Family[Histogram]:
-        name = f"entresol_{name}"
-        self._spec(name, "histogram", text, labels)
-        parent = Histogram(
-            name, text, list(labels), registry=self.registry, buckets=LATENCY_BUCKETS_SECONDS
-        )
-        return self._family(parent, labels, False)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        name = f"entresol_{name}"
-        self._spec(name, "counter", text, {})
-        return Counter(name, text, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        name = f"entresol_{name}"
-        self._spec(name, "gauge", text, {})
-        return Gauge(name, text, registry=self.registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        name = f"entresol_{name}"
-        self._spec(name, "histogram", text, {})
-        return Histogram(name, text, registry=self.registry, buckets=LATENCY_BUCKETS_SECONDS)
 
     # ------------------------------------------------------------------------------ verbs
 
@@ -427,7 +376,7 @@ class Metrics:
 
     def forget_tenant(self, tenant: str) -> None:
         """Drop an erased tenant's series and free its label."""
-        for family in self._tenant_families:
+        for family in self._make.tenant_families:
             family.forget(tenant)
         self._tenants.names.discard(tenant)
 

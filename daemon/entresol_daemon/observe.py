@@ -45,6 +45,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.tls_reloads, lambda: tls.reloads)
     follow(metrics.tls_reload_failures, lambda: tls.failures)
     follow(metrics.queue_depth["put"], lambda: parts.put_budget.used_blocks)
+    follow(metrics.queue_depth["flash_write"], lambda: engine.writes_queued)
     turns = parts.turns
     follow(metrics.queue_depth["loop"], lambda: turns.loop.waiting)
     follow(metrics.queue_depth["hello"], lambda: turns.loop.greeting)
@@ -59,11 +60,34 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.queue_depth["get"], lambda: shard.gets.door.waiting)
     follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)
     follow(metrics.staging_in_flight, lambda: shard.gets.loading)
+    metrics.queue_depth["send"].set(0)  # then the listener counts
+    follow_worth(metrics, shard)
+    chooser = parts.codecs
+    follow(metrics.codecs.bypassed, lambda: chooser.bypass.skipped)
+    metrics.on_refresh(
+        lambda: metrics.codecs.show((p[1], c.codec_id) for p, c in chooser.latest().items())
+    )
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
     metrics.on_refresh(lambda: _per_key(metrics, shard))
     rotations = shard.keycare.rotations
     for cause in ROTATION_CAUSES:
         follow(metrics.key_rotations[cause], functools.partial(rotations.__getitem__, cause))
+
+
+def follow_worth(metrics: Metrics, shard: Shard) -> None:
+    """Connect wear and the write budget to their sources."""
+    parts, worth = shard.parts, metrics.worth
+    engine, stats, admission = parts.engine, parts.engine.stats, parts.admission
+    metrics.follow(worth.drive_writes, lambda: stats.written_bytes / engine.capacity_bytes)
+    metrics.follow(worth.appended_bytes, lambda: stats.appended_bytes)
+    worth.budget_per_day.set(parts.config.admission.drive_writes_per_day)
+
+    def show_budget() -> None:
+        level = admission.budget_level(parts.now_ns())
+        worth.budget_room.set(level[0] if level else 0)
+        worth.budget_burst.set(level[1] if level else 0)
+
+    metrics.on_refresh(show_budget)
 
 
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:

@@ -136,6 +136,9 @@ def document(looked: Looked, samples: Samples) -> dict[str, Any]:
         "get_bytes": _bytes(samples, "get"),
         "put_bytes": _bytes(samples, "put"),
         "removed": _by(samples, "evicted_blocks_total", "reason"),
+        "evicted_use": _by(samples, "evicted_use_blocks_total", "use"),
+        "thrashed": _one(samples, "thrashed_blocks_total"),
+        "looked_up": _by(samples, "lookup_blocks_total", "found"),
         "corrupt": _by(samples, "corrupt_blocks_total", "where"),
         "first_grant": {
             "count": _one(samples, "first_grant_seconds_count"),
@@ -151,6 +154,10 @@ def document(looked: Looked, samples: Samples) -> dict[str, Any]:
         "scrub_share": _one(samples, "scrub_progress"),
         "scrub_found": _by(samples, "scrub_found_total", "what"),
         "compression_ratio": _ratio(samples),
+        "codecs": {
+            "namespaces": _by(samples, "codec_namespaces", "codec"),
+            "blocks": _by(samples, "sealed_blocks_total", "codec"),
+        },
         "tenants": _tenants(samples),
         "events": looked.events,
     }

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import time
@@ -371,6 +372,46 @@ def test_the_operator_follows_all_tenants(cli: Cli, tmp_path: Path) -> None:
         row = next_row(running)
         assert running.wait(PROCESS_SECONDS_MAX) == 0
     assert (row["tenant"], row["kind"]) == ("other", "stored")
+
+
+def test_the_operator_is_told_what_was_missed_while_the_daemon_was_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DaemonProcess(tmp_path / "d", "--flash", "128MiB") as daemon:
+        cli = Cli(capsys, daemon.directory)
+        path = written(tmp_path / "in", content("missed", 100))
+        with following(cli.config, "--all-tenants") as running:
+            for attempt in range(200):  # until it is connected
+                cli("put", path, "--key", f"text:before-{attempt}")
+                assert running.stdout is not None
+                if select.select([running.stdout], [], [], 0.2)[0]:
+                    break
+            assert next_row(running)["kind"] == "stored"
+            daemon.kill()
+            daemon.start()
+            for attempt in range(200):
+                cli("put", path, "--key", f"text:after-{attempt}")
+                if select.select([running.stdout], [], [], 0.2)[0]:
+                    break
+            rows = [next_row(running)]
+            while rows[-1]["type"] != "gap":
+                rows.append(next_row(running))
+            gap = rows[-1]
+            assert (gap["tenant"], gap["reason"]) == ("dev", "incarnation")
+            assert next_row(running)["seq"] == gap["last_missed_seq"] + 1
+
+
+def test_events_of_a_tenant_whose_certificate_is_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    """On the daemon's machine the operator asks; elsewhere it is a mistake, as before."""
+    cli.fails("exists", "--key", "text:x", "--tenant", "acme", code=2, match="no client-acme.toml")
+    cli("tenant", "add", "acme")
+    rows = cli("events", "--tenant", "acme", "--json").lines
+    assert [row["type"] for row in rows] == ["position"]
+    remote = tmp_path / "remote.toml"
+    remote.write_text(re.sub("admin_socket.*\n", "", cli.config.read_text()))
+    cli.fails(
+        "events", "--tenant", "acme", code=2, match="there is no client-acme.toml", config=remote
+    )
 
 
 def test_a_reader_that_has_enough_is_no_error(daemon: DaemonProcess) -> None:

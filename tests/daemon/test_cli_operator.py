@@ -143,6 +143,7 @@ def test_inspect_a_data_file(tmp_path: Path, capsys: Any) -> None:
         quick = json.loads(inspected(data, "--json", "--quick").stdout)
         assert (quick["live_blocks"], quick["payloads_read"]) == (5, False)
         assert "sound" in inspected(data, "--records").stdout
+        check_parquet(data, tmp_path / "records.parquet", rows)
         whole = next(row for row in rows if row["sealed_bytes"] > MIB)
         start = found_offset(found, whole)
         with open(data, "r+b") as file:
@@ -159,6 +160,29 @@ def test_inspect_a_data_file(tmp_path: Path, capsys: Any) -> None:
         cli("put", path, "--name", "kept")
         cli("get", "--name", "kept", "-o", str(tmp_path / "out"))
         assert (tmp_path / "out").read_bytes() == Path(path).read_bytes()
+
+
+def check_parquet(data: Path, out: Path, rows: list[dict[str, Any]]) -> None:
+    """The export has the rows of the list, with whole ids; a second one replaces nothing."""
+    import pyarrow.parquet as pq
+
+    said = inspected(data, "--parquet", str(out), "--json")
+    assert (said.returncode, json.loads(said.stdout)["parquet"]) == (0, str(out)), said.stderr
+    table = pq.read_table(out).to_pylist()
+    assert len(table) == len(rows)
+    for row, listed in zip(table, rows, strict=True):
+        assert row["wire_key"].hex().startswith(listed["key"])
+        assert row["namespace_id"].hex().startswith(listed["namespace"])
+        for name in ("segment", "offset_bytes", "lsn", "sealed_bytes", "kind", "live", "verdict"):
+            assert row[name] == listed[name], name
+        if row["kind"] == "block":
+            assert listed["sealed"].startswith(f"{row['codec']} {row['dtype']} chunks=")
+    quick = out.with_name("quick.parquet")
+    assert inspected(data, "--quick", "--parquet", str(quick)).returncode == 0
+    told = {row["codec"] for row in pq.read_table(quick).to_pylist()}
+    assert told == {None}, "what was not read is not told"
+    again = inspected(data, "--parquet", str(out))
+    assert (again.returncode, "exists" in again.stderr) == (2, True)
 
 
 def found_offset(found: dict[str, Any], row: dict[str, Any]) -> int:

@@ -36,7 +36,7 @@ def metrics() -> Metrics:
 
 
 def door_of(at_once: int, metrics: Metrics, clock: Clock | None = None) -> Door:
-    return Door(at_once, Meters(metrics), clock or Clock())
+    return Door(at_once, Meters(metrics, 1), clock or Clock())
 
 
 ANNA, BERT, CARL = account("anna"), account("bert"), account("carl")

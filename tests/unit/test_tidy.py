@@ -97,7 +97,9 @@ MAY_NAME_WILDCARDS = {
 
 LIGHT_CORE = ("entresol_client", "entresol_proto.wire.session", "entresol_proto.seal.block",
               "entresol_proto.fabric.registry")  # fmt: skip
-HEAVY = ("grpc", "google.protobuf", "pyarrow", "prometheus_client", "xxhash", "torch")
+HEAVY = (
+    "grpc", "google.protobuf", "opentelemetry", "pyarrow", "prometheus_client", "xxhash", "torch",
+)  # fmt: skip
 
 
 @functools.cache

@@ -29,15 +29,18 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 EXPIRY_WARN_DAYS = 14
 RTT_TRIES = 5
 RTT_SLOW_NS = 20_000_000
+SKEW_WARN_NS = 5_000_000_000
 
 EXAMPLES = """\
   entresol doctor
   entresol doctor --tenant other
+  entresol doctor --daemon-config /etc/entresol/entresold.toml
   entresol doctor --json | jq '.findings[] | select(.level != "ok")'
 """
 ABOUT = """\
 Checks the configuration, the certificate, every shard (address, TLS, identity, session, data path
 and why that one, round trip), the operator's socket, and what this host brings for speed.
+--daemon-config looks at a daemon's configuration on its own machine instead, running or not.
 
 exit status: 0 nothing failed (warnings do not count), 1 something failed, 2 wrong use.
 """
@@ -62,6 +65,12 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "doctor", "check everything, and say how to fix it",
         about=ABOUT, examples=EXAMPLES,
     )  # fmt: skip
+    parser.add_argument(
+        "--daemon-config",
+        metavar="FILE",
+        help="would a daemon with this configuration start? certificates, keys, folders, room, "
+        "memory, ports; run it as the daemon's user",
+    )
     options.add_common(parser)
     parser.set_defaults(run=run)
 
@@ -78,7 +87,11 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 _print(finding)
 
-    config = _config(args, take)
+    config = None
+    if args.daemon_config is not None:
+        take(hostchecks.check_daemon_config(args.daemon_config))
+    else:
+        config = _config(args, take)
     if config is not None:
         take(check_files(config))
         context = _tls(config, take)
@@ -86,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             for shard in config.shards:
                 take(check_shard(config, shard, context))
                 take(check_surfaces(config, shard))
-    take(hostchecks.check_host(config.verbs if config is not None else None))
+    take(hostchecks.check_host(config))
     counts = {level: sum(f.level == level for f in found) for level in (OK, WARN, FAIL)}
     data = {"counts": counts, "findings": [asdict(finding) for finding in found]}
     summary = f"{counts[OK]} ok, {output.plural(counts[WARN], 'warning')}, {counts[FAIL]} failed"
@@ -100,8 +113,10 @@ def _print(finding: Finding) -> None:
         print(f"{'':<4}  {'':<12}  fix: {finding.fix}", flush=True)
 
 
-def _problem(area: str, error: EntresolError, level: str = FAIL) -> Finding:
-    return Finding(area, level, Exception.__str__(error), error.hint)
+def _problem(area: str, error: EntresolError, level: str = FAIL, fix: str = "") -> Finding:
+    """`fix` where the error has none, or sends whoever reads it here."""
+    hint = error.hint if "entresol doctor" not in error.hint else ""
+    return Finding(area, level, Exception.__str__(error), hint or fix)
 
 
 def _config(args: argparse.Namespace, take: Any) -> ClientConfig | None:
@@ -253,6 +268,16 @@ async def _session(
 
 def _session_fix(text: str) -> str:
     lowered = text.lower()
+    if "not yet valid" in lowered or "expired" in lowered:
+        return (
+            "compare the clocks of both hosts (timedatectl), then the dates of both certificates: "
+            "openssl x509 -noout -dates -in FILE"
+        )
+    if "in time" in lowered:
+        return (
+            "it takes connections and does not answer: stopped, starved or hung; its log says "
+            "event=process_starved or event=loop_stall, `entresol stat` there asks it"
+        )
     if "tls" in lowered or "certificate" in lowered:
         return (
             "both sides need certificates of one CA and trust domain; compare [tls] of the daemon"
@@ -345,7 +370,7 @@ def check_surfaces(config: ClientConfig, shard: ShardAddress) -> Findings:
         yield from _check_grpc(config, shard, area)
         yield from _check_admin(shard, area)
     if shard.metrics:
-        yield _check_metrics(shard, area)
+        yield from _check_metrics(shard, area)
 
 
 def _check_grpc(config: ClientConfig, shard: ShardAddress, area: str) -> Findings:
@@ -362,7 +387,7 @@ def _check_grpc(config: ClientConfig, shard: ShardAddress, area: str) -> Finding
         with rpc.tenant_channel(config, shard) as channel:
             found = rpc.call(stubs.DescribeStub(channel).Describe, pb.DescribeRequest())
     except EntresolError as error:
-        yield _problem(area, error)
+        yield _problem(area, error, fix="see [listen] grpc_port of the daemon, and its log")
         return
     state = pb.State.Name(found.state).removeprefix("STATE_").lower()
     level = OK if state == "serving" else WARN
@@ -398,7 +423,7 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
         with rpc.operator_channel(shard.admin_socket) as channel:
             stat = rpc.call(stubs.AdminStub(channel).Stat, pb.StatRequest())
     except EntresolError as error:
-        yield _problem(area, error, WARN)
+        yield _problem(area, error, WARN, "is the daemon overloaded or hung? see its log")
         return
     for reason in stat.reasons_not_ready:
         fix = "`entresol unlock`" if reason.startswith("locked") else "see the daemon's log"
@@ -423,7 +448,7 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
         )  # fmt: skip
 
 
-def _check_metrics(shard: ShardAddress, area: str) -> Finding:
+def _check_metrics(shard: ShardAddress, area: str) -> Findings:
     import urllib.error
     import urllib.request
 
@@ -433,7 +458,27 @@ def _check_metrics(shard: ShardAddress, area: str) -> Finding:
         with contextlib.closing(opener.open(url, timeout=3.0)) as reply:
             reply.read(1)
     except (OSError, ValueError, urllib.error.URLError) as error:
-        return Finding(
+        yield Finding(
             area, WARN, f"no metrics at {url}: {error}", "see [listen] metrics_host of the daemon"
         )
-    return Finding(area, OK, f"metrics at {url}")
+        return
+    yield Finding(area, OK, f"metrics at {url}")
+    yield from _check_skew(shard, area)
+
+
+def _check_skew(shard: ShardAddress, area: str) -> Findings:
+    """Whether its clock and ours agree: certificates and the times of events depend on it."""
+    from entresol_client.cli.top import Source
+
+    began_ns = time.time_ns()
+    try:
+        told_ns = int(Source(shard.metrics).read()["time_unix_ns"])
+    except (EntresolError, KeyError, TypeError, ValueError):
+        return  # of an older daemon; `entresol top` says what is wrong
+    ended_ns = time.time_ns()
+    skew_ns = max(began_ns - told_ns, told_ns - ended_ns, 0)
+    if skew_ns > SKEW_WARN_NS:
+        yield Finding(
+            area, WARN, f"its clock and ours are {output.duration(skew_ns)} apart",
+            "run a time service on both: systemd-timesyncd, chrony",
+        )  # fmt: skip

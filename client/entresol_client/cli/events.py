@@ -24,6 +24,7 @@ from entresol_proto.status import ConfigError, Status
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from entresol_client.config import ClientConfig
 
@@ -38,6 +39,7 @@ EXAMPLES = """\
   entresol events --since 120 --follow    after number 120, then on
   entresol events --snapshot              what is stored now
   entresol events --snapshot --follow --json | my-router
+  entresol events --follow --tenant acme  of one tenant: under its certificate, else as operator
   entresol events --all-tenants           the operator's view, over the admin socket
 """
 ABOUT = """\
@@ -46,7 +48,10 @@ position is written INCARNATION:NUMBER, and --since takes one, or a number of th
 
 When the daemon no longer holds what came after a position, it says so: a gap. With --follow the
 command then tells which numbers are missing, prints a snapshot (every block stored now, as `stored`
-events with number 0) and follows from there: what is printed is again the whole truth.
+events with number 0) and follows from there: what is printed is again the whole truth. Of
+--all-tenants nothing is replayed: after a lost connection, numbers that were not seen are a gap.
+
+--tenant NAME uses client-NAME.toml beside the configuration; where there is none, the admin socket.
 
 With --json every line is an object with "type": "event", "gap", "snapshot" (begins) or "position".
 
@@ -193,6 +198,21 @@ class Printer:
             print(f"-- gap: {text}; what is stored now follows, then new events --", flush=True)
         return text
 
+    def missed(self, tenant: str, first: int, last: int, reason: str) -> None:
+        """While following all tenants, events of one were not seen; perhaps none (last < first)."""
+        if self._json:
+            fields = {
+                "type": "gap", "reason": reason, "tenant": tenant,
+                "first_missed_seq": first, "last_missed_seq": last,
+            }  # fmt: skip
+            output.json_line(fields)
+            return
+        what = f"events {first} to {last} of tenant {tenant} were not seen"
+        if last < first:
+            what = f"what tenant {tenant} did last before was not seen"
+        why = "the daemon was restarted: numbers begin again" if reason == "incarnation" else ""
+        print(f"-- gap: {what}{f'; {why}' if why else ''} --", flush=True)
+
     def begin_snapshot(self, place: Place) -> None:
         """What follows is what is stored at a position."""
         if self._json:
@@ -216,7 +236,11 @@ class Watcher:
         self._printer = Printer(args)
         self._grpc, self._pb, self._stubs = rpc.modules()
         self._named = (args.tenant or "") if args.admin_socket is not None else ""
+        self._connected = False  # once, ever
+        self._answered = False  # since the last outage
+        self._seen: dict[str, Place] = {}  # of all tenants: the last event of each
         self._config: ClientConfig | None = None
+        self._socket: Path | None = None
         self.place: Place | None = None
 
     def run(self) -> int:
@@ -231,9 +255,12 @@ class Watcher:
                 reason = "the daemon ended the stream"
                 backoff_s = BACKOFF_S_MIN
             except Unreachable as error:
-                if not args.follow or (self.place is None and backoff_s == BACKOFF_S_MIN):
+                following = args.follow or args.all_tenants
+                if not following or not self._connected:
                     raise
                 reason = Exception.__str__(error)
+            if self._answered:  # what follows is another outage
+                self._answered, backoff_s = False, BACKOFF_S_MIN
             output.note(f"entresol: {reason}; trying again in {backoff_s:.2g} s")
             time.sleep(backoff_s)
             backoff_s = min(BACKOFF_S_MAX, 2 * backoff_s)
@@ -245,13 +272,31 @@ class Watcher:
         """A channel; the configuration is read again, because a dev daemon's ports move."""
         args = self._args
         if args.all_tenants or args.admin_socket is not None:
-            return rpc.operator_channel(one_admin_socket(args))
+            try:
+                self._socket = one_admin_socket(args)
+            except ConfigError:
+                if self._socket is None:
+                    raise  # as below
+            return rpc.operator_channel(self._socket)
         try:
             self._config = options.load_config(args)
+        except UsageProblem:
+            path = self._socket_of_operator()
+            if path is None:
+                raise
+            self._named = args.tenant
+            return rpc.operator_channel(path)
         except ConfigError:
             if self._config is None:
                 raise  # later on it is being rewritten, or we can do without it
         return rpc.tenant_channel(self._config, options.pick_shard(self._config.shards, args.shard))
+
+    def _socket_of_operator(self) -> Path | None:
+        """The admin socket, where a tenant's certificate is not at hand and the socket is."""
+        args = argparse.Namespace(**{**vars(self._args), "tenant": None})
+        shards = options.load_config(args).shards
+        path = options.pick_shard(shards, args.shard).admin_socket
+        return path if path is not None and path.exists() else None
 
     def _once(self) -> None:
         """One connection. Raises: CliError, Unreachable."""
@@ -309,7 +354,9 @@ class Watcher:
             request.after.seq = after.seq
         call = stub.Watch(request)
         try:
-            yield from call
+            for reply in call:
+                self._connected = self._answered = True
+                yield reply
         finally:
             call.cancel()
 
@@ -352,12 +399,27 @@ class Watcher:
                         text, hint="--snapshot shows what is stored now", status=Status.GAP
                     )
                 return True
+            if self._args.all_tenants:
+                self._tell_missed(reply)
             self._print(reply.events)
             if reply.events and not self._args.all_tenants:
                 self.place = Place(reply.incarnation, reply.events[-1].seq)
                 if until is not None and self.place.seq >= until.seq:
                     return False
         return False
+
+    def _tell_missed(self, reply: Any) -> None:
+        """Of all tenants nothing is replayed after a reconnect: numbers tell what is missing."""
+        for event in reply.events:
+            last = self._seen.get(event.tenant)
+            here = Place(reply.incarnation, event.seq)
+            self._seen[event.tenant] = here
+            if last is None:
+                continue
+            if last.incarnation != here.incarnation:
+                self._printer.missed(event.tenant, 1, event.seq - 1, "incarnation")
+            elif event.seq > last.seq + 1:
+                self._printer.missed(event.tenant, last.seq + 1, event.seq - 1, "reconnected")
 
     def _print(self, events: Iterable[Any]) -> None:
         for event in events:

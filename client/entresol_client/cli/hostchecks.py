@@ -1,4 +1,5 @@
-"""What this host brings for speed: RDMA, locked memory, huge pages, AES, clock.
+"""What this host brings: RDMA, locked and shared memory, descriptors, huge pages, AES, clock; and
+what the daemon's package says of a daemon's configuration here.
 
 Invariant: read-only; a host without RDMA is a fine host, so its absence is told, not warned of.
 """
@@ -7,30 +8,41 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
+import mmap
 import os
 import platform
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from entresol_client.cli import output
-from entresol_client.cli.doctor import OK, WARN, Finding
+from entresol_client.cli.doctor import FAIL, OK, WARN, Finding
+from entresol_client.config import ClientConfig
 from entresol_proto import limits, native
 from entresol_proto.fabric.base import VerbsSettings
 from entresol_proto.fabric.verbs_device import find_ports
 from entresol_proto.status import FabricError
 
 RDMA_PATH = Path("/sys/class/infiniband")
+CGROUP_PATH = Path("/sys/fs/cgroup")
+JUDGE = "entresol_daemon.judge"
 MEMLOCK_WANTED_BYTES = 1 * limits.GIB
+PROBE_BYTES = 1 * limits.MIB
+FILES_PER_SHARD = 64  # streams, regions and sockets of a session, generously
 _TIMEX_BYTES = 512  # more than struct timex of any Linux
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 
 
-def check_host(verbs: VerbsSettings | None = None) -> Iterator[Finding]:
-    """All of them; `verbs` are the client's settings for RDMA."""
+def check_host(config: ClientConfig | None = None) -> Iterator[Finding]:
+    """All of them; `config` is the client's, where there is one."""
     devices = _rdma_devices()
-    yield from _rdma(devices, verbs or VerbsSettings())
+    yield from _rdma(devices, config.verbs if config is not None else VerbsSettings())
     yield _memlock(rdma=bool(devices))
+    yield _shared_memory(config)
+    yield _descriptors(config)
     yield _huge_pages()
     yield _aes()
     yield _kernel()
@@ -101,6 +113,74 @@ def _memlock(*, rdma: bool) -> Finding:
         "memlock", WARN, f"{text}: registering memory for RDMA will fail",
         "ulimit -l unlimited, LimitMEMLOCK=infinity in the unit, or /etc/security/limits.conf",
     )  # fmt: skip
+
+
+def _shared_memory(config: ClientConfig | None) -> Finding:
+    """Whether memory can be shared as shm and staging do it (memfd), and as much as they take."""
+    wanted = config.staging_bytes_max * len(config.shards) if config is not None else limits.MIB
+    left, bound = _memory_left()
+    try:
+        descriptor = os.memfd_create("entresol-doctor", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, PROBE_BYTES)
+            mmap.mmap(descriptor, PROBE_BYTES).close()
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return Finding(
+            "memory", FAIL, f"memory cannot be shared (memfd): {error.strerror}",
+            "let the container or unit have memfd_create, and memory: MemoryMax, --memory",
+        )  # fmt: skip
+    text = f"{output.size(left)} left of {bound}; the data paths take up to {output.size(wanted)}"
+    if left < wanted:
+        return Finding(
+            "memory", WARN, text, "a smaller staging_bytes_max, or more memory for this host"
+        )
+    return Finding("memory", OK, text)
+
+
+def _memory_left() -> tuple[int, str]:
+    """Bytes that can still be had, and of what."""
+    left, bound = 0, "this host"
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            left = int(line.split()[1]) * limits.KIB
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        folder = CGROUP_PATH / line.rpartition(":")[2].lstrip("/")
+        most, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if most.isdigit() and used.isdigit() and int(most) - int(used) < left:
+            left, bound = max(0, int(most) - int(used)), "the control group"
+    return left, bound
+
+
+def _descriptors(config: ClientConfig | None) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_PER_SHARD * (len(config.shards) if config is not None else 1)
+    if soft < wanted:
+        return Finding(
+            "files open", WARN, f"{soft} at once; the client may need {wanted} beside the engine's",
+            "ulimit -n 65536, LimitNOFILE= in the unit, --ulimit nofile= of a container",
+        )  # fmt: skip
+    return Finding("files open", OK, f"{soft:,} at once ({hard:,} on request)")
+
+
+def check_daemon_config(path: str) -> Iterator[Finding]:
+    """What the daemon's own package says of a configuration, on this machine."""
+    if importlib.util.find_spec(JUDGE.partition(".")[0]) is None:
+        yield Finding(
+            "daemon", FAIL, "the daemon's package is not installed here",
+            "run this on the daemon's machine, or pip install 'entresol[daemon]'",
+        )  # fmt: skip
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", JUDGE, path], capture_output=True, text=True, check=False
+    )
+    for line in done.stdout.splitlines():
+        row = json.loads(line)
+        yield Finding("daemon", row["level"], row["text"], row["fix"])
+    if done.returncode not in (0, 1):
+        text = f"it could not be judged: {done.stderr.strip()[-200:] or done.returncode}"
+        yield Finding("daemon", FAIL, text, "this is a mistake of ours: report it")
 
 
 def _huge_pages() -> Finding:

@@ -23,11 +23,13 @@ EXAMPLES = """\
   entresol inspect                               segments of the running daemon
   entresol inspect /var/lib/entresol/flash       a data file or drive that no daemon uses
   entresol inspect flash --records               every record
+  entresol inspect flash --parquet out.parquet   the same as a table, for analysis
   entresol inspect flash --quick                 headers and footers only, no payload is read
 """
 ABOUT = """\
 With a path: reads a data file without keys and without writing: superblock, segments, records,
-every header's check and every payload's hash. What is sealed stays sealed.
+every header's check and every payload's hash. What is sealed stays sealed. --parquet writes a row
+per record; the columns are in daemon/DATA_FILE.md.
 
 Without one: asks the running daemon, over the admin socket.
 
@@ -43,6 +45,11 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("path", nargs="?", metavar="PATH", help="data file or block device")
     parser.add_argument("--records", action="store_true", help="with PATH: list every record")
+    parser.add_argument(
+        "--parquet",
+        metavar="OUT",
+        help="with PATH: write every record to a new Parquet file, with whole ids",
+    )
     parser.add_argument("--quick", action="store_true", help="with PATH: do not read payloads")
     parser.add_argument(
         "--force-read-only",
@@ -58,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """The command."""
     if args.path is not None:
         return _run_reader(args)
-    if args.records or args.quick or args.force_read_only:
-        raise UsageProblem("--records, --quick and --force-read-only belong to a PATH")
+    if args.records or args.parquet or args.quick or args.force_read_only:
+        raise UsageProblem("--records, --parquet, --quick and --force-read-only belong to a PATH")
     return _segments(args)
 
 
@@ -74,6 +81,8 @@ def _run_reader(args: argparse.Namespace) -> int:
     for name in ("json", "records", "quick", "progress", "force_read_only"):
         if getattr(args, name):
             words.append(f"--{name.replace('_', '-')}")
+    if args.parquet:
+        words += ["--parquet", args.parquet]
     sys.stdout.flush()
     # Its output is ours: same streams, same exit status.
     status = subprocess.run(words, check=False).returncode
@@ -100,13 +109,23 @@ def _segments(args: argparse.Namespace) -> int:
     grid = [
         (
             str(row.segment), row.state, row.tenant or "-", f"{row.records:,}",
-            f"{row.live_records:,}", output.size(row.live_bytes), output.size(row.size_bytes),
-            str(row.sequence),
+            f"{row.live_records:,}", output.size(row.live_bytes), output.size(row.used_bytes),
+            output.size(row.size_bytes), str(row.sequence),
         )
         for row in used
     ]  # fmt: skip
-    head = ("SEGMENT", "STATE", "TENANT", "RECORDS", "LIVE", "LIVE BYTES", "SIZE", "SEQUENCE")
-    lines = output.table(head, grid, right="r  rrrrr") if used else []
+    head = (
+        "SEGMENT",
+        "STATE",
+        "TENANT",
+        "RECORDS",
+        "LIVE",
+        "LIVE BYTES",
+        "WRITTEN",
+        "SIZE",
+        "SEQUENCE",
+    )
+    lines = output.table(head, grid, right="r  rrrrrr") if used else []
     lines.append(f"{output.plural(len(used), 'segment')} in use, {free:,} free")
     output.answer(args.json, {"segments": data}, lines)
     return 0

@@ -1,4 +1,4 @@
-"""`entresol exists`, `explain`, `forget`: questions about blocks that move none of them.
+"""`entresol exists`, `forget`: questions about blocks that move none of them.
 
 Invariant: a name is looked at whole: its head, its key list and every block.
 """
@@ -6,7 +6,6 @@ Invariant: a name is looked at whole: its head, its key list and every block.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from entresol_client.cli import fetching, objects, options, output, session
@@ -14,21 +13,12 @@ from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_proto import limits
 
 if TYPE_CHECKING:
-    from entresol_client.results import Explanation
     from entresol_client.sync import SyncNamespace
 
 KEYS_PER_COMMAND_MAX = limits.BLOCKS_PER_FETCH_MAX
-KEYS_SHOWN_MAX = 20
 
 _EXISTS = """\
 Asks which blocks could be read now. For a name: its head, and every block of the file.
-
-exit status: 0 all there, 1 something is missing, 2 wrong use, 3 no daemon.
-"""
-_EXPLAIN = """\
-Tells for every block whether it is here, and if not, why: never stored, evicted, forgotten,
-damaged, erased, stored under another model, layout or salt, not admitted, or lost; and when, if
-that is known.
 
 exit status: 0 all there, 1 something is missing, 2 wrong use, 3 no daemon.
 """
@@ -41,10 +31,9 @@ exit status: 0 dropped, 1 nothing was there, 2 wrong use, 3 no daemon.
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the three commands."""
+    """Register the two commands."""
     for name, short, about, run in (
         ("exists", "tell whether something is stored", _EXISTS, run_exists),
-        ("explain", "tell why a block is here or missing", _EXPLAIN, run_explain),
         ("forget", "drop something for good", _FORGET, run_forget),
     ):
         examples = (
@@ -66,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
         if name == "forget":
             parser.add_argument("--blocks", action="store_true", help="with --name: the blocks too")
         options.add_deadline(parser)
-        options.add_namespace(parser)
+        options.add_namespace(parser, stored=True)
         options.add_common(parser)
         parser.set_defaults(run=run)
 
@@ -88,7 +77,7 @@ def _present(ns: SyncNamespace, keys: list[bytes], deadline_ns: int) -> list[boo
     return found.present if found is not None else []
 
 
-def _file_keys(ns: SyncNamespace, args: argparse.Namespace) -> list[bytes]:
+def file_keys(ns: SyncNamespace, args: argparse.Namespace) -> list[bytes]:
     """The blocks of the name. Raises: CliError when its head or key list is not there."""
     head = fetching.read_head(ns, args.name, args.deadline)
     return fetching.read_keys(ns, head, args.name, args.deadline)
@@ -138,71 +127,6 @@ def _exists_name(ns: SyncNamespace, key: bytes, args: argparse.Namespace) -> int
     )
     output.answer(args.json, data, [line])
     return 0 if data["exists"] else 1
-
-
-def run_explain(args: argparse.Namespace) -> int:
-    """The command."""
-    keys = keys_of(args)
-    labels = [f"the name {args.name!r}"] if args.name is not None else list(args.key)
-    with session.open_namespace(args) as (_, ns):
-        rows = ns.explain(keys, deadline_ns=args.deadline)
-        if args.name is not None and session.is_here(rows[0]):
-            blocks = _file_keys(ns, args)
-            labels += [f"block {number}" for number in range(len(blocks))]
-            for at in range(0, len(blocks), KEYS_PER_COMMAND_MAX):
-                part = blocks[at : at + KEYS_PER_COMMAND_MAX]
-                rows += ns.explain(part, deadline_ns=args.deadline)
-            keys = keys + blocks
-    here = all(session.is_here(row) for row in rows)
-    counts = Counter(
-        row.reason.label if row.reason is not None else row.status.label for row in rows
-    )
-    data = {
-        "exists": here,
-        "reasons": dict(counts),
-        "keys": [
-            {
-                "what": label,
-                "key": key.hex(),
-                "reason": row.reason.label if row.reason is not None else None,
-                "when_unix_ns": row.when_unix_ns or None,
-                "shard": row.shard,
-                "status": row.status.label,
-                "text": session.sentence(row)[0],
-            }
-            for label, key, row in zip(labels, keys, rows, strict=True)
-        ],
-    }
-    output.answer(args.json, data, _explained(labels, rows))
-    if any(row.reason is None and row.status in session.OUTAGES for row in rows):
-        raise Unreachable("a shard did not answer", hint="`entresol doctor` tells which and why")
-    return 0 if here else 1
-
-
-def _explained(labels: list[str], rows: list[Explanation]) -> list[str]:
-    """A sentence per block, or per run of blocks with the same one."""
-    lines: list[str] = []
-    fixes: list[str] = []
-    at = 0
-    while at < len(rows):
-        text, fix = session.sentence(rows[at])
-        end = at + 1
-        while end < len(rows) and end > 1 and session.sentence(rows[end])[0] == text:
-            end += 1
-        subject = labels[at] if end == at + 1 else f"{labels[at]} to {labels[end - 1]}"
-        verb = text if end == at + 1 else _plural(text)
-        lines.append(f"{subject} {verb}")
-        if fix and fix not in fixes:
-            fixes.append(fix)
-        at = end
-    return lines[:KEYS_SHOWN_MAX] + [f"  fix: {fix}" for fix in fixes]
-
-
-def _plural(text: str) -> str:
-    for one, many in (("is ", "are "), ("was ", "were ")):
-        if text.startswith(one):
-            return many + text[len(one) :]
-    return text
 
 
 def run_forget(args: argparse.Namespace) -> int:

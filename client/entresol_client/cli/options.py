@@ -115,11 +115,21 @@ def add_shard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", metavar="NAME", help="which shard, when several are configured")
 
 
-def add_namespace(parser: argparse.ArgumentParser) -> None:
-    """Everything that names a namespace; it must agree between put and get."""
+def add_namespace(parser: argparse.ArgumentParser, *, stored: bool = False) -> None:
+    """Everything that names a namespace; it must agree between put and get.
+
+    `stored`: also by its id, for commands that ask about what is stored already.
+    """
     group = parser.add_argument_group(
         "namespace", "must be the same for put and get: any difference is another namespace"
     )
+    if stored:
+        group.add_argument(
+            "--namespace",
+            metavar="ID",
+            help="instead of all below but --salt: its id, or how that begins, as "
+            "`entresol namespaces` and `events` show it (needs gRPC)",
+        )
     group.add_argument("--model", default=MODEL_DEFAULT, help="model id (default: %(default)s)")
     group.add_argument("--revision", default="main", help="model revision (default: %(default)s)")
     group.add_argument("--lora", help="LoRA adapter")
@@ -160,8 +170,13 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
 
 
 def descriptor(args: argparse.Namespace) -> NamespaceDescriptor:
-    """The namespace the arguments name. Raises: BadKeyError."""
+    """The namespace the arguments name. Raises: BadKeyError, CliError."""
     from entresol_proto.ids import NamespaceDescriptor
+
+    if getattr(args, "namespace", None) is not None:
+        from entresol_client.cli import spaces
+
+        return spaces.descriptor_of(args)
 
     return NamespaceDescriptor(
         model=args.model,
@@ -182,8 +197,9 @@ def descriptor(args: argparse.Namespace) -> NamespaceDescriptor:
     )
 
 
-def namespace_words(args: argparse.Namespace) -> str:
-    """The namespace options that are not at their default, to be repeated in a printed command.
+def namespace_words(args: argparse.Namespace, *, beside: Sequence[str] = ()) -> str:
+    """The namespace options that are not at their default, to be repeated in a printed command;
+    those in `beside` are left out.
 
     A salt is not repeated: what a command prints ends in logs of others.
     """
@@ -197,7 +213,7 @@ def namespace_words(args: argparse.Namespace) -> str:
         ("tp_world", 1), ("pp_rank", 0), ("pp_world", 1), ("tenant", None), ("config", None),
     ):  # fmt: skip
         value = getattr(args, name)
-        if value != default:
+        if value != default and name not in beside:
             value = "SALT" if name == "salt" else value
             words.append(f" --{name.replace('_', '-')} {shlex.quote(str(value))}")
     return "".join(words)

@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         help="engine key of a block (repeatable)",
     )
     options.add_deadline(parser)
-    options.add_namespace(parser)
+    options.add_namespace(parser, stored=True)
     options.add_common(parser)
     parser.set_defaults(run=run)
 

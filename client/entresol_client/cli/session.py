@@ -102,7 +102,7 @@ _SENTENCES = {
     "on_flash": ("is on flash", ""),
     "never_stored": (
         "was never stored here, or so long ago that nothing remembers it",
-        "check the name and the namespace options; `entresol events --snapshot` lists what is here",
+        "check the name and the namespace options; `entresol namespaces` lists what is here",
     ),
     "evicted": ("was evicted{when} to make room", "store it again, or give the daemon more flash"),
     "forgotten": ("was dropped{when} because the tenant asked for it", "store it again"),
@@ -114,7 +114,7 @@ _SENTENCES = {
     "being_stored": ("is being stored right now", "try again in a moment"),
     "other_namespace": (
         "is stored, but under another model, layout or salt than asked for",
-        "repeat the namespace options it was stored with: --model, --salt, --dtype, ...",
+        "repeat the options it was stored with (--model, --salt, ...): `entresol namespaces`",
     ),
     "not_admitted": (
         "was offered{when} but not admitted: the admission policy spared the flash",
@@ -129,13 +129,36 @@ _SENTENCES = {
 
 def sentence(row: Explanation) -> tuple[str, str]:
     """What became of a block, in words that follow its name, and what to do about it."""
+    when = f" at {output.local_time(row.when_unix_ns)}" if row.when_unix_ns else ""
+    return _sentence(row, when)
+
+
+def sentence_of_run(rows: Sequence[Explanation]) -> tuple[str, str]:
+    """The same of several blocks of which one thing is true, which may differ in when."""
+    if len(rows) == 1:
+        return sentence(rows[0])
+    times = sorted({output.local_time(row.when_unix_ns) for row in rows if row.when_unix_ns})
+    when = f" at {times[0]}" if len(times) == 1 else ""
+    if len(times) > 1:
+        when = f" from {times[0]} to {times[-1]}"
+    text, fix = _sentence(rows[0], when)
+    for one, many in (
+        ("is ", "are "),
+        ("was ", "were "),
+        ("are gone for good: its", "are gone for good: their"),
+    ):
+        if text.startswith(one):
+            text = many + text[len(one) :]
+    return text, fix
+
+
+def _sentence(row: Explanation, when: str) -> tuple[str, str]:
     if row.reason is None:
         return (
             f"cannot be explained: shard {row.shard} answered {row.status.label}",
             FIXES.get(row.status, "`entresol doctor` tells more"),
         )
     text, fix = _SENTENCES[row.reason.label]
-    when = f" at {output.local_time(row.when_unix_ns)}" if row.when_unix_ns else ""
     return text.format(when=when), fix
 
 

@@ -166,7 +166,7 @@ def _flow(
         told.append(f"first grant {output.duration(recent.first_grant_s * 1e9)} on average")
     ratio = now.get("compression_ratio")
     if ratio is not None:
-        told.append(f"stored {number(ratio):.2f}:1")
+        told.append(f"stored {number(ratio):.2f}:1{_codecs(now)}")
     saved = price.seconds(number(part(now, "get_bytes", "plain")))
     told.append(
         f"prefill saved since start: {output.duration(saved * 1e9)} of GPU time"
@@ -174,6 +174,13 @@ def _flow(
         else "prefill saved: --model, --prefill-rate"
     )
     return [*lines, str(Line(screen).add(f"{'':<11}").add(", ".join(told), "dim"))]
+
+
+def _codecs(now: Mapping[str, Any]) -> str:
+    """With which codecs: how many namespaces each was chosen for last."""
+    found = numbers(part(now, "codecs", "namespaces"))
+    shown = [f"{name} {count:,.0f}" for name, count in sorted(found.items()) if count]
+    return f" (namespaces by codec: {', '.join(shown)})" if shown else ""
 
 
 def _spark(values: Sequence[float], screen: Screen) -> str:
@@ -244,7 +251,7 @@ def _room(now: Mapping[str, Any], recent: Rates | None, screen: Screen) -> list[
         lines.append(str(line.add(_bar(of_it, width, screen))))
     lines += _map(now, screen)
     lines.append(_wear(now, recent, screen))
-    return lines
+    return lines + _evictions(now, screen)
 
 
 def _map(now: Mapping[str, Any], screen: Screen) -> list[str]:
@@ -291,6 +298,19 @@ def _wear(now: Mapping[str, Any], recent: Rates | None, screen: Screen) -> str:
         return str(line.add(f"{output.size(room)} saved up"))
     words = f"used up, {output.size(-room)} owed: only blocks offered twice are stored"
     return str(line.add(words, "look"))
+
+
+def _evictions(now: Mapping[str, Any], screen: Screen) -> list[str]:
+    """Whether what is kept is worth it: blocks evicted unread, and those that had to come back."""
+    uses = numbers(part(now, "evicted_use"))
+    evicted = total(uses)
+    if not evicted:
+        return []
+    line = Line(screen).add(f"{'evicted':<9}  ", "head")
+    line.add(f"{evicted:,.0f} blocks since start, {share(uses.get('unused', 0) / evicted)} unread")
+    again = number(now.get("thrashed"))
+    line.add(f", {again:,.0f} stored again within 10 min", "look" if again > evicted / 10 else "")
+    return [str(line)]
 
 
 def _queues(now: Mapping[str, Any], recent: Rates | None, screen: Screen) -> list[str]:

@@ -130,6 +130,10 @@ class NamespaceRecord:
     namespace_id: NamespaceId
     descriptor: NamespaceDescriptor | HostSealedNamespace = field(repr=False)
     blocks: int = 0
+    codec: str = ""  # chosen last for a session; empty: none since the start
+    codec_why: str = ""
+    plain_bytes: int = 0  # of blocks stored since the start
+    sealed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,16 +119,19 @@ def position_message(position: Position) -> pb.Position:
 def namespace_message(found: NamespaceRecord) -> pb.NamespaceInfo:
     """A namespace for the wire, without its salt."""
     given = found.descriptor
-    if isinstance(given, HostSealedNamespace):
-        return pb.NamespaceInfo(
-            namespace_id=found.namespace_id,
-            blocks=found.blocks,
-            block_tokens=given.block_tokens,
-            host_sealed=True,
-        )
-    return pb.NamespaceInfo(
+    message = pb.NamespaceInfo(
         namespace_id=found.namespace_id,
         blocks=found.blocks,
+        block_tokens=given.block_tokens,
+        codec=found.codec,
+        codec_why=found.codec_why,
+        plain_bytes=found.plain_bytes,
+        sealed_bytes=found.sealed_bytes,
+    )
+    if isinstance(given, HostSealedNamespace):
+        message.host_sealed = True
+        return message
+    known = pb.NamespaceInfo(
         model=given.model,
         model_revision=given.model_revision,
         lora=given.lora or "",
@@ -139,12 +142,13 @@ def namespace_message(found: NamespaceRecord) -> pb.NamespaceInfo:
         head_dim=given.head_dim,
         kv_order=given.kv_order,
         page_layout=given.page_layout,
-        block_tokens=given.block_tokens,
         tp_rank=given.tp_rank,
         tp_world=given.tp_world,
         pp_rank=given.pp_rank,
         pp_world=given.pp_world,
     )
+    message.MergeFrom(known)
+    return message
 
 
 def description_message(found: ShardDescription, incarnation: int, tenant: str) -> pb.DescribeReply:

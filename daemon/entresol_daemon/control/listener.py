@@ -76,12 +76,18 @@ class _Connection(asyncio.Protocol):
             self.handler.receive(data)
 
     def pause_writing(self) -> None:
-        self._full = True
+        self._is_full(True)
         self._follow()
 
     def resume_writing(self) -> None:
-        self._full = False
+        self._is_full(False)
         self._follow()
+
+    def _is_full(self, full: bool) -> None:
+        """The peer takes no answers, or takes them again, or is gone."""
+        depth = self._listener.shard.parts.metrics.queue_depth["send"]
+        depth.inc(full - self._full)
+        self._full = full
 
     def _handler_reads(self, reading: bool) -> None:
         self._behind = not reading
@@ -99,6 +105,7 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def connection_lost(self, _error: Exception | None) -> None:
+        self._is_full(False)
         for timer in self._timers:
             timer.cancel()
         if self.handler is not None and self.finished is None:

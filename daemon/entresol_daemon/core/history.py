@@ -29,9 +29,9 @@ class History:
         if len(self._rows) > self._entries_max:
             self._rows.popitem(last=False)
 
-    def forget(self, namespace_id: bytes, key: bytes) -> None:
-        """The block is stored again."""
-        self._rows.pop((namespace_id, key), None)
+    def forget(self, namespace_id: bytes, key: bytes) -> tuple[Reason, int]:
+        """The block is stored again; returns what `why` said until now."""
+        return self._rows.pop((namespace_id, key), (Reason.NEVER_STORED, 0))
 
     def why(self, namespace_id: bytes, key: bytes) -> tuple[Reason, int]:
         """The newest reason, or NEVER_STORED at time 0."""

@@ -233,6 +233,11 @@ class Engine:
         return self._writer.queued_bytes >= self.options.group_commit_bytes
 
     @property
+    def writes_queued(self) -> int:
+        """Records that wait for their group, or are in the one being written."""
+        return self._writer.queued
+
+    @property
     def segment_bytes(self) -> int:
         """Segment size of this data file."""
         return self._superblock.segment_bytes

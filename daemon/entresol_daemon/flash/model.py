@@ -95,7 +95,8 @@ class SegmentInfo:
     """One segment as policies see it. Touches are ticks of the index (larger is later).
 
     `oldest_touch` is a lower bound of the least recent touch of its live blocks, refreshed a few
-    segments at a time by `Engine.segments`. `live_bytes` counts extents.
+    segments at a time by `Engine.segments`. `live_bytes` counts extents; `used_bytes` is how far it
+    is written, with what died since and the removals in it.
     """
 
     segment: int
@@ -107,6 +108,7 @@ class SegmentInfo:
     live_bytes: int
     last_touch: int
     oldest_touch: int
+    used_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,7 @@ class SegmentTable:
             live_bytes=segment.live_bytes,
             last_touch=segment.last_touch,
             oldest_touch=segment.oldest_touch,
+            used_bytes=0 if segment.state is SegmentState.FREE else segment.used_bytes,
         )
 
     def states(self) -> list[SegmentState]:

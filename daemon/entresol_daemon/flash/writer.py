@@ -91,6 +91,11 @@ class Writer:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def queued(self) -> int:
+        """Records that wait or are being written."""
+        return len(self._queue) + len(self._inflight)
+
     # -- what the engine calls
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.keys.receipts import Receipt, canonical
+from entresol_daemon.metric_codecs import name_of
 from entresol_daemon.shard import quotas
 from entresol_daemon.shard.keycare import wipe_from_memory
 from entresol_daemon.shard.shard import Shard
@@ -285,7 +286,7 @@ class ShardAdmin:
                     records=info.blocks,
                     live_records=info.live_blocks,
                     size_bytes=parts.engine.segment_bytes,
-                    used_bytes=info.live_bytes,
+                    used_bytes=info.used_bytes,
                     live_bytes=info.live_bytes,
                     sequence=info.sequence,
                 )
@@ -308,7 +309,26 @@ class ShardAdmin:
                 if descriptor is not None
             ]
 
-        return await parts.compute.run(find)
+        return self._with_codecs(await parts.compute.run(find))
+
+    def _with_codecs(self, records: Sequence[NamespaceRecord]) -> Sequence[NamespaceRecord]:
+        """What was chosen for them, and what became of their blocks."""
+        parts = self._shard.parts
+        chosen = {place[0]: choice for place, choice in parts.codecs.latest().items()}
+        sealed: dict[str, tuple[int, int]] = {}
+        for row in parts.meters.ratios.rows():
+            plain, stored = sealed.get(row.namespace, (0, 0))
+            sealed[row.namespace] = (plain + row.plain_bytes, stored + row.stored_bytes)
+        found = []
+        for record in records:
+            plain, stored = sealed.get(record.namespace_id.hex(), (0, 0))
+            record = replace(record, plain_bytes=plain, sealed_bytes=stored)
+            choice = chosen.get(record.namespace_id)
+            if choice is not None:
+                name = name_of(choice.codec_id)
+                record = replace(record, codec=name, codec_why=choice.why)
+            found.append(record)
+        return found
 
     async def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
         """Every stored block of a tenant as a STORED event, read from the record heads.

@@ -19,7 +19,7 @@ At most PLACES_MAX namespaces and dtypes are remembered, those that were asked f
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from entresol_daemon.shard.pressure import Pressure
@@ -71,11 +71,29 @@ class _Place:
         }
 
 
-class CodecChooser:
-    """Of one shard."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen last for a namespace. `why`: "policy" (configured), or what is
+    slowest with it: "link", "opening", "flash_reads", "flash_writes" or "sealing"."""
 
-    def __init__(self, *, policy: str, link_bytes_per_s: int, seal_threads: int = 1) -> None:
+    codec_id: int
+    why: str
+
+
+class CodecChooser:
+    """Of one shard. `on_choice` is told every choice: codec id and why."""
+
+    def __init__(
+        self,
+        *,
+        policy: str,
+        link_bytes_per_s: int,
+        seal_threads: int = 1,
+        on_choice: Callable[[int, str], None] = lambda codec_id, why: None,
+    ) -> None:
         self._policy = policy
+        self._on_choice = on_choice
+        self._latest: dict[tuple[bytes, DType], Choice] = {}
         self._link_bytes_per_s = link_bytes_per_s
         self.pressure = Pressure(seal_threads)
         self._speeds: dict[tuple[DType, int], _Sealed] = {}
@@ -126,12 +144,29 @@ class CodecChooser:
         self, namespace_id: bytes, dtype: DType, *, same_host: bool, open_threads: int
     ) -> int:
         """The codec id for a session's blocks. Raises: ConfigError for an unknown policy."""
+        choice = self._choose(namespace_id, dtype, same_host, open_threads)
+        place = (namespace_id, dtype)
+        self._latest.pop(place, None)
+        self._latest[place] = choice
+        if len(self._latest) > PLACES_MAX:
+            del self._latest[next(iter(self._latest))]
+        self._on_choice(choice.codec_id, choice.why)
+        return choice.codec_id
+
+    def latest(self) -> Mapping[tuple[bytes, DType], Choice]:
+        """What was chosen last, by namespace and dtype; of the PLACES_MAX asked for last."""
+        return self._latest
+
+    def _choose(
+        self, namespace_id: bytes, dtype: DType, same_host: bool, open_threads: int
+    ) -> Choice:
         link = SAME_HOST_BYTES_PER_S if same_host else self._link_bytes_per_s
         if self._policy != POLICY_AUTO:
-            return choose_codec(
+            found_id = choose_codec(
                 same_host=same_host, link_bytes_per_s=link, open_threads=open_threads,
                 dtype=dtype, policy=self._policy,
             )  # fmt: skip
+            return Choice(found_id, "policy")
         place = self._place(namespace_id, dtype)
         place.choices += 1
         if place.choices % RETRY_CHOICES == 0:
@@ -142,14 +177,15 @@ class CodecChooser:
             load=load, seal_speeds=self._seal_speeds(dtype),
         )  # fmt: skip
         decided = decide(found, place.chosen, full=load.full)
+        bound = found[decided].bound.replace(" ", "_")
         if decided != place.chosen:
             log.info(
                 "event=codec namespace=%s dtype=%s codec=%s bound=%s mib_per_s=%.0f full=%s",
                 namespace_id.hex()[:8], dtype.label, codecs.get(decided).name,
-                found[decided].bound.replace(" ", "_"), found[decided].plain_per_s / MIB, load.full,
+                bound, found[decided].plain_per_s / MIB, load.full,
             )  # fmt: skip
         place.chosen = decided
-        return decided
+        return Choice(decided, bound)
 
 
 def decide(found: Mapping[int, PlainRate], kept: int | None, *, full: bool) -> int:

@@ -31,6 +31,7 @@ from entresol_daemon.shard.turns import (
     WINDOW_BLOCKS_IN_TURN,
     WINDOW_COST,
 )
+from entresol_daemon.traces import Trace
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import TenantName
@@ -49,6 +50,10 @@ READ_COST_SHIFT = 10  # about a microsecond for a KiB
 log = logging.getLogger("entresol.session")
 
 _NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
+_TRACED = (
+    data.Fetch, data.Stage, data.Exists, data.Touch, data.Reserve, data.Commit, data.Forget,
+    data.Explain, quote.Quote,
+)  # fmt: skip
 
 
 def _nothing(_task: object) -> None:
@@ -196,6 +201,7 @@ class SessionHandler:
             self._fail(request_id, message.TYPE, error)
             return
         work: Work | None = None
+        trace = self._trace(request_id, message)
         account = self.session.account if self.session is not None else None
         cost, rank = cost_of(message)
         # A PING asks whether anybody is here: its answer waits for nothing.
@@ -207,9 +213,8 @@ class SessionHandler:
         try:
             answer = self._answer_now(message) if entered else None
             if answer is None:
-                work = functools.partial(
-                    self._work, request_id, message, self._shard.parts.now_ns()
-                )
+                arrived_ns = self._shard.parts.now_ns()
+                work = functools.partial(self._work, request_id, message, arrived_ns, trace)
         except EntresolError as error:
             self._fail(request_id, message.TYPE, error)
             return
@@ -219,6 +224,8 @@ class SessionHandler:
         if answer is not None:
             self._send(answer, request_id)
             self._shard.parts.metrics.requests[message.TYPE, Status.OK].inc()
+            if trace is not None:
+                trace.end(Status.OK)
             return
         assert work is not None
         leave = self._arrive(request_id, message, account)
@@ -228,7 +235,8 @@ class SessionHandler:
             assert account is not None
             work = functools.partial(self._in_turn, account, cost, rank, size_of(message), work)
         task = asyncio.get_running_loop().create_task(
-            self._guard(request_id, message.TYPE, work), name=f"session {message.TYPE.name}"
+            self._guard(request_id, message.TYPE, work, trace),
+            name=f"session {message.TYPE.name}",
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -288,24 +296,53 @@ class SessionHandler:
             return data.Done(lookups.touch(self._shard.parts, session, message))
         return None
 
-    async def _guard(self, request_id: int, kind: FrameType, work: Work) -> None:
+    def _trace(self, request_id: int, message: Any) -> Trace | None:
+        """The trace of a request, if it is to have one."""
+        parts = self._shard.parts
+        traces, session = parts.meters.traces, self.session
+        if traces is None or session is None or not isinstance(message, _TRACED):
+            return None
+        name = message.TYPE.name.lower()
+        trace = traces.begin(session.session_id, request_id, name, self._tenant, parts.unix_ns)
+        if trace is not None:
+            blocks = len(getattr(message, "keys", b"")) // limits.WIRE_KEY_BYTES
+            trace.attributes["entresol.blocks"] = blocks or len(getattr(message, "items", ()))
+            trace.attributes["entresol.fabric"] = session.fabric
+        return trace
+
+    async def _guard(
+        self, request_id: int, kind: FrameType, work: Work, trace: Trace | None
+    ) -> None:
+        status = Status.DISCONNECTED  # unless it comes to its end
+        try:
+            status = await self._guarded(request_id, kind, work)
+        finally:
+            if trace is not None:
+                trace.end(status)
+
+    async def _guarded(self, request_id: int, kind: FrameType, work: Work) -> Status:
         metrics = self._shard.parts.metrics
         started_ns = self._shard.parts.now_ns()
         try:
             await work()
         except EntresolError as error:
             self._fail(request_id, kind, error)
-            return
+            return error.status
         except asyncio.CancelledError:
             raise
         except Exception:
             self._fail_unexpectedly(request_id, kind)
-            return
+            return Status.INTERNAL
         metrics.requests[kind, Status.OK].inc()
         metrics.request_seconds[kind].observe((self._shard.parts.now_ns() - started_ns) / 1e9)
+        return Status.OK
 
-    async def _work(self, request_id: int, message: Any, arrived_ns: int) -> None:
+    async def _work(
+        self, request_id: int, message: Any, arrived_ns: int, trace: Trace | None
+    ) -> None:
         shard = self._shard
+        if trace is not None:
+            trace.event("begun")  # until then it waited for its tenant's turn
         if isinstance(message, opening.Hello):
             await self._greet(request_id, message)
             return
@@ -316,6 +353,7 @@ class SessionHandler:
         elif isinstance(message, data.Fetch):
             send = functools.partial(self._send, request_id=request_id)
             emit = shard.parts.meters.until_first_grant(send, arrived_ns, shard.parts.now_ns)
+            emit = emit if trace is None else trace.watch(emit)
             await shard.gets.fetch(session, message, shard.quoting.watch(session, message, emit))
         elif isinstance(message, data.Exists):
             self._send(await lookups.exists(shard.parts, session, message), request_id)

@@ -225,6 +225,7 @@ class GetPath:
             for window in landing.values():  # of a task that never had its first turn
                 self._undo(job, window.take_waits())
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
+            self._parts.meters.usefulness.served(hits)
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
 
     async def _tell_misses(self, job: Job) -> None:

@@ -32,13 +32,14 @@ def exists_now(parts: Parts, session: Session, request: Exists) -> ExistsReply:
     """Which keys are stored, and the longest stored prefix. For keys that are looked up at once."""
     namespace = session.namespace(request.handle)
     parts.turns.loop.extend(session.account, _cost_of(len(request.keys)))
-    return _existing(parts.engine.index.lookup(namespace.namespace_id, request.keys))
+    slots = parts.engine.index.lookup(namespace.namespace_id, request.keys)
+    return _existing(parts, session, slots)
 
 
 async def exists(parts: Parts, session: Session, request: Exists) -> ExistsReply:
     """As `exists_now`, of any number of keys, in as many turns on the loop as they take."""
     slots, _ = await _look_up(parts, session, session.namespace(request.handle), request.keys)
-    return _existing(slots)
+    return _existing(parts, session, slots)
 
 
 async def slots_of(
@@ -78,8 +79,10 @@ def touch(parts: Parts, session: Session, request: Touch) -> int:
     return len(found)
 
 
-def _existing(slots: npt.NDArray[np.int64]) -> ExistsReply:
+def _existing(parts: Parts, session: Session, slots: npt.NDArray[np.int64]) -> ExistsReply:
     present = slots >= 0
     absent = np.flatnonzero(~present)
     prefix = int(absent[0]) if absent.size else len(present)
+    here = len(present) - absent.size
+    parts.meters.looked_up(session.account.name, len(present), here, prefix)
     return ExistsReply(prefix, np.packbits(present, bitorder="little").tobytes())

@@ -10,9 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from entresol_daemon.compute import Compute
+from entresol_daemon.config import Config
+from entresol_daemon.core.usefulness import Use, Usefulness
+from entresol_daemon.metric_codecs import OTHER, name_of
 from entresol_daemon.metrics import Metrics
+from entresol_daemon.traces import traces_of
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import SealedHeader
+from entresol_proto.seal.meter import RatioMeter
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
 
@@ -33,9 +39,19 @@ class Totals:
 class Meters:
     """Verbs for the paths. All are cheap and never raise."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, slots_max: int, config: Config | None = None) -> None:
+        """`slots_max`: of the index. Raises: ConfigError for traces that cannot be sent."""
+        self.traces = None if config is None else traces_of(config)
         self.metrics = metrics
+        self.usefulness = Usefulness(slots_max)
         self.totals = Totals()
+        self.ratios = RatioMeter()
+
+    async def close(self, compute: Compute) -> None:
+        """Let the last traces go out. Idempotent."""
+        traces, self.traces = self.traces, None
+        if traces is not None:
+            await compute.run(traces.close)
 
     def granted(
         self,
@@ -113,6 +129,12 @@ class Meters:
         m.payload_bytes[tenant, "put", "plain"].inc(header.plain_bytes)
         m.payload_bytes[tenant, "put", "stored"].inc(record_bytes)
         m.record_sealed(header.dtype.label, header.plain_bytes, header.sealed_bytes)
+        m.codecs.sealed(header.dtype, header.codec_id)
+        if name_of(header.codec_id) != OTHER:  # a host may seal with what only it knows
+            self.ratios.add(
+                header.namespace_id, header.dtype, header.codec_id,
+                header.plain_bytes, header.sealed_bytes,
+            )  # fmt: skip
         totals.blocks_stored += 1
         totals.plain_bytes += header.plain_bytes
         totals.stored_bytes += header.sealed_bytes
@@ -122,6 +144,28 @@ class Meters:
         self.metrics.corrupt_blocks[where].inc()
         self.totals.blocks_corrupt += 1
         self.totals.corrupt_where[where] = self.totals.corrupt_where.get(where, 0) + 1
+
+    def looked_up(self, tenant: TenantName, asked: int, present: int, prefix: int) -> None:
+        """An EXISTS was answered."""
+        found = self.metrics.worth.looked_up
+        for word, count in (
+            ("prefix", prefix), ("behind", present - prefix), ("absent", asked - present),
+        ):  # fmt: skip
+            if count:
+                found[tenant, word].inc(count)
+
+    def evicted(self, tenant: TenantName, uses: Sequence[tuple[Use, int]]) -> None:
+        """Blocks were evicted: what is known of their use, and what each took on flash."""
+        worth = self.metrics.worth
+        for use, count in Counter(use for use, _ in uses).items():
+            worth.evicted[tenant, use].inc(count)
+        unused_bytes = sum(size for use, size in uses if use is Use.UNUSED)
+        if unused_bytes:
+            worth.evicted_unused_bytes[tenant].inc(unused_bytes)
+
+    def restored(self, tenant: TenantName, age_ns: int) -> None:
+        """A block that was evicted is stored again."""
+        self.metrics.worth.restored(tenant, max(0, age_ns) / 1e9)
 
     def removed(self, reason: str, count: int) -> None:
         """Blocks left the index."""

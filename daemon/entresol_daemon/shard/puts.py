@@ -41,7 +41,7 @@ from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import short
 from entresol_proto.seal.wiping import zero
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.wire.data import Ack, Commit, PutDone, Reserve, Reserved
+from entresol_proto.wire.data import Ack, Commit, PutDone, Reason, Reserve, Reserved
 
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
 
@@ -322,7 +322,10 @@ class PutPath:
         parts.residency.add(resident)
         account.flash_bytes += extent.length_bytes
         account.flash_blocks += 1
-        parts.history.forget(namespace_id, item.key)
+        why, when_unix_ns = parts.history.forget(namespace_id, item.key)
+        if why is Reason.EVICTED:
+            parts.meters.restored(account.name, parts.unix_ns() - when_unix_ns)
+        parts.meters.usefulness.stored(slot)
         parts.meters.stored(account.name, header, extent.length_bytes)
         namespace = reservation.namespace
         parts.codecs.learn(

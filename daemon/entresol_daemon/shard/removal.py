@@ -27,12 +27,13 @@ from entresol_daemon.core.eviction import (
     median_touch,
 )
 from entresol_daemon.core.residency import Resident
+from entresol_daemon.core.usefulness import Use
 from entresol_daemon.events import types as events
 from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason, SegmentState
 from entresol_daemon.shard.parts import Parts
-from entresol_proto.ids import short
+from entresol_proto.ids import TenantName, short
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Reason
 
@@ -273,9 +274,11 @@ class Removal:
         parts = self._parts
         now = parts.unix_ns()
         groups: dict[tuple[bytes, bytes, RemoveReason], list[bytes]] = {}
+        evicted: dict[TenantName, list[tuple[Use, int]]] = {}
         for row in removed:
             parts.residency.drop_slot(row.slot)
             parts.census.gone(row.slot, row.stream)
+            use = parts.meters.usefulness.gone(row.slot)
             reason = _REASONS[row.reason][0]
             parts.history.record(row.namespace_id, row.wire_key, reason, now)
             place = (row.stream, row.namespace_id, row.reason)
@@ -285,6 +288,10 @@ class Removal:
                 account.flash_bytes -= row.extent_bytes
                 account.flash_blocks -= 1
                 assert min(account.flash_bytes, account.flash_blocks) >= 0, "refunded twice"
+                if row.reason is RemoveReason.EVICTED:
+                    evicted.setdefault(account.name, []).append((use, row.extent_bytes))
+        for name, uses in evicted.items():
+            parts.meters.evicted(name, uses)
         for (stream, namespace_id, cause), keys in groups.items():
             self._publish(stream, namespace_id, cause, tuple(keys), now)
         parts.room.notify()

@@ -147,7 +147,7 @@ class Shard:
             keyring=keyring,
             compute=compute,
             metrics=metrics,
-            meters=Meters(metrics),
+            meters=Meters(metrics, engine.index.capacity, config),
             events=EventLog(
                 number,
                 event_limits=quotas.event_limits_of(config),
@@ -168,6 +168,7 @@ class Shard:
                 policy=config.sealing.codec,
                 link_bytes_per_s=config.sealing.link_bytes_per_s,
                 seal_threads=config.sealing_threads,
+                on_choice=metrics.codecs.chosen,
             ),
             residency=Residency(pool, accounts.weight_of),
             refused=Refused(),
@@ -429,6 +430,7 @@ class Shard:
         if clean:
             await self.puts.drain()
         await self.removal.stop()
+        await self.parts.meters.close(self.parts.compute)
         await self.parts.engine.close(clean=clean)
         if self._background:
             await asyncio.wait(self._background)

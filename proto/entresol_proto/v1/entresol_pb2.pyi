@@ -464,7 +464,7 @@ class NamespacesReply(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("namespace_id", "blocks", "model", "model_revision", "lora", "salted", "dtype", "layers", "kv_heads", "head_dim", "kv_order", "page_layout", "block_tokens", "tp_rank", "tp_world", "pp_rank", "pp_world", "host_sealed")
+    __slots__ = ("namespace_id", "blocks", "model", "model_revision", "lora", "salted", "dtype", "layers", "kv_heads", "head_dim", "kv_order", "page_layout", "block_tokens", "tp_rank", "tp_world", "pp_rank", "pp_world", "host_sealed", "codec", "codec_why", "plain_bytes", "sealed_bytes")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -483,6 +483,10 @@ class NamespaceInfo(_message.Message):
     PP_RANK_FIELD_NUMBER: _ClassVar[int]
     PP_WORLD_FIELD_NUMBER: _ClassVar[int]
     HOST_SEALED_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CODEC_WHY_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     blocks: int
     model: str
@@ -501,7 +505,11 @@ class NamespaceInfo(_message.Message):
     pp_rank: int
     pp_world: int
     host_sealed: bool
-    def __init__(self, namespace_id: _Optional[bytes] = ..., blocks: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., lora: _Optional[str] = ..., salted: bool = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_order: _Optional[str] = ..., page_layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_world: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_world: _Optional[int] = ..., host_sealed: bool = ...) -> None: ...
+    codec: str
+    codec_why: str
+    plain_bytes: int
+    sealed_bytes: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., blocks: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., lora: _Optional[str] = ..., salted: bool = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_order: _Optional[str] = ..., page_layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_world: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_world: _Optional[int] = ..., host_sealed: bool = ..., codec: _Optional[str] = ..., codec_why: _Optional[str] = ..., plain_bytes: _Optional[int] = ..., sealed_bytes: _Optional[int] = ...) -> None: ...
 
 class Gap(_message.Message):
     __slots__ = ("tenant", "reason", "asked_seq", "first_seq", "last_seq")

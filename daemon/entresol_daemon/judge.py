@@ -1,0 +1,257 @@
+"""`python -m entresol_daemon.judge CONFIG`: would a daemon with this configuration start and serve?
+
+`entresol doctor --daemon-config` runs it and shows what it says. It prints a JSON object per line:
+`level` (ok, warn, fail), `text`, and `fix` where the level is not ok.
+
+Invariant: it looks and changes nothing: no file is made, no port taken for longer than a look, no
+key kept.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import resource
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from entresol_daemon.config import Config
+from entresol_daemon.control.identity import server_ssl_context
+from entresol_daemon.keys.providers import FileKek
+from entresol_proto.identity import ROLE_SHARD, load_certificate, spiffe_id_from_cert
+from entresol_proto.limits import GIB, MIB
+from entresol_proto.status import EntresolError
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+EXPIRY_WARN_DAYS = 14
+RUNTIME_BYTES = 256 * MIB  # of the process besides its slabs
+INDEX_BYTES_PER_BLOCK = 128  # bound; `make bench` measures
+FILES_WANTED = 4096
+_CGROUP = Path("/sys/fs/cgroup")
+
+Row = tuple[str, str, str]
+Rows = Iterator[Row]
+
+
+def judge(path: Path) -> Rows:
+    """Everything about one configuration; the first row is about the file itself."""
+    try:
+        config = Config.load(path)
+    except EntresolError as error:
+        yield _problem(error)
+        return
+    yield OK, f"{path} is a good configuration of shard {config.shard.name}", ""
+    for look in (_tls, _kek, _state, _flash, _memory, _listen, _files):
+        yield from _guarded(look, config)
+
+
+def _guarded(look: Callable[[Config], Rows], config: Config) -> Rows:
+    try:
+        yield from look(config)
+    except EntresolError as error:
+        yield _problem(error)
+    except OSError as error:
+        where = error.filename or "the system"
+        yield FAIL, f"{where}: {error.strerror}", "look as the daemon's user: sudo -u"
+
+
+def _problem(error: EntresolError) -> Row:
+    return FAIL, Exception.__str__(error), error.hint or "`entresold --print-config` explains each"
+
+
+def _tls(config: Config) -> Rows:
+    tls = config.tls
+    if tls.cert is None or tls.key is None or tls.ca is None:
+        yield FAIL, "no certificate: [tls] cert, key and ca are not all set", "name the PEM files"
+        return
+    server_ssl_context(tls.cert, tls.key, tls.ca)
+    raw = tls.cert.read_bytes()
+    certificate = load_certificate(raw)
+    named, wanted = spiffe_id_from_cert(raw, tls.trust_domain), config.shard.name
+    if (named.role, named.name) != (ROLE_SHARD, wanted):
+        fix = "issue one for this shard, or correct [shard] name"
+        yield FAIL, f"the certificate is of {named.role} {named.name}, not of shard {wanted}", fix
+    now = datetime.datetime.now(datetime.UTC)
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now < first:
+        fix = "check the clock of this host (timedatectl), and of the one that issued it"
+        yield FAIL, f"the certificate is valid only from {first:%Y-%m-%d %H:%M} UTC on", fix
+    elif now > last:
+        yield FAIL, f"the certificate expired on {last:%Y-%m-%d %H:%M} UTC", "issue a new one"
+    elif (last - now).days < EXPIRY_WARN_DAYS:
+        yield WARN, f"the certificate ends on {last:%Y-%m-%d}", "renew it; it is taken over running"
+    else:
+        yield OK, f"certificate of shard {config.shard.name}, valid until {last:%Y-%m-%d}", ""
+
+
+def _kek(config: Config) -> Rows:
+    if config.keys.kek_file is None:
+        fix = "`entresold keygen FILE`, and name it there"
+        yield WARN, "no [keys] kek_file: the daemon starts locked", fix
+        return
+    kek = FileKek.open(config.keys.kek_file)
+    yield OK, f"key-encryption key {kek.kek_id().hex()}", ""
+
+
+def _state(config: Config) -> Rows:
+    folder = config.shard.state_dir
+    if not folder.is_dir():
+        yield (
+            FAIL, f"there is no folder {folder} ([shard] state_dir)",
+            f"install -d -m 700 -o USER {folder}, as the daemon's user",
+        )  # fmt: skip
+        return
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        yield FAIL, f"{folder} is not open to this user", "chown it to the daemon's user"
+    elif stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        yield WARN, f"{folder} is open to other users", f"chmod 700 {folder}"
+    else:
+        yield OK, f"state folder {folder}", ""
+
+
+def _flash(config: Config) -> Rows:
+    path = config.flash_path
+    wanted = config.flash.size_bytes
+    if path.exists():
+        found = path.stat()
+        if not os.access(path, os.R_OK | os.W_OK):
+            yield FAIL, f"{path} is not open to this user", "chown it to the daemon's user"
+            return
+        if stat.S_ISREG(found.st_mode) and found.st_size < wanted:
+            left = _room(path.parent)
+            if left < wanted - found.st_blocks * 512:
+                yield _no_room(path, wanted, left)
+                return
+        yield OK, f"data file {path}, {_gib(found.st_size or wanted)}", ""
+        return
+    if not path.parent.is_dir():
+        fix = "make it, or correct [flash] path"
+        yield FAIL, f"there is no folder {path.parent} for the data file", fix
+        return
+    left = _room(path.parent)
+    if left < wanted:
+        yield _no_room(path, wanted, left)
+    else:
+        yield OK, f"data file {path} will be made, {_gib(wanted)} of {_gib(left)} free", ""
+
+
+def _no_room(path: Path, wanted: int, left: int) -> Row:
+    text = f"{path} is to have {_gib(wanted)}, and {path.parent} has {_gib(left)} left"
+    return FAIL, text, "make room, or set a smaller [flash] size_bytes"
+
+
+def _room(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def memory_left() -> tuple[int, str]:
+    """Bytes this process could still get, and what bounds them."""
+    left, bound = 0, "this machine"
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            left = int(line.split()[1]) * 1024
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        folder = _CGROUP / line.rpartition(":")[2].lstrip("/")
+        try:
+            most = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit() and int(most) - used < left:
+            left, bound = max(0, int(most) - used), f"its control group ({folder})"
+    return left, bound
+
+
+def _memory(config: Config) -> Rows:
+    blocks = config.blocks_max(config.flash.size_bytes)
+    wanted = config.memory.dram_bytes + blocks * INDEX_BYTES_PER_BLOCK + RUNTIME_BYTES
+    left, bound = memory_left()
+    text = f"up to {_gib(wanted)} of memory is used; {_gib(left)} is there"
+    if wanted > left:
+        yield (
+            WARN, f"{text}, says {bound}: slabs come as they are needed, and then it is killed",
+            "a smaller [memory] dram_bytes, or more memory (MemoryMax of the unit); a daemon that "
+            "runs already has its part of it",
+        )  # fmt: skip
+    else:
+        yield OK, text, ""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
+    if "verbs" in config.fabric.enabled and rdma and soft not in (resource.RLIM_INFINITY,):
+        yield (
+            WARN, f"only {soft // 1024} KiB of memory may be locked: verbs cannot register slabs",
+            "LimitMEMLOCK=infinity in the unit (ulimit -l unlimited by hand)",
+        )  # fmt: skip
+
+
+def _listen(config: Config) -> Rows:
+    listen = config.listen
+    places = {
+        "control": (listen.control_host, listen.control_port),
+        "grpc": (listen.grpc_host, listen.grpc_port),
+        "data": (listen.data_host, listen.data_port),
+        "metrics": (listen.metrics_host, listen.metrics_port),
+    }
+    taken = []
+    for name, (host, port) in places.items():
+        problem = _try_port(host, port) if port else ""
+        if problem == "taken":
+            taken.append(f"{name} {port}")
+        elif problem:
+            yield (
+                FAIL, f"[listen] {name}_host {host!r}: {problem}",
+                "an address of this host, as `ip address` lists them",
+            )  # fmt: skip
+    if taken:
+        yield (
+            WARN, f"ports in use: {', '.join(taken)}",
+            "right if the daemon runs; else find who has them: ss -ltnp",
+        )  # fmt: skip
+    else:
+        yield OK, "its ports are free", ""
+
+
+def _try_port(host: str, port: int) -> str:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return "taken" if error.errno == 98 else str(error.strerror or error)
+    return ""
+
+
+def _files(config: Config) -> Rows:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < FILES_WANTED:
+        fix = "LimitNOFILE=65536 in the unit (ulimit -n by hand)"
+        yield WARN, f"{hard} files may be open: enough for about {hard // 8} sessions", fix
+    else:
+        yield OK, f"{soft:,} files may be open, {hard:,} on request", ""
+
+
+def _gib(length_bytes: int) -> str:
+    return f"{length_bytes / GIB:.1f} GiB"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the rows; 1 when one of them failed."""
+    words = sys.argv[1:] if argv is None else argv
+    if len(words) != 1:
+        print("usage: python -m entresol_daemon.judge CONFIG", file=sys.stderr)
+        return 2
+    worst = 0
+    for level, text, fix in judge(Path(words[0])):
+        print(json.dumps({"level": level, "text": text, "fix": fix}), flush=True)
+        worst |= level == FAIL
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
