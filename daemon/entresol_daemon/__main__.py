@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -143,6 +144,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     from entresol_daemon import sandbox
 
+    # What a manager's watchdog ends says first where each of its threads was: files and lines only.
+    faulthandler.enable()
     entered = sandbox.enter(config)  # before the log's thread begins
     logs.configure(config.log.level, config.log.format)
     entered.say()
