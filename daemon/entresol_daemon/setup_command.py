@@ -24,7 +24,7 @@ COMMANDS = ("prepare", "certify", "formats")
 if TYPE_CHECKING:
     from entresol_daemon.config import Config
 
-_CERTIFICATE_NAMES = ("shard.pem", "shard.key", "ca.pem")
+_CA_KEY = "ca.key"  # of an authority that was made here
 
 
 def add_parsers(commands: Any) -> None:
@@ -114,21 +114,25 @@ def _make_certificates(config: Config, group: str | None) -> None:
     assert tls.cert is not None, "checked by Config.check"
     assert tls.key is not None, "checked by Config.check"
     assert tls.ca is not None, "checked by Config.check"
-    files = (tls.cert, tls.key, tls.ca)
-    if any(file.exists() for file in files):
-        print(f"{tls.ca.parent}: certificates are there and stay as they are")
+    folder, authority = tls.ca.parent, (tls.ca, tls.ca.with_name(_CA_KEY))
+    if (
+        tls.cert.exists()
+        or tls.key.exists()
+        or [one.exists() for one in authority] == [True, False]
+    ):
+        print(f"{tls.cert.parent}: certificates are there and stay as they are")
         return
-    folders = {file.parent for file in files}
-    if len(folders) > 1 or tuple(file.name for file in files) != _CERTIFICATE_NAMES:
+    wanted = devcerts.DevPki(folder, tls.trust_domain).files(tls.cert.stem)
+    if wanted != devcerts.CertFiles(tls.cert, tls.key, tls.ca):
         raise ConfigError(
             "[tls] names certificates that are not there, and places that are not made here",
-            hint="bring your own, or name shard.pem, shard.key and ca.pem of one folder",
+            hint="bring your own, or name NAME.pem, NAME.key and ca.pem of one folder",
         )
-    folder = folders.pop()
     devcerts.create(
         folder,
         trust_domain=tls.trust_domain,
         shard=config.shard.name,
+        stem=tls.cert.stem,
         hosts=_names(config.listen.control_host),
     )
     if group is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -91,6 +92,37 @@ def test_the_package_asks_for_the_python_it_carries_wheels_for() -> None:
     assert fields["Architecture"] == "arm64"
     assert fields["Depends"].startswith("python3.12,")
     assert "python3-pyverbs" in fields["Recommends"]
+
+
+def test_the_package_holds_every_unit_and_what_the_units_name(tmp_path: Path) -> None:
+    build.copy_files(tmp_path)
+    found = {
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    }
+    systemd = ROOT / "systemd"
+    for path in systemd.iterdir():
+        if path.suffix in (".service", ".socket"):
+            assert f"{build.UNITS}/{path.name}" in found
+            for name in re.findall(r"file:/(\S+)", path.read_text()):
+                assert name in found
+    assert {name.lstrip("/") for name in build.CONFFILES} <= found
+    assert {name for name in found if name.startswith("etc/")} == {
+        name.lstrip("/") for name in build.CONFFILES
+    }
+    assert "usr/lib/sysusers.d/entresol.conf" in found
+    assert "usr/share/entresol/prometheus/entresol.rules.yml" in found
+    assert "usr/share/entresol/grafana/entresol.json" in found
+
+
+def test_the_scripts_know_the_formats_that_the_daemon_reads(tmp_path: Path) -> None:
+    from entresol_daemon.formats import READS
+
+    build.maintainer_scripts(tmp_path)
+    text = (tmp_path / "preinst").read_text()
+    assert f"reads={READS['data-file']} ;;" in text
+    assert f"reads={READS['keyring']} ;;" in text
+    assert not re.search("@[A-Z_]+@", "".join(p.read_text() for p in tmp_path.iterdir()))
+    assert all(os.access(tmp_path / name, os.X_OK) for name in build.SCRIPTS)
 
 
 def test_dpkg_accepts_the_package(tmp_path: Path) -> None:

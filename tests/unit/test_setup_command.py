@@ -101,7 +101,7 @@ def test_prepare_leaves_half_a_set_of_certificates_alone(toml: Path) -> None:
 def test_prepare_makes_nothing_in_other_places(
     toml: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toml.write_text(toml.read_text().replace("pki/shard.pem", "pki/mine.pem"))
+    toml.write_text(toml.read_text().replace("pki/shard.pem", "pki/mine.crt"))
     assert run(toml, "prepare") == 1
     assert "bring your own" in capsys.readouterr().err
     assert not (toml.parent / "pki").exists()
@@ -115,6 +115,19 @@ def test_the_shards_key_is_shared_with_its_group_and_the_authoritys_is_not(toml:
         for name in ("", "shard.key", "ca.key")
     }
     assert modes == {"": 0o750, "shard.key": 0o640, "ca.key": 0o600}
+
+
+def test_the_next_shard_of_a_machine_gets_its_certificate_from_the_same_authority(
+    toml: Path,
+) -> None:
+    assert run(toml, "prepare") == 0
+    before = files_of(toml.parent / "pki")
+    other = toml.with_name("5.toml")
+    other.write_text(toml.read_text().replace("pki/shard.", "pki/5.").replace("shard0", "shard5"))
+    assert run(other, "prepare") == 0
+    after = files_of(toml.parent / "pki")
+    assert set(after) - set(before) == {"5.pem", "5.key"}
+    assert {name: after[name] for name in before} == before
 
 
 def test_prepare_says_which_group_is_missing(
