@@ -6,7 +6,6 @@ template that drifts from the unit, a script that dpkg cannot run.
 
 from __future__ import annotations
 
-import configparser
 import re
 import shutil
 import subprocess
