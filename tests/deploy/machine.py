@@ -171,13 +171,17 @@ class Machine:
             stderr=subprocess.STDOUT, text=True, cwd="/",
         )  # fmt: skip
 
+    def write(self, path: Path, text: str) -> None:
+        """Make a file in there, also where something is mounted over the root file system."""
+        self.run("sh", "-c", 'cat > "$0"', str(path), stdin=text)
+
     def show(self, unit: str, name: str) -> str:
         """One property of a unit."""
         return self.run("systemctl", "show", unit, "--property", name, "--value").stdout.strip()
 
     def journal(self, unit: str) -> str:
         """What a unit and systemd about it said."""
-        return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit).stdout
+        return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit, check=False).stdout
 
     def close(self) -> None:
         """End it and remove everything of it. Idempotent."""

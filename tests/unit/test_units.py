@@ -6,6 +6,7 @@ template that drifts from the unit, a script that dpkg cannot run.
 
 from __future__ import annotations
 
+import configparser
 import re
 import shutil
 import subprocess
@@ -115,6 +116,16 @@ def test_systemd_understands_every_line(tmp_path: Path) -> None:
     )  # fmt: skip
     ours = [line for line in done.stderr.splitlines() if "entresol" in line]
     assert not ours, done.stderr
+
+
+def test_what_is_explained_is_what_is_set() -> None:
+    """README.md has a row for every line of the unit that takes something away."""
+    text = (SYSTEMD / "README.md").read_text()
+    about = configparser.ConfigParser(strict=False, interpolation=None)
+    about.optionxform = str  # type: ignore[assignment, method-assign]
+    about.read_string("".join(lines(UNIT)))
+    missing = [name for name in about["Service"] if f"`{name}=" not in text]
+    assert not missing
 
 
 def test_every_script_is_a_shells() -> None:
