@@ -16,6 +16,7 @@ FIFTH_STATE = "/var/lib/entresol-5"
 DISK = "192m"
 FLASH = "128MiB"
 VERSION_AT = 8  # of a data file's superblock, daemon/DATA_FILE.md
+LATER = 99  # a format that nobody reads yet
 RECEIPT = "/root/receipt.json"
 
 
@@ -24,7 +25,7 @@ def full_disk(world: World) -> str:
     text = (world.machine.root / "etc/entresol/entresold.toml").read_text()
     for old, new in (
         ('"shard0"', '"shard5"\nstate_dir = "' + FIFTH_STATE + '"'),
-        ("[listen]", '[listen]\nunix_dir = "/run/entresol-5"\ncontrol_port = 7450\n'
+        ("\n[listen]", '\n[listen]\nunix_dir = "/run/entresol-5"\ncontrol_port = 7450\n'
          "grpc_port = 7451\ndata_port = 7452\nmetrics_port = 7453\n#"),
         ("pki/shard.", "pki/5."),
         ('"4GiB"', f'"{FLASH}"\nsegment_bytes = "8MiB"'),
@@ -64,7 +65,7 @@ def full_disk(world: World) -> str:
 def downgrade_refused(world: World) -> str:
     """Data as a later format would have it: neither the package nor the daemon goes near it."""
     world.systemctl("stop", "entresold@5.socket", FIFTH)
-    patch = struct.pack("<I", 99).decode("latin-1").encode("unicode_escape").decode()
+    patch = "".join(f"\\{byte:03o}" for byte in struct.pack("<I", LATER))
     world.machine.run(
         "sh", "-c", f"printf '{patch}' | dd of={FIFTH_STATE}/flash.data bs=1 seek={VERSION_AT} "
         "conv=notrunc",
@@ -72,7 +73,9 @@ def downgrade_refused(world: World) -> str:
     version = world.installed()
     refused = world.dpkg("-i", f"/root/{world.packages.first.name}", check=False)
     expect(refused.returncode != 0, "an older package went over data of a later format")
-    expect("format version 99" in refused.stderr, f"it did not say why: {refused.stderr[-500:]}")
+    expect(
+        f"format version {LATER}" in refused.stderr, f"it did not say why: {refused.stderr[-500:]}"
+    )
     expect(world.installed() == version, "the installed version changed all the same")
     expect(world.is_up(), "the other shard does not run any more")
     started = world.systemctl("start", FIFTH, check=False)
@@ -159,10 +162,84 @@ def purge(world: World) -> str:
     return "nothing of it is left: files, keys, units, user"
 
 
+def serve_a_network(world: World) -> str:
+    """An address that is not loopback's: the daemon wants the .socket unit to agree, and then the
+    unit's list of whom it talks to decides."""
+    toml, address = "/etc/entresol/entresold.toml", "10.77.0.1"
+    before = world.machine.run("cat", toml).stdout
+    there = before.replace(
+        'control_host = "127.0.0.1"\ndata_host = "127.0.0.1"',
+        f'control_host = "{address}"\ndata_host = "{address}"\ngrpc_host = "{address}"',
+    )
+    expect(there != before, "the packaged configuration names other addresses")
+    world.machine.write(Path(toml), there)
+    refused = world.systemctl("restart", UNIT, check=False)
+    expect(refused.returncode != 0, "it started with sockets at another address")
+    expect("127.0.0.1:7440" in world.machine.journal(UNIT), "it did not say which")
+    world.systemctl("stop", UNIT, SOCKET)
+    lines = [f"ListenStream={address}:{port}" for port in (7440, 7442)]
+    world.drop_in(
+        "\n".join(["[Socket]", "ListenStream=", *lines, "ListenStream=127.0.0.1:7443", ""]), SOCKET
+    )
+    world.systemctl("start", UNIT)
+    folder = "/etc/entresol/tenants/far"
+    world.entresold("certify", "load", folder, "--host", address)
+    outside = world.entresol("doctor", tenant="far", check=False)
+    expect(outside.returncode != 0, "whoever is not in IPAddressAllow= reaches it")
+    world.drop_in(f"[Service]\nIPAddressAllow={address}\n")
+    world.systemctl("restart", UNIT)
+    said = world.entresol("doctor", tenant="far").stdout
+    expect(f"{address}:7440 accepts" in said, f"doctor: {said}")
+    world.machine.run("rm", "-r", folder)
+    world.systemctl("stop", UNIT, SOCKET)
+    world.machine.write(Path(toml), before)
+    world.drop_in("", SOCKET)
+    world.drop_in("")
+    world.systemctl("start", UNIT)
+    return "refused while socket and configuration differ, kept out until IPAddressAllow= names it"
+
+
+def change_kek(world: World) -> str:
+    new, shown = "/etc/entresol/kek.new", "/run/entresol/kek.new"
+    world.machine.run("entresold", "keygen", new)
+    world.machine.run("install", "-o", "entresol", "-m", "0600", new, shown)
+    world.entresol("change-kek", shown)
+    world.machine.run("rm", shown)
+    world.machine.run("mv", new, "/etc/entresol/kek")
+    world.systemctl("restart", UNIT)
+    expect(int(world.lives()[-1]["blocks"]) > 0, "no blocks under the new key")
+    return "every key wrapped anew while it ran; the restart found them"
+
+
+def locked(world: World) -> str:
+    """A KEK that is not on this machine: up, not ready, nothing touched, until it is shown one."""
+    toml = "/etc/entresol/entresold.toml"
+    before = world.machine.run("cat", toml).stdout
+    blocks = world.lives()[-1]["blocks"]
+    world.machine.write(Path(toml), before.replace("kek_file =", "#kek_file ="))
+    world.drop_in("[Service]\nLoadCredential=\n")
+    world.systemctl("restart", UNIT)
+    expect("locked" in world.machine.show(UNIT, "StatusText"), "it does not say that it is locked")
+    expect(world.entresol("top", "--once", check=False).returncode == 1, "top does not tell")
+    shown = "/run/entresol/kek"
+    world.machine.run("install", "-o", "entresol", "-m", "0600", "/etc/entresol/kek", shown)
+    world.entresol("unlock", shown)
+    world.machine.run("rm", shown)
+    expect("unlocked" in world.machine.show(UNIT, "StatusText"), "it is still locked")
+    expect(world.lives()[-1]["blocks"] == blocks, "blocks were lost while it was locked")
+    world.machine.write(Path(toml), before)
+    world.drop_in("")
+    world.systemctl("restart", UNIT)
+    return f"{blocks} blocks waited for their key"
+
+
 STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("full disk, second shard", full_disk),
     ("downgrade refused", downgrade_refused),
     ("no KEK", no_kek),
+    ("another KEK", change_kek),
+    ("locked, unlocked", locked),
+    ("serve a network", serve_a_network),
     ("erase a tenant", erase),
     ("replace the drive", replace_drive),
     ("remove", remove),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -140,6 +141,42 @@ def test_dpkg_accepts_the_package(tmp_path: Path) -> None:
     ).stdout
     assert "./usr/bin/entresold -> ../lib/entresol/bin/entresold" in listed
     assert all("root/root" in line for line in listed.splitlines())
+
+
+def container_lines() -> list[str]:
+    """Instructions of the Containerfile, continued lines joined."""
+    text = (ROOT / "arm64/Containerfile").read_text().replace("\\\n", " ")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_containers_file_copies_what_is_there_and_runs_as_nobody_special() -> None:
+    """What can be checked of it without an engine to build it with."""
+    lines = container_lines()
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    ours = [name for words in copies for name in words if "--from=build" not in words]
+    assert ours
+    assert all((ROOT / name).exists() for name in ours), ours
+    needed = {"pyproject.toml", "README.md", "LICENSE", "daemon", "client", "proto"}
+    assert needed == set(build.SOURCES)
+    assert needed <= set(ours)
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users == ["entresol"]
+    assert lines.index("USER entresol") < next(
+        at for at, line in enumerate(lines) if line.startswith("ENTRYPOINT ")
+    )
+    for line in lines:
+        if line.startswith("RUN "):
+            subprocess.run(["sh", "-n", "-c", line.removeprefix("RUN ")], check=True)
+
+
+def test_the_containers_health_check_asks_where_the_daemon_answers() -> None:
+    from entresol_daemon.config import ListenConfig
+
+    (check,) = [line for line in container_lines() if line.startswith("HEALTHCHECK ")]
+    command = json.loads(check.partition(" CMD ")[2])
+    listen = ListenConfig()
+    assert f"http://{listen.metrics_host}:{listen.metrics_port}/healthz" in command[-1]
+    compile(command[-1], "health check", "exec")
 
 
 def test_a_failing_step_says_why_without_a_traceback() -> None:
