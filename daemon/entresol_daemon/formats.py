@@ -24,7 +24,7 @@ from entresol_proto.status import FormatError
 
 KEYRING_BYTES_MAX = 1 << 30
 READS = {"data-file": FORMAT_VERSION, "keyring": KEYRING_VERSION}
-_KEYRINGS = ("keyring.json", "keyring.json.bak")
+KEYRINGS = ("keyring.json", "keyring.json.bak")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _data_file(path: Path) -> Iterator[Found]:
 
 
 def _keyring(folder: Path) -> Iterator[Found]:
-    for name in _KEYRINGS:
+    for name in KEYRINGS:
         try:
             with open(folder / name, "rb") as file:
                 version = json.loads(file.read(KEYRING_BYTES_MAX))["version"]

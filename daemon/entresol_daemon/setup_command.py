@@ -89,16 +89,17 @@ def _prepare(config: Config, kek: Path | None, group: str | None) -> int:
 
 
 def _make_kek(config: Config, path: Path) -> None:
-    from entresol_daemon import formats
+    from entresol_daemon.formats import KEYRINGS
     from entresol_daemon.keys.providers import FileKek
 
     if path.exists():
         print(f"{path}: is there and stays as it is")
         return
-    used = [found for found in formats.look(config) if found.kind == "keyring"]
-    if used:
+    state_dir = config.shard.state_dir
+    used = [state_dir / name for name in KEYRINGS if (state_dir / name).exists()]
+    if used:  # whole or damaged
         raise KeyringError(
-            f"there is no {path}, but {used[0].path} holds keys that were wrapped under one",
+            f"there is no {path}, but {used[0]} holds keys that were wrapped under one",
             hint="bring back the key-encryption key from where you keep its copy; a new one opens "
             "none of the blocks",
         )

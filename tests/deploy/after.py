@@ -28,7 +28,7 @@ def full_disk(world: World) -> str:
         ("\n[listen]", '\n[listen]\nunix_dir = "/run/entresol-5"\ncontrol_port = 7450\n'
          "grpc_port = 7451\ndata_port = 7452\nmetrics_port = 7453\n#"),
         ("pki/shard.", "pki/5."),
-        ('"4GiB"', f'"{FLASH}"\nsegment_bytes = "8MiB"'),
+        ('"1GiB"', f'"{FLASH}"\nsegment_bytes = "8MiB"'),
         ('"512MiB"', '"64MiB"\nslab_bytes = "8MiB"\n\n[limits]\nblock_bytes_max = "2MiB"'),
     ):  # fmt: skip
         expect(old in text, f"the packaged configuration has no {old}")

@@ -12,14 +12,27 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.deploy import after, locks
-from tests.deploy.world import PYTHON, SECONDS_MAX, SOCKET, UNIT, WORK_BLOCKS, Load, World, expect
+from tests.deploy.world import (
+    PYTHON,
+    SECONDS_MAX,
+    SOCKET,
+    TOML,
+    UNIT,
+    WORK_BLOCKS,
+    Load,
+    World,
+    expect,
+)  # fmt: skip
 
 PORTS = ("7440", "7442", "7443")
 STOP_FILE = "/run/load.stop"
 RESTARTS = 3
 DEMO_TOKENS = "512"
+STATE = "/var/lib/entresol"
+FLASH = "1GiB"
 # What a host may be told while its daemon is away: a miss, whatever it is called.
 MISSES = {"miss", "gap", "draining", "disconnected", "breaker_open", "deadline", "busy"}
 
@@ -74,6 +87,17 @@ def tenants(world: World) -> str:
     for name in names:
         world.entresol("tenant", "add", name)
     return f"three; doctor: {world.entresol('doctor').stdout.strip().splitlines()[-1]}"
+
+
+def configure(world: World) -> str:
+    """A smaller store, as an operator would change it; no later step may lose that."""
+    text = world.machine.run("cat", TOML).stdout
+    expect('"4GiB"' in text, "the packaged configuration says another size")
+    world.systemctl("stop", SOCKET, UNIT)
+    world.machine.write(Path(TOML), text.replace('"4GiB"', f'"{FLASH}"'))
+    world.machine.run("rm", f"{STATE}/flash.data")
+    world.systemctl("start", UNIT)
+    return f"a data file of {FLASH} instead"
 
 
 def demo(world: World) -> str:
@@ -168,6 +192,7 @@ def upgrade(world: World) -> str:
         began_s = time.monotonic()
         world.dpkg("-i", f"/root/{world.packages.next.name}")
         took_s = time.monotonic() - began_s
+    expect(f'"{FLASH}"' in world.machine.run("cat", TOML).stdout, "the configuration was replaced")
     life = world.lives()[-1]
     expect(life["version"] == wanted, f"{life['version']} runs after the upgrade to {wanted}")
     expect(life["recovery"] == "checkpoint", f"the next version's start was {life['recovery']}")
@@ -200,6 +225,7 @@ STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("first start", first_start),
     ("restrictions", restrictions),
     ("tenants", tenants),
+    ("configure", configure),
     ("demo on the unit", demo),
     ("a host begins", host_begins),
     *[(f"restart {at + 1}", restart) for at in range(RESTARTS)],

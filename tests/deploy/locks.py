@@ -71,6 +71,7 @@ def _run(machine: Machine, name: str, lines: list[str], spaces: list[str]) -> di
     machine.write(Path(f"/run/systemd/system/{name}.service"), text)
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", f"{name}.service")
+    machine.run("rm", "-rf", f"/var/lib/{name}", f"/run/systemd/system/{name}.service")
     found = {}
     for line in machine.journal(f"{name}.service").splitlines():
         words = line.split()

@@ -26,12 +26,21 @@ RUN_SECONDS_MAX = 300.0
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
 _ENTER = ("-m", "-u", "-i", "-n", "-p", "-C")
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# $1: the root file system, $2: files for inside. The last line makes this shell systemd.
+# $1: an empty folder, $2: files for inside, $3: the root file system, which stays as it is; where
+# no layer can be laid over it, it is copied. The last line makes this shell systemd.
 _BOOT = (
     r"""
 set -e
-root=$1
-mount --bind "$root" "$root"
+root=$1/root
+mkdir "$root" "$1/upper" "$1/work"
+if ! mount -t overlay overlay -o "lowerdir=$3,upperdir=$1/upper,workdir=$1/work" "$root"; then
+    cp -a "$3/." "$root"
+    mount --bind "$root" "$root"
+fi
+for name in systemd-resolved systemd-networkd systemd-timesyncd; do
+    ln -sf /dev/null "$root/etc/systemd/system/$name.service"
+done
+: > "$root/etc/machine-id"
 mount -t proc proc "$root/proc"
 mount --bind "$root/proc/sys" "$root/proc/sys"
 mount -o remount,bind,ro "$root/proc/sys"
@@ -71,7 +80,7 @@ def why_not() -> str:
     """Why no such machine can be made here; empty when one can be tried."""
     if os.geteuid() != 0:
         return "not root"
-    for command in ("unshare", "nsenter", "dpkg-deb", "ip", "tar"):
+    for command in ("unshare", "nsenter", "dpkg-deb", "ip"):
         if shutil.which(command) is None:
             return f"there is no {command}"
     if _cgroup_root() is None:
@@ -95,11 +104,10 @@ def _cgroup_root() -> Path | None:
 class Machine:
     """One machine. `boot`, then `run` as often as wanted, then `close`."""
 
-    def __init__(self, tar: Path, inside: Path) -> None:
-        """`tar` becomes its root file system; `inside` is /mnt/inside there, read-only."""
+    def __init__(self, system: Path, inside: Path) -> None:
+        """`system` is its root file system, not changed; `inside` is /mnt/inside, read-only."""
         self.folder = Path(tempfile.mkdtemp(prefix="entresol-deploy-"))
-        self.root = self.folder / "root"
-        self._tar = tar
+        self._system = system
         self._inside = inside
         cgroups = _cgroup_root()
         assert cgroups is not None, "see why_not"
@@ -107,20 +115,20 @@ class Machine:
         self._unshare: subprocess.Popen[bytes] | None = None
         self._init_pid = 0
 
+    @property
+    def root(self) -> Path:
+        """Its root file system, as this machine sees it while it runs."""
+        assert self._init_pid, "not booted"
+        return Path(f"/proc/{self._init_pid}/root")
+
     def boot(self) -> None:
-        """Unpack, start, wait until systemd says that it is up. Raises: HarnessError."""
-        self.root.mkdir()
-        subprocess.run(["tar", "-C", str(self.root), "-xf", str(self._tar)], check=True)
-        for name in ("systemd-resolved", "systemd-networkd", "systemd-timesyncd"):
-            (self.root / f"etc/systemd/system/{name}.service").unlink(missing_ok=True)
-            (self.root / f"etc/systemd/system/{name}.service").symlink_to("/dev/null")
-        (self.root / "etc/machine-id").write_text("")
+        """Start, wait until systemd says that it is up. Raises: HarnessError."""
         self._cgroup.mkdir()
         with open(self.folder / "boot.log", "wb") as log:
             self._unshare = subprocess.Popen(
                 ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec unshare "$@"', str(self._cgroup),
                  *_NAMESPACES, "--fork", "--kill-child=SIGKILL", "--propagation", "private",
-                 "sh", "-c", _BOOT, "boot", str(self.root), str(self._inside)],
+                 "sh", "-c", _BOOT, "boot", str(self.folder), str(self._inside), str(self._system)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         until_s = time.monotonic() + BOOT_SECONDS_MAX

@@ -47,6 +47,9 @@ def build(arch: str, work: Path) -> Packages:
     needs = [*project["dependencies"], *project["optional-dependencies"]["daemon"]]
     digest = hashlib.sha256("\n".join((arch, PYTHON, *needs)).encode()).hexdigest()[:12]
     kept = cache_root() / f"wheels-{arch}-{digest}"
+    for older in cache_root().glob(f"wheels-{arch}-*"):
+        if older != kept:
+            shutil.rmtree(older)
     _step(
         sys.executable, str(ROOT / "arm64/build.py"), "--arch", arch, "--python", PYTHON,
         "--compression", "none", "--dependencies", str(kept), "--out", str(work),

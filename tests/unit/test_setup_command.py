@@ -86,9 +86,12 @@ def test_prepare_makes_no_key_over_a_keyring_whose_key_is_missing(
     kek = toml.parent / "kek"
     Keyring.open(toml.parent / "state", FileKek.generate(kek)).close()
     kek.unlink()
+    for name in ("keyring.json", "keyring.json.bak"):  # then with both damaged
+        assert run(toml, "prepare", "--kek", kek) == 1
+        assert "wrapped under" in capsys.readouterr().err
+        assert not kek.exists()
+        (toml.parent / "state" / name).write_bytes(b"{")
     assert run(toml, "prepare", "--kek", kek) == 1
-    assert "wrapped under" in capsys.readouterr().err
-    assert not kek.exists()
 
 
 def test_prepare_leaves_half_a_set_of_certificates_alone(toml: Path) -> None:

@@ -35,6 +35,7 @@ REPLY_DEADLINE_S = 10.0
 LINGER_S = 1.0
 LINGER_READS_MAX = 64
 BACKLOG = 16
+BACKLOG_KEPT = 512  # of a socket that gathers whoever comes while no daemon runs
 
 _REASONS = {
     200: "OK",
@@ -122,12 +123,10 @@ class HttpServer:
         """Bind and serve. Raises: OSError when the address is taken."""
         assert self._server is None, "started twice"
         # Rendering takes milliseconds: a thread of our own keeps the loop free of it.
-        place: dict[str, Any] = {"host": self._host, "port": self._port}
+        place: dict[str, Any] = {"host": self._host, "port": self._port, "backlog": BACKLOG}
         if self._listening is not None:
-            place = {"sock": self._listening}
-        self._server = await asyncio.start_server(
-            self._accept, **place, limit=REQUEST_BYTES_MAX, backlog=BACKLOG
-        )
+            place = {"sock": self._listening, "backlog": BACKLOG_KEPT}
+        self._server = await asyncio.start_server(self._accept, **place, limit=REQUEST_BYTES_MAX)
         self._renderer = Pool(1, "entresol-http")
         log.info("event=http_listening host=%s port=%d", self._host, self.port)
 

@@ -28,7 +28,7 @@ from entresol_proto.status import Status
 BLOCK_BYTES = 64 * 1024
 PUT_BLOCKS = 2
 GET_BLOCKS = 16
-BLOCKS_MAX = 40_000  # 2.4 GiB of the packaged configuration's 4 GiB: nothing is evicted
+BLOCKS_MAX = 12_000  # 750 MiB of a data file of 1 GiB: nothing is evicted
 KNOCK_EVERY_S = 0.05
 PAUSE_S = 0.05  # it is about what happens, not about speed
 BACK_SECONDS_MAX = 60.0
