@@ -159,8 +159,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dev:
         return _run_dev(arguments)
     config = Config.load(arguments.config)
+    setup_command.check_data(config)
     if arguments.check:
-        setup_command.check_data(config)
         print(f"{arguments.config}: good")
         return 0
     from entresol_daemon import sandbox

@@ -7,6 +7,7 @@ machine has no root, no namespaces or no mirror of Debian to make a root file sy
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if reason:
         print(f"not run here: {reason}")
         return RC_CANNOT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and clean up
     began_s = time.monotonic()
     try:
         rootfs.image(ARCH)

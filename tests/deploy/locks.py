@@ -15,7 +15,7 @@ from tests.rdma.spec import HarnessError
 
 # Lines about the daemon's life, which a probe does not have, and those that only pair with others.
 NOT_LOCKS = (
-    "Type", "ExecStartPre", "ExecStart", "ExecReload", "Restart", "RestartSec", "TimeoutStartSec",
+    "Type", "ExecStart", "ExecReload", "Restart", "RestartSec", "TimeoutStartSec",
     "TimeoutStopSec", "WatchdogSec", "User", "Group", "StateDirectory", "StateDirectoryMode",
     "RuntimeDirectory", "RuntimeDirectoryMode", "LoadCredential", "LimitNOFILE",
     "AmbientCapabilities", "IPAddressAllow", "SocketBindAllow", "SystemCallErrorNumber",
