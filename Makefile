@@ -8,7 +8,7 @@ SIZE   ?= commit
 LOCK   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-rdma test-pod-arm64 proof bench lint generate clean
+.PHONY: help demo test test-engines test-rdma test-pod-arm64 test-deploy dist proof bench lint generate clean
 
 help: ## Show the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,13 @@ test-rdma: $(READY) ## RDMA suites on soft-RoCE, in an emulated machine built he
 test-pod-arm64: $(READY) ## An emulated ARM64 DPU serves an emulated x86 host over RoCE
 	@$(BIN)/python -m tests.rdma pod --dpu arm64 --host x86 $(ARGS) \
 	  --dpu-command "python3 -m tests.rdma.podtier dpu" -- python3 -m tests.rdma.podtier host
+
+test-deploy: $(READY) ## The package's whole life under a real systemd, in namespaces (root)
+	@$(BIN)/python -m tests.deploy $(ARGS)
+
+dist: $(READY) ## Wheels and .deb for amd64 and arm64, in dist/
+	@$(BIN)/python arm64/build.py --arch amd64 $(ARGS)
+	@$(BIN)/python arm64/build.py --arch arm64 $(ARGS)
 
 proof: $(READY) ## The scorecard of faults and attacks; SIZE=commit|nightly|release
 	@$(BIN)/python -m tests.proof run --size $(SIZE) $(ARGS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -35,6 +36,37 @@ PYTHONS = ("3.11", "3.12", "3.13")
 SITE_WITHOUT = (
     "pyarrow/include", "pyarrow/tests", "pyarrow/src", "numpy/tests", "numpy/*/tests", "bin",
 )  # fmt: skip
+UNITS = "usr/lib/systemd/system"
+# File or folder of the checkout -> where the package puts it. A folder's files go flat into it.
+FILES = {
+    "systemd/entresold.service": UNITS,
+    "systemd/entresold.socket": UNITS,
+    "systemd/entresold@.service": UNITS,
+    "systemd/entresold@.socket": UNITS,
+    "systemd/entresold-keys.service": UNITS,
+    "systemd/entresold-keys@.service": UNITS,
+    "systemd/entresol.sysusers": "usr/lib/sysusers.d/entresol.conf",
+    "systemd/entresol.tmpfiles": "usr/lib/tmpfiles.d/entresol.conf",
+    "systemd/entresold.toml": "etc/entresol",
+    "systemd/hugepages.conf": "usr/share/entresol",
+    "systemd/prometheus": "usr/share/entresol/prometheus",
+    "systemd/grafana": "usr/share/entresol/grafana",
+    "LICENSE": "usr/share/doc/entresol/copyright",
+    "README.md": "usr/share/doc/entresol",
+    "systemd/README.md": "usr/share/doc/entresol/systemd.md",
+    "arm64/README.md": "usr/share/doc/entresol/arm64.md",
+    "daemon/CONFIG.md": "usr/share/doc/entresol",
+    "daemon/METRICS.md": "usr/share/doc/entresol",
+    "daemon/EVENTS.md": "usr/share/doc/entresol",
+    "daemon/FAULT_MODEL.md": "usr/share/doc/entresol",
+}
+CONFFILES = ("/etc/entresol/entresold.toml",)  # dpkg keeps what an operator changed in these
+SCRIPTS = ("preinst", "postinst", "prerm", "postrm")
+# Which formats the daemon in the package reads: for preinst, which refuses to go back across one.
+READS = {
+    "@DATA_FILE@": ("daemon/entresol_daemon/flash/superblock.py", "FORMAT_VERSION"),
+    "@KEYRING@": ("daemon/entresol_daemon/keys/state.py", "KEYRING_VERSION"),
+}
 ELF_MACHINE_AT = 18  # ELF specification, e_machine
 
 
@@ -128,8 +160,36 @@ def build_wheel(target: Target, scratch: Path, out: Path) -> Path:
     return Path(shutil.copy2(wheel, out / wheel.name))
 
 
-def install_site(target: Target, python: str, wheel: Path, site: Path) -> None:
-    """Our wheel and its dependencies' wheels for `target`, unpacked into `site`."""
+def dependencies() -> list[str]:
+    """What the package's parts of ours need, as pyproject.toml says it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *project["optional-dependencies"][EXTRAS]]
+
+
+def install_site(
+    target: Target, python: str, wheel: Path, site: Path, kept: Path | None = None
+) -> None:
+    """Our wheel and its dependencies' wheels for `target`, unpacked into `site`.
+
+    With `kept`, the dependencies are those of that folder; the first build fills it.
+    """
+    if kept is None:
+        _install(target, python, site, f"entresol[{EXTRAS}] @ {wheel.as_uri()}")
+        return
+    if not kept.exists():
+        part = kept.with_name(kept.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        _install(target, python, part, *dependencies())
+        part.rename(kept)
+    shutil.copytree(kept, site, symlinks=True, dirs_exist_ok=True)
+    ours = site.with_name("ours")
+    _install(target, python, ours, "--no-deps", str(wheel))
+    shutil.copytree(ours, site, dirs_exist_ok=True)
+    shutil.rmtree(ours)
+
+
+def _install(target: Target, python: str, site: Path, *what: str) -> None:
+    """Wheels for `target`, without what no run needs, with byte code where that can be had."""
     command = [
         sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile",
         "--no-warn-conflicts", "--target", str(site), "--only-binary=:all:",
@@ -137,7 +197,7 @@ def install_site(target: Target, python: str, wheel: Path, site: Path) -> None:
     ]  # fmt: skip
     for name in target.wheel_platforms():
         command += ["--platform", name]
-    run([*command, f"entresol[{EXTRAS}] @ {wheel.as_uri()}"])
+    run([*command, *what])
     for pattern in SITE_WITHOUT:
         for path in site.glob(pattern):
             shutil.rmtree(path)
@@ -193,7 +253,7 @@ Architecture: {target.debian}
 Maintainer: Entresol contributors <entresol@localhost>
 Installed-Size: {size_kib}
 Depends: python{python}, libc6 (>= 2.28), libgcc-s1, libstdc++6
-Recommends: python3-pyverbs, ibverbs-providers
+Recommends: python3-pyverbs, ibverbs-providers, systemd
 Section: net
 Priority: optional
 Description: pod-shared, sealed KV block store for LLM inference
@@ -205,27 +265,59 @@ Description: pod-shared, sealed KV block store for LLM inference
 """
 
 
-def build_deb(target: Target, python: str, wheel: Path, scratch: Path, out: Path) -> Path:
-    """The .deb, in `out`."""
-    tree = scratch / "deb"
+def copy_files(tree: Path) -> None:
+    """Units, configuration, documents, rules: what FILES names."""
+    for name, place in FILES.items():
+        source, target = ROOT / name, tree / place
+        if source.is_dir():
+            for path in sorted(source.iterdir()):
+                _copy(path, target / path.name)
+        else:
+            _copy(source, target if target.suffix or target.name == "copyright" else
+                  target / source.name)  # fmt: skip
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def maintainer_scripts(folder: Path) -> None:
+    """dpkg's four scripts and the list of conffiles, in DEBIAN."""
+    for name in SCRIPTS:
+        text = (ROOT / "systemd/debian" / name).read_text(encoding="utf-8")
+        for mark, (module, constant) in READS.items():
+            found = re.search(
+                rf"^{constant} = (\d+)$", (ROOT / module).read_text(encoding="utf-8"), re.MULTILINE
+            )
+            if found is None:
+                raise BuildError(f"{module} does not say its {constant}")
+            text = text.replace(mark, found[1])
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    (folder / "conffiles").write_text("".join(f"{name}\n" for name in CONFFILES))
+
+
+def build_deb(target: Target, wheel: Path, scratch: Path, options: argparse.Namespace) -> Path:
+    """The .deb, in the folder for what was made."""
+    tree, python = scratch / "deb", options.python
     site = environment(python, tree)
     say(f"fetching wheels for {target.machine}, Python {python}")
-    install_site(target, python, wheel, site)
-    documents = tree / "usr/share/doc/entresol"
-    documents.mkdir(parents=True)
-    shutil.copyfile(ROOT / "LICENSE", documents / "copyright")
-    shutil.copyfile(ROOT / "arm64/README.md", documents / "README.arm64.md")
+    install_site(target, python, wheel, site, options.dependencies)
+    copy_files(tree)
     size = sum(path.lstat().st_size for path in tree.rglob("*") if not path.is_dir())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     version = f"{project['version']}+py{python}"  # of different Pythons, the newer is the upgrade
     (tree / "DEBIAN").mkdir()
     (tree / "DEBIAN/control").write_text(control(target, python, version, -(-size // 1024)))
+    maintainer_scripts(tree / "DEBIAN")
     for path in (tree, *tree.rglob("*")):  # whatever this user's umask is
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-    package = out / f"entresol_{version}_{target.debian}.deb"
+    package: Path = options.out.resolve() / f"entresol_{version}_{target.debian}.deb"
     say(f"packing {size / 1e6:.0f} MB")
-    run(["dpkg-deb", "--root-owner-group", "-Zxz", "-z1", "--build", str(tree), str(package)])
+    packing = ["-Zxz", "-z1"] if options.compression == "xz" else [f"-Z{options.compression}"]
+    run(["dpkg-deb", "--root-owner-group", *packing, "--build", str(tree), str(package)])
     return package
 
 
@@ -239,6 +331,15 @@ def parser() -> argparse.ArgumentParser:
         "BlueField's image of it, 3.13 for Debian 13",
     )  # fmt: skip
     options.add_argument("--wheel-only", action="store_true", help="no .deb")
+    options.add_argument(
+        "--compression", choices=("xz", "none"), default="xz", help="of the .deb (default: xz)"
+    )
+    options.add_argument(
+        "--dependencies",
+        type=Path,
+        metavar="DIR",
+        help="keep other people's wheels here, unpacked, and take them from here next time",
+    )
     options.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist/")
     return options
 
@@ -253,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scratch = Path(name)
             made = [build_wheel(target, scratch, out)]
             if not options.wheel_only:
-                made.append(build_deb(target, options.python, made[0], scratch, out))
+                made.append(build_deb(target, made[0], scratch, options))
     except (BuildError, OSError) as error:
         say(str(error))
         return 1

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from entresol_daemon import receipt_command
+from entresol_daemon import receipt_command, setup_command
 from entresol_proto import __version__
 from entresol_proto.status import ConfigError, EntresolError
+
+if TYPE_CHECKING:
+    from entresol_daemon.config import Config
 
 _EPILOG = """\
 examples:
@@ -19,7 +24,10 @@ examples:
   entresold --print-config > entresold.toml  every setting with its default and meaning
   entresold keygen /etc/entresol/kek         a new key-encryption key
   entresold --config /etc/entresol/entresold.toml
-  entresold --check --config FILE            read and judge a configuration, start nothing
+  entresold --check --config FILE            judge a configuration and the data's format, only
+  entresold --config FILE prepare            before a first start: keys and certificates, if none
+  entresold --config FILE certify acme DIR   a tenant's certificate and client configuration
+  entresold --config FILE formats            the data's format versions, and those this one reads
   entresold --config FILE rewrap NEW-KEK     change the key-encryption key of a stopped daemon
   entresold verify-receipt FILE --key HEX    check an erasure receipt, offline
 
@@ -38,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"entresold {__version__}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration")
-    parser.add_argument("--check", action="store_true", help="only judge the configuration")
+    parser.add_argument(
+        "--check", action="store_true", help="only judge the configuration and the data's format"
+    )
     parser.add_argument(
         "--print-config", action="store_true", help="print a complete, commented configuration"
     )
@@ -63,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rewrap.add_argument("path", type=Path, help="the file of the new key")
     receipt_command.add_parser(commands)
+    setup_command.add_parsers(commands)
     return parser
 
 
@@ -85,6 +96,10 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.config is None:
                 parser.error("rewrap needs the daemon's --config FILE before it")
             return _rewrap(arguments.config, arguments.path)
+        if arguments.command in setup_command.COMMANDS:
+            if arguments.config is None:
+                parser.error(f"{arguments.command} needs the daemon's --config FILE before it")
+            return setup_command.run(arguments, _load(arguments.config))
         if arguments.dev == (arguments.config is not None):
             parser.error("give --config FILE, or --dev to try it")
         of_dev = (arguments.dir, arguments.tenant, arguments.flash, arguments.codec)
@@ -96,6 +111,12 @@ def main(argv: list[str] | None = None) -> int:
         if error.hint:
             print(f"  fix: {error.hint}", file=sys.stderr)
         return 1
+
+
+def _load(path: Path) -> Config:
+    from entresol_daemon.config import Config
+
+    return Config.load(path)
 
 
 def _keygen(path: Path) -> int:
@@ -138,11 +159,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dev:
         return _run_dev(arguments)
     config = Config.load(arguments.config)
+    setup_command.check_data(config)
     if arguments.check:
         print(f"{arguments.config}: good")
         return 0
     from entresol_daemon import sandbox
 
+    # What a manager's watchdog ends says first where each of its threads was: files and lines only.
+    faulthandler.enable()
     entered = sandbox.enter(config)  # before the log's thread begins
     logs.configure(config.log.level, config.log.format)
     entered.say()

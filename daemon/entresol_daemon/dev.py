@@ -113,18 +113,12 @@ def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -
     """Client configurations for every dev tenant, naming the ports the daemon got."""
     pki = home.directory / "pki"
     for tenant in home.tenants:
-        text = (
-            f'trust_domain = "{daemon.config.tls.trust_domain}"\n'
-            f'cert = "{pki / "tenants" / (tenant + ".pem")}"\n'
-            f'key = "{pki / "tenants" / (tenant + ".key")}"\n'
-            f'ca = "{pki / "ca.pem"}"\n\n'
-            "[[shards]]\n"
-            f'name = "{daemon.config.shard.name}"\n'
-            f'host = "{daemon.control.host}"\n'
-            f"port = {daemon.control.port}\n"
-            f"grpc_port = {daemon.grpc.port}\n"
-            f'admin_socket = "{daemon.config.listen.unix_dir / "admin.sock"}"\n'
-            f'metrics = "http://{daemon.config.listen.metrics_host}:{daemon.http.port}"\n'
+        stem = pki / "tenants" / tenant
+        text = client_toml(
+            daemon.config,
+            files=(f"{stem}.pem", f"{stem}.key", str(pki / "ca.pem")),
+            host=daemon.control.host,
+            ports=(daemon.control.port, daemon.grpc.port, daemon.http.port),
         )
         target = home.client_toml_of(tenant)
         scratch = target.with_suffix(".tmp")
@@ -132,6 +126,26 @@ def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -
         scratch.replace(target)
     if pointer:
         _point_to(home.client_toml)
+
+
+def client_toml(
+    config: Config, *, files: tuple[str, str, str], host: str, ports: tuple[int, int, int]
+) -> str:
+    """A client's configuration: certificate, key, CA; ports of control, gRPC and metrics."""
+    control_port, grpc_port, metrics_port = ports
+    return (
+        f'trust_domain = "{config.tls.trust_domain}"\n'
+        f'cert = "{files[0]}"\n'
+        f'key = "{files[1]}"\n'
+        f'ca = "{files[2]}"\n\n'
+        "[[shards]]\n"
+        f'name = "{config.shard.name}"\n'
+        f'host = "{host}"\n'
+        f"port = {control_port}\n"
+        f"grpc_port = {grpc_port}\n"
+        f'admin_socket = "{config.listen.unix_dir / "admin.sock"}"\n'
+        f'metrics = "http://{config.listen.metrics_host}:{metrics_port}"\n'
+    )
 
 
 def sandbox_rules(home: DevHome) -> list[sandbox.Rule]:

@@ -7,6 +7,7 @@ without RDMA simply does not offer verbs, unless `verbs_required` is set.
 from __future__ import annotations
 
 import logging
+import socket
 import ssl as ssl_module
 from collections.abc import Callable
 
@@ -33,9 +34,16 @@ def verbs_settings(config: Config) -> VerbsSettings:
 
 
 async def open_fabrics(
-    config: Config, tls: ssl_module.SSLContext, certificate_sha256: Callable[[], bytes]
+    config: Config,
+    tls: ssl_module.SSLContext,
+    certificate_sha256: Callable[[], bytes],
+    *,
+    data_socket: socket.socket | None = None,
 ) -> list[FabricServer]:
-    """Start every enabled fabric. Raises: FabricError; none is open then."""
+    """Start every enabled fabric. Raises: FabricError; none is open then.
+
+    `data_socket` listens already, at the tcp fabric's address, which then owns it.
+    """
     made: dict[str, Callable[[], FabricServer]] = {
         "shm": lambda: ShmFabricServer(
             config.listen.unix_dir, mapped_bytes_max=SHM_MAPPED_BYTES_PER_SESSION_MAX
@@ -52,6 +60,7 @@ async def open_fabrics(
             ssl=tls if config.fabric.tcp_tls else None,
             certificate_sha256=certificate_sha256,
             advertise_host=config.listen.data_advertise or None,
+            listening=data_socket,
         ),
     }
     servers: list[FabricServer] = []

@@ -7,13 +7,11 @@ twice becomes a fast one, never an unclean one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import hashlib
 import logging
 import os
 import signal
-import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -31,6 +29,7 @@ from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import clear_on_free, sweep
+from entresol_daemon.manager import Sockets, Watchdog, tell, watchdog_ns
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
 from entresol_daemon.observe import follow_process, follow_shard
@@ -72,6 +71,7 @@ class Daemon:
         self._stopping = False
         self._flash_direct = False
         self._unlocking: asyncio.Future[None] | None = None
+        self._sockets = Sockets()
         self.shard: Shard
         self.control: ControlListener
         self.grpc: GrpcServer
@@ -95,10 +95,13 @@ class Daemon:
     async def _open(self) -> None:
         config = self.config
         started_ns = time.monotonic_ns()
+        self._sockets = Sockets.from_environment()
+        self._on_close("inherited sockets", _as_closer(self._sockets.close))
         _private_folder(config.shard.state_dir)
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)
         self._on_close("compute", self.compute.close)
+        tell("STATUS=opening the flash, which may have to be recovered")
         engine = await self._open_engine(locked=keyring.locked)
         self.tls = tls = self._open_tls()
         await self._open_fabrics()
@@ -128,7 +131,11 @@ class Daemon:
             len(engine.index), engine.recovery.kind.value,
             (time.monotonic_ns() - started_ns) // 1_000_000,
         )  # fmt: skip
-        _notify("READY=1")
+        locked = " locked: see `entresol unlock`;" if keyring.locked else ""
+        tell(f"READY=1\nSTATUS=serving;{locked} {len(engine.index)} blocks at the start")
+        watchdog = Watchdog(watchdog_ns())
+        watchdog.start(asyncio.get_running_loop())
+        self._on_close("watchdog", _as_closer(watchdog.stop))
 
     async def _open_keyring(self) -> Keyring:
         config = self.config
@@ -178,6 +185,7 @@ class Daemon:
                 self.shard.adopt_tenant(info)
             self.metrics.set_state(self.admin.state())
             await self.grpc.set_serving(not self.admin.reasons_not_ready())
+            tell("STATUS=serving, unlocked")
         return kek.kek_id().hex()
 
     async def change_kek(self, kek_file: str) -> tuple[str, str]:
@@ -250,7 +258,12 @@ class Daemon:
         )
 
     async def _open_fabrics(self) -> None:
-        servers = await open_fabrics(self.config, self.tls.context, self._certificate_sha256)
+        listen, data = self.config.listen, None
+        if "tcp" in self.config.fabric.enabled:
+            data = await self._sockets.take_one("data", listen.data_host, listen.data_port)
+        servers = await open_fabrics(
+            self.config, self.tls.context, self._certificate_sha256, data_socket=data
+        )
         for server in servers:
             self.fabrics[server.kind] = server
             self._on_close(f"fabric {server.kind.label}", server.close)
@@ -260,7 +273,12 @@ class Daemon:
         self.control = ControlListener(
             self.shard, host=listen.control_host, port=listen.control_port, tls=tls.context,
             trust_domain=config.tls.trust_domain,
+            sockets=await self._sockets.take("control", listen.control_host, listen.control_port),
         )  # fmt: skip
+        metrics_socket = await self._sockets.take_one(
+            "metrics", listen.metrics_host, listen.metrics_port
+        )
+        self._sockets.check_none_left()
         await self.control.start()
         tcp = self.fabrics.get(FabricKind.TCP)
         data = (f"{listen.data_host}:{tcp.port}",) if isinstance(tcp, TcpFabricServer) else ()
@@ -286,6 +304,7 @@ class Daemon:
             host=listen.metrics_host,
             port=listen.metrics_port,
             overview=Overview(self.metrics, self.shard, self.admin.look, __version__),
+            listening=metrics_socket,
         )
         try:
             await self.http.start()
@@ -312,8 +331,9 @@ class Daemon:
         if self._stopping:
             return
         self._stopping = True
-        _notify("STOPPING=1")
+        tell("STOPPING=1\nSTATUS=draining: hosts finish what is under way")
         self._begin_drain()
+        self.control.hand_over()
         self.metrics.set_state(self.admin.state())
         await self.grpc.set_serving(False)
         complete = await self.shard.drain(time.monotonic_ns() + drain_ns)
@@ -395,17 +415,6 @@ def _private_folder(path: Path) -> None:
             hint="check [shard] state_dir, its owner and its mount options",
             status=Status.IO_ERROR,
         ) from None
-
-
-def _notify(message: str) -> None:
-    """Tell systemd, if it started us (sd_notify(3): one datagram to $NOTIFY_SOCKET)."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.sendto(message.encode(), address)
 
 
 async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = None) -> None:

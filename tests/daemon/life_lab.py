@@ -74,6 +74,11 @@ class Notices:
             while True:
                 self._socket.recv(4096)
 
+    def hear(self, seconds: float) -> str:
+        """The next message, whoever it is from. Raises: TimeoutError."""
+        self._socket.settimeout(seconds)
+        return self._socket.recv(4096).decode()
+
     def wait(self, pid: int) -> None:
         """Return when the process `pid` is ready. Raises: Died."""
         self._socket.settimeout(0.2)

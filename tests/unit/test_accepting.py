@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -108,6 +109,42 @@ async def test_a_connection_shakes_hands_in_its_turn_and_what_it_said_before_is_
         assert await saying == b"hello"
     assert place.asked == ["127.0.0.1"]
     assert not place.refused
+
+
+async def test_a_kept_socket_leaves_who_comes_to_the_next_server(place: Place) -> None:
+    """What connects after the first stopped accepting waits; what it had accepted goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as kept:
+        kept.setblocking(False)
+        port = place.port = kept.getsockname()[1]
+        first, second = (
+            TlsServer(
+                Echo, host="127.0.0.1", port=port, tls=certs.server_context(place.pair, place.ca),
+                shake_hands=place._shake_hands, refused=place.refused.append,
+                sockets=[kept.dup()],
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        place.gate.clear()
+        assert await first.start() == port
+        early = asyncio.create_task(place.says(b"early"))
+        async with asyncio.timeout(SOON_S):
+            while not place.asked:
+                await asyncio.sleep(0.005)
+        first.stop_accepting()
+        late = asyncio.create_task(place.says(b"late"))
+        await asyncio.sleep(0.05)
+        assert len(place.asked) == 1
+        place.gate.set()
+        async with asyncio.timeout(SOON_S):
+            assert await early == b"early"
+            assert not late.done()
+            await second.start()
+            assert await late == b"late"
+        for server in (first, second):
+            server.close()
+            await server.wait_closed()
+        assert not place.refused
+        assert kept.fileno() >= 0
 
 
 async def test_who_gets_no_turn_is_closed_and_counted(place: Place) -> None:

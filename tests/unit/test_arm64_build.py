@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -93,6 +95,37 @@ def test_the_package_asks_for_the_python_it_carries_wheels_for() -> None:
     assert "python3-pyverbs" in fields["Recommends"]
 
 
+def test_the_package_holds_every_unit_and_what_the_units_name(tmp_path: Path) -> None:
+    build.copy_files(tmp_path)
+    found = {
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    }
+    systemd = ROOT / "systemd"
+    for path in systemd.iterdir():
+        if path.suffix in (".service", ".socket"):
+            assert f"{build.UNITS}/{path.name}" in found
+            for name in re.findall(r"file:/(\S+)", path.read_text()):
+                assert name in found
+    assert {name.lstrip("/") for name in build.CONFFILES} <= found
+    assert {name for name in found if name.startswith("etc/")} == {
+        name.lstrip("/") for name in build.CONFFILES
+    }
+    assert "usr/lib/sysusers.d/entresol.conf" in found
+    assert "usr/share/entresol/prometheus/entresol.rules.yml" in found
+    assert "usr/share/entresol/grafana/entresol.json" in found
+
+
+def test_the_scripts_know_the_formats_that_the_daemon_reads(tmp_path: Path) -> None:
+    from entresol_daemon.formats import READS
+
+    build.maintainer_scripts(tmp_path)
+    text = (tmp_path / "preinst").read_text()
+    assert f"reads={READS['data-file']} ;;" in text
+    assert f"reads={READS['keyring']} ;;" in text
+    assert not re.search("@[A-Z_]+@", "".join(p.read_text() for p in tmp_path.iterdir()))
+    assert all(os.access(tmp_path / name, os.X_OK) for name in build.SCRIPTS)
+
+
 def test_dpkg_accepts_the_package(tmp_path: Path) -> None:
     if shutil.which("dpkg-deb") is None:
         pytest.skip("not run here: no dpkg-deb")
@@ -108,6 +141,42 @@ def test_dpkg_accepts_the_package(tmp_path: Path) -> None:
     ).stdout
     assert "./usr/bin/entresold -> ../lib/entresol/bin/entresold" in listed
     assert all("root/root" in line for line in listed.splitlines())
+
+
+def container_lines() -> list[str]:
+    """Instructions of the Containerfile, continued lines joined."""
+    text = (ROOT / "arm64/Containerfile").read_text().replace("\\\n", " ")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_containers_file_copies_what_is_there_and_runs_as_nobody_special() -> None:
+    """What can be checked of it without an engine to build it with."""
+    lines = container_lines()
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    ours = [name for words in copies for name in words if "--from=build" not in words]
+    assert ours
+    assert all((ROOT / name).exists() for name in ours), ours
+    needed = {"pyproject.toml", "README.md", "LICENSE", "daemon", "client", "proto"}
+    assert needed == set(build.SOURCES)
+    assert needed <= set(ours)
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users == ["entresol"]
+    assert lines.index("USER entresol") < next(
+        at for at, line in enumerate(lines) if line.startswith("ENTRYPOINT ")
+    )
+    for line in lines:
+        if line.startswith("RUN "):
+            subprocess.run(["sh", "-n", "-c", line.removeprefix("RUN ")], check=True)
+
+
+def test_the_containers_health_check_asks_where_the_daemon_answers() -> None:
+    from entresol_daemon.config import ListenConfig
+
+    (check,) = [line for line in container_lines() if line.startswith("HEALTHCHECK ")]
+    command = json.loads(check.partition(" CMD ")[2])
+    listen = ListenConfig()
+    assert f"http://{listen.metrics_host}:{listen.metrics_port}/healthz" in command[-1]
+    compile(command[-1], "health check", "exec")
 
 
 def test_a_failing_step_says_why_without_a_traceback() -> None:

@@ -15,7 +15,7 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from entresol_proto.status import EntresolError, Status
 
@@ -49,22 +49,29 @@ class TlsServer:
     def __init__(
         self, factory: Callable[[], asyncio.Protocol], *, host: str, port: int,
         tls: ssl.SSLContext, shake_hands: Callable[[str], Awaitable[None]],
-        refused: Callable[[Status], None],
+        refused: Callable[[Status], None], sockets: Sequence[socket.socket] = (),
     ) -> None:  # fmt: skip
         """`shake_hands(origin)` returns when it is an address's turn, or raises EntresolError;
-        `refused(status)` is told of each connection that ended before its protocol began."""
+        `refused(status)` is told of each connection that ended before its protocol began.
+        `sockets` listen already and are used instead of new ones; the server owns them."""
         self._factory = factory
         self._host = host
         self._port = port
         self._tls = tls
         self._shake_hands = shake_hands
         self._refused = refused
-        self._sockets: list[socket.socket] = []
+        self._sockets = list(sockets)
         self._welcomes: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
         """Bind and accept; returns the port. Raises: OSError."""
+        if not self._sockets:
+            await self._bind()
+        self._accept_all()
+        return int(self._sockets[0].getsockname()[1])
+
+    async def _bind(self) -> None:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -75,18 +82,22 @@ class TlsServer:
         except OSError:
             self.close()
             raise
-        self._accept_all()
-        return int(self._sockets[0].getsockname()[1])
 
-    def close(self) -> None:
-        """Accept no more, and give up handshakes. Idempotent."""
+    def stop_accepting(self) -> None:
+        """Close the sockets; handshakes under way go on. A socket that the manager of this process
+        keeps as well gathers whoever comes now for the next process. Idempotent."""
         if self._again is not None:
             self._again.cancel()
+            self._again = None
         loop = asyncio.get_running_loop()
         for each in self._sockets:
             loop.remove_reader(each.fileno())
             each.close()
         self._sockets.clear()
+
+    def close(self) -> None:
+        """Accept no more, and give up handshakes. Idempotent."""
+        self.stop_accepting()
         for task in self._welcomes:
             task.cancel()
 

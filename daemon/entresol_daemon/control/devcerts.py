@@ -1,4 +1,4 @@
-"""A small certificate authority in a folder, for `entresold --dev`, the demo and tests.
+"""A small certificate authority in a folder: `entresold --dev` and `prepare`, the demo, tests.
 
 Invariant: private keys are written with mode 0600 and never overwritten while they are in use;
 calling `create` or `issue_tenant` again changes nothing as long as the certificates still fit. It
@@ -78,13 +78,15 @@ def create(
     *,
     trust_domain: str = TRUST_DOMAIN_DEFAULT,
     shard: str = "dev",
+    stem: str = "shard",
     hosts: Sequence[str] = ("localhost", "127.0.0.1"),
     tenants: Sequence[str] = (),
     now: datetime.datetime | None = None,
 ) -> DevPki:
     """Make or complete the PKI in `directory`: the CA, the shard's files, one per tenant.
 
-    Idempotent. `hosts` are DNS names and IP addresses for clients (gRPC) that check those.
+    Idempotent. `hosts` are DNS names and IP addresses for clients (gRPC) that check those; `stem`
+    names the shard's files where one authority has several shards.
 
     Raises: IdentityError when the folder holds a CA of another trust domain or cannot be written.
     """
@@ -95,7 +97,7 @@ def create(
         pki.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _ensure_ca(pki, now)
         uri = shard_uri(trust_domain, shard)
-        issue(pki, "shard", uris=[uri], hosts=hosts, server=True, now=now)
+        issue(pki, stem, uris=[uri], hosts=hosts, server=True, now=now)
         for name in tenants:
             issue_tenant(pki.directory, name, now=now)
     except OSError as error:

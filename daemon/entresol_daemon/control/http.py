@@ -17,6 +17,7 @@ import functools
 import ipaddress
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ REPLY_DEADLINE_S = 10.0
 LINGER_S = 1.0
 LINGER_READS_MAX = 64
 BACKLOG = 16
+BACKLOG_KEPT = 512  # of a socket that gathers whoever comes while no daemon runs
 
 _REASONS = {
     200: "OK",
@@ -90,12 +92,15 @@ class HttpServer:
         port: int = 0,
         request_deadline_s: float = REQUEST_DEADLINE_S,
         overview: OverviewSource | None = None,
+        listening: socket.socket | None = None,
     ) -> None:
+        """`listening` is used instead of a socket of its own; the server owns it."""
         self._metrics = metrics
         self._reasons_not_ready = reasons_not_ready
         self._host = host
         self._port = port
         self._request_deadline_s = request_deadline_s
+        self._listening = listening
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._renderer: Pool | None = None
@@ -118,9 +123,10 @@ class HttpServer:
         """Bind and serve. Raises: OSError when the address is taken."""
         assert self._server is None, "started twice"
         # Rendering takes milliseconds: a thread of our own keeps the loop free of it.
-        self._server = await asyncio.start_server(
-            self._accept, self._host, self._port, limit=REQUEST_BYTES_MAX, backlog=BACKLOG
-        )
+        place: dict[str, Any] = {"host": self._host, "port": self._port, "backlog": BACKLOG}
+        if self._listening is not None:
+            place = {"sock": self._listening, "backlog": BACKLOG_KEPT}
+        self._server = await asyncio.start_server(self._accept, **place, limit=REQUEST_BYTES_MAX)
         self._renderer = Pool(1, "entresol-http")
         log.info("event=http_listening host=%s port=%d", self._host, self.port)
 

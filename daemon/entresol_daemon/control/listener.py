@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from entresol_daemon.control.accepting import CLOSE_SECONDS_MAX, TlsServer
@@ -136,17 +137,19 @@ class ControlListener:
 
     def __init__(
         self, shard: Shard, *, host: str, port: int, tls: ssl.SSLContext, trust_domain: str,
-        server: Callable[..., TlsServer] = TlsServer,
+        sockets: Sequence[socket.socket] = (), server: Callable[..., TlsServer] = TlsServer,
     ) -> None:  # fmt: skip
+        """`sockets` listen already, at this host, and are kept by whoever started the daemon."""
         self.shard = shard
         self.trust_domain = trust_domain
         self.host = host
         self.port = port
         self.connections: set[_Connection] = set()
         self.finishing: set[asyncio.Task[None]] = set()
+        self._kept = bool(sockets)
         self._server: TlsServer | None = server(
             lambda: _Connection(self), host=host, port=port, tls=tls,
-            shake_hands=self._shake_hands, refused=self._refused,
+            shake_hands=self._shake_hands, refused=self._refused, sockets=sockets,
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -172,6 +175,14 @@ class ControlListener:
         for connection in list(self.connections):
             if connection.handler is not None:
                 connection.handler.say_goodbye(status, message)
+
+    def hand_over(self) -> None:
+        """Leave whoever connects from now on to the next process, if its socket outlives this one.
+
+        Otherwise they are accepted and told that this daemon drains.
+        """
+        if self._kept and self._server is not None:
+            self._server.stop_accepting()
 
     async def close(self) -> None:
         """Stop listening, end every connection, wait for their sessions. Idempotent."""

@@ -62,10 +62,14 @@ class ListeningServer(abc.ABC, Generic[E]):
         """
 
     def _listen(self, listener: socket.socket) -> None:
-        """Begin to accept on a bound socket, which the server owns from here on."""
+        """Begin to accept on a bound socket, which the server owns from here on.
+
+        One that listens already keeps its queue as it is: it is another's, too.
+        """
         assert self._listener is None, "started twice"
         listener.setblocking(False)
-        listener.listen(limits.DATA_STREAMS_PENDING_MAX)
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listener.listen(limits.DATA_STREAMS_PENDING_MAX)
         self._listener = listener
         self._accepting = asyncio.get_running_loop().create_task(self._accept_all(listener))
 

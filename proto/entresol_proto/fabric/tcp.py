@@ -327,7 +327,8 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
     `host` is what to bind; it has no default. `advertise_host` is what offers name, by default the
     bound address; for a wildcard address the client uses the host of its control stream. `ssl`
     turns TLS on; `certificate_sha256` gives the digest of the DER form of the certificate in force,
-    which each offer makes its client insist on.
+    which each offer makes its client insist on. `listening` is a bound socket to use instead of a
+    new one; the server owns it.
     """
 
     kind = FabricKind.TCP
@@ -341,6 +342,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
         ssl: ssl_module.SSLContext | None = None,
         certificate_sha256: Callable[[], bytes] | None = None,
         advertise_host: str | None = None,
+        listening: socket.socket | None = None,
         offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
     ) -> None:
         super().__init__(offer_lifetime_ns=offer_lifetime_ns)
@@ -356,6 +358,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
         self._ssl = ssl
         self._pin = certificate_sha256 if ssl is not None else None
         self._advertise = advertise_host
+        self._given = listening
 
     @property
     def port(self) -> int:
@@ -364,6 +367,19 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
 
     async def start(self) -> None:
         """Bind and listen. Raises: FabricError."""
+        given, self._given = self._given, None
+        listener = await self._bound() if given is None else given
+        try:
+            self._listen(listener)
+        except OSError as error:
+            listener.close()
+            raise self._cannot_listen(error) from None
+        bound_host, self._port = listener.getsockname()[:2]
+        if self._advertise is None:
+            self._advertise = "" if bound_host in _WILDCARDS else bound_host
+
+    async def _bound(self) -> socket.socket:
+        """A new socket at the configured address. Raises: FabricError."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(
@@ -376,16 +392,16 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            self._listen(listener)
         except OSError as error:
             listener.close()
-            raise FabricError(
-                f"cannot listen on {self._host}:{self._port}: {error}",
-                hint="is the port taken, or the address not on this machine?",
-            ) from None
-        bound_host, self._port = listener.getsockname()[:2]
-        if self._advertise is None:
-            self._advertise = "" if bound_host in _WILDCARDS else bound_host
+            raise self._cannot_listen(error) from None
+        return listener
+
+    def _cannot_listen(self, error: OSError) -> FabricError:
+        return FabricError(
+            f"cannot listen on {self._host}:{self._port}: {error}",
+            hint="is the port taken, or the address not on this machine?",
+        )
 
     def offer(self, *, peer: object | None = None) -> Offer:
         """See `base.FabricServer.offer`."""

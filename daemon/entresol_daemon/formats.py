@@ -1,0 +1,90 @@
+"""Which formats the data of a configuration has, and whether this build reads them.
+
+Asked before a daemon starts (`entresold --check`) and by a package before it replaces a newer one
+(`entresold formats`), so that going back across a change of format is refused with the reason while
+the version that can read the data is still installed.
+
+Invariant: nothing is opened for writing, no key is needed, and what is damaged is left to the
+daemon to judge: only a version that was read, and is another one, is a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from entresol_daemon.config import Config
+from entresol_daemon.flash.device import BLOCK
+from entresol_daemon.flash.superblock import FORMAT_VERSION, version_of
+from entresol_daemon.keys.state import KEYRING_VERSION
+from entresol_proto.status import FormatError
+
+KEYRING_BYTES_MAX = 1 << 30
+READS = {"data-file": FORMAT_VERSION, "keyring": KEYRING_VERSION}
+KEYRINGS = ("keyring.json", "keyring.json.bak")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One thing on disk, the format version it says it has, and the one this build reads."""
+
+    kind: str  # a key of READS
+    path: Path
+    version: int
+
+    @property
+    def readable(self) -> bool:
+        """Whether this build reads it."""
+        return self.version == READS[self.kind]
+
+
+def look(config: Config) -> list[Found]:
+    """What is there; things that are missing, blank or damaged are left out. Raises: OSError."""
+    return [*_data_file(config.flash_path), *_keyring(config.shard.state_dir)]
+
+
+def check(config: Config) -> None:
+    """Raises: FormatError for data that another version wrote, OSError when it cannot be read."""
+    for found in look(config):
+        if not found.readable:
+            newer = found.version > READS[found.kind]
+            raise FormatError(
+                f"{found.path} has {found.kind} format version {found.version}, this build reads "
+                f"version {READS[found.kind]}",
+                hint="a newer version wrote it: install that one again, nothing was changed"
+                if newer
+                else "start the version that wrote it, or give an empty place",
+            )
+
+
+def _data_file(path: Path) -> Iterator[Found]:
+    """The newer of the two superblocks' versions."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        last = (os.lseek(fd, 0, os.SEEK_END) & -BLOCK) - BLOCK
+        blocks = [os.pread(fd, BLOCK, offset) for offset in {0, max(0, last)}]
+    finally:
+        os.close(fd)
+    versions = [version_of(block) for block in blocks if len(block) == BLOCK]
+    known = [version for version in versions if version is not None]
+    if known:
+        yield Found("data-file", path, max(known))
+
+
+def _keyring(folder: Path) -> Iterator[Found]:
+    for name in KEYRINGS:
+        try:
+            with open(folder / name, "rb") as file:
+                version = json.loads(file.read(KEYRING_BYTES_MAX))["version"]
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError, RecursionError):  # damaged: the daemon says how
+            continue
+        if type(version) is int:
+            yield Found("keyring", folder / name, version)

@@ -1,0 +1,239 @@
+"""The steps of one life up to its last upgrade: what is done, and what must hold afterwards.
+
+Every step ends with what it found, in words, and takes the time it takes: numbers are printed, and
+none is asserted. While the daemon is restarted, killed, hung and upgraded, one and the same host
+process works against it (`inside/load.py`); it must see right bytes or misses, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.deploy import after, locks
+from tests.deploy.world import (
+    PYTHON,
+    SECONDS_MAX,
+    SOCKET,
+    TOML,
+    UNIT,
+    WORK_BLOCKS,
+    Load,
+    World,
+    expect,
+)  # fmt: skip
+
+PORTS = ("7440", "7442", "7443")
+STOP_FILE = "/run/load.stop"
+RESTARTS = 3
+DEMO_TOKENS = "256"
+STATE = "/var/lib/entresol"
+FLASH = "1GiB"
+# What a host may be told while its daemon is away: a miss, whatever it is called.
+MISSES = {"miss", "gap", "draining", "disconnected", "breaker_open", "deadline", "busy"}
+
+
+def boot(world: World) -> str:
+    world.machine.boot()
+    release = world.machine.run("cat", "/etc/debian_version").stdout.strip()
+    systemd = world.machine.run("systemctl", "--version").stdout.splitlines()[0]
+    return f"Debian {release}, {systemd}"
+
+
+def install(world: World) -> str:
+    # Losing power is not in this life: dpkg need not flush each of its thousands of files.
+    world.machine.write(Path("/etc/dpkg/dpkg.cfg.d/deploy"), "force-unsafe-io\n")
+    for package in (world.packages.first, world.packages.next):
+        shutil.copy(package, world.machine.root / "root" / package.name)
+    world.dpkg("-i", f"/root/{world.packages.first.name}")
+    world.machine.run("id", "entresol")
+    for unit in (UNIT, SOCKET):
+        expect(world.active(unit) == "inactive", f"{unit} was started by installing it")
+    expect(not world.there("/etc/entresol/kek"), "a key was made by installing it")
+    world.machine.run(
+        "systemd-analyze", "verify", "--man=no", "--recursive-errors=no", UNIT, SOCKET,
+        "entresold-keys.service", "entresold@5.service", "entresold@5.socket",
+    )  # fmt: skip
+    return f"version {world.installed()}, nothing started, no key made"
+
+
+def first_start(world: World) -> str:
+    world.systemctl("enable", "--now", UNIT)
+    expect(world.active(SOCKET) == "active", "the sockets are not kept")
+    for path, wanted in (
+        ("kek", "600 root"), ("pki/shard.key", "640 root"), ("pki/ca.key", "600 root"),
+    ):  # fmt: skip
+        found = world.machine.run("stat", "-c", "%a %U", f"/etc/entresol/{path}").stdout.strip()
+        expect(found == wanted, f"{path} is {found}, not {wanted}")
+    said = world.machine.journal(UNIT)
+    expect("event=sandboxed" in said, "its own sandbox is not there")
+    (life,) = world.lives()
+    expect(life["recovery"] == "formatted", f"a first start was {life['recovery']}")
+    return f"ready, says: {world.machine.show(UNIT, 'StatusText')}"
+
+
+def restrictions(world: World) -> str:
+    world.locks = found = locks.look(world.machine)
+    expect(len(found.applied) >= 10, f"only {found.applied} hold here")
+    return f"{len(found.applied)} tried and held, {len(found.not_applied)} not applied (see below)"
+
+
+def tenants(world: World) -> str:
+    names = ("dev", "other", "load")
+    for name in names:
+        world.entresold("certify", name, f"/etc/entresol/tenants/{name}")
+    for name in names:
+        world.entresol("tenant", "add", name)
+    return f"three; doctor: {world.entresol('doctor').stdout.strip().splitlines()[-1]}"
+
+
+def configure(world: World) -> str:
+    """A smaller store, as an operator would change it; no later step may lose that."""
+    text = world.machine.run("cat", TOML).stdout
+    expect('"4GiB"' in text, "the packaged configuration says another size")
+    world.systemctl("stop", SOCKET, UNIT)
+    world.machine.write(Path(TOML), text.replace('"4GiB"', f'"{FLASH}"'))
+    world.machine.run("rm", f"{STATE}/flash.data")
+    world.systemctl("start", UNIT)
+    return f"a data file of {FLASH} instead"
+
+
+def demo(world: World) -> str:
+    done = world.machine.run(
+        PYTHON, "-IB", "/mnt/inside/demo_on_unit.py", DEMO_TOKENS, check=False
+    )  # fmt: skip
+    expect(done.stdout.strip(), f"the demo did not run: {done.stderr[-800:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    expect(done.returncode == 0 and not found["broken"], f"broken promises: {found['broken']}")
+    world.systemctl("start", UNIT)
+    return (
+        f"{found['durable']} blocks durable, {found['warm_restart_hits']} back after SIGKILL, "
+        f"{found['corrupt_blocks_detected']} damaged and found, over {found['fabric']}"
+    )
+
+
+def host_begins(world: World) -> str:
+    world.load = Load(
+        world.machine.start(
+            PYTHON, "-IB", "/mnt/inside/load.py", "--run", "life", "--until", STOP_FILE,
+            "--config", "/etc/entresol/tenants/load/client.toml", "--knock", *PORTS,
+        )
+    )  # fmt: skip
+    load = world.load
+    threading.Thread(target=load.listen, daemon=True).start()
+    world.until(lambda: load.durable() >= WORK_BLOCKS, "the first durable blocks")
+    return f"{load.durable()} blocks durable so far"
+
+
+def restart(world: World) -> str:
+    before = world.pid()
+    with world.work_goes_on():
+        began_s = time.monotonic()
+        world.systemctl("restart", UNIT)
+        took_s = time.monotonic() - began_s
+    expect(world.pid() not in (before, 0), "the process is the same")
+    expect("event=drained complete=True" in world.machine.journal(UNIT), "it did not drain")
+    life = world.lives()[-1]
+    expect(life["recovery"] == "checkpoint", f"the start after a stop was {life['recovery']}")
+    return f"{took_s:.1f} s from stop to ready; {life['blocks']} blocks by {life['recovery']}"
+
+
+def new_certificate(world: World) -> str:
+    before = world.pid()
+    reloads = world.machine.journal(UNIT).count("event=tls_reloaded")
+    with world.work_goes_on():
+        world.machine.run("rm", "/etc/entresol/pki/shard.pem", "/etc/entresol/pki/shard.key")
+        world.entresold("prepare", "--group", "entresol")
+        world.systemctl("reload", UNIT)
+        world.until(
+            lambda: world.machine.journal(UNIT).count("event=tls_reloaded") > reloads,
+            "the new certificate",
+        )
+    expect(world.pid() == before, "a new certificate took a new process")
+    world.entresol("doctor")  # shakes hands anew
+    return "taken over by HUP, in the same process"
+
+
+def kill(world: World) -> str:
+    before = world.pid()
+    with world.work_goes_on():
+        began_s = time.monotonic()
+        world.systemctl("kill", "--signal=KILL", "--kill-who=main", UNIT)
+        world.until(lambda: world.pid() not in (before, 0) and world.is_up(), "another process")
+        took_s = time.monotonic() - began_s
+    life = world.lives()[-1]
+    return f"back after {took_s:.1f} s; {life['blocks']} blocks by {life['recovery']}"
+
+
+def hang(world: World) -> str:
+    """With a watchdog of 3 s instead of 30, to wait less; everything else is as installed."""
+    world.drop_in("[Service]\nWatchdogSec=3\n")
+    world.systemctl("restart", UNIT)
+    before = world.pid()
+    with world.work_goes_on():
+        hanging = world.machine.start(PYTHON, "-IB", "/mnt/inside/hang.py", str(before))
+        began_s = time.monotonic()
+        world.until(lambda: world.pid() not in (before, 0) and world.is_up(), "another process")
+        took_s = time.monotonic() - began_s
+        hanging.communicate(timeout=SECONDS_MAX)
+    said = world.machine.journal(UNIT)
+    expect("Watchdog timeout" in said, "systemd did not say that it was the watchdog")
+    expect("most recent call first" in said, "the log does not say where the threads were")
+    world.drop_in("")  # the next start's watchdog is the unit's again
+    return f"its main thread stopped: killed and back after {took_s:.1f} s, stacks in the log"
+
+
+def upgrade(world: World) -> str:
+    before, wanted = world.installed(), world.packages.next_version
+    with world.work_goes_on():
+        began_s = time.monotonic()
+        world.dpkg("-i", f"/root/{world.packages.next.name}")
+        took_s = time.monotonic() - began_s
+    expect(f'"{FLASH}"' in world.machine.run("cat", TOML).stdout, "the configuration was replaced")
+    life = world.lives()[-1]
+    expect(life["version"] == wanted, f"{life['version']} runs after the upgrade to {wanted}")
+    expect(life["recovery"] == "checkpoint", f"the next version's start was {life['recovery']}")
+    return f"{before} to {wanted} in {took_s:.1f} s; {life['blocks']} blocks by {life['recovery']}"
+
+
+def host_ends(world: World) -> str:
+    world.machine.run("touch", STOP_FILE)
+    load, world.load = world.load, None
+    assert load is not None
+    status = load.process.wait(SECONDS_MAX)
+    found = load.said[-1] if load.said else {}
+    expect(status == 0 and found.get("final"), "the host failed: " + "\n".join(load.noise[-30:]))
+    expect(found["wrong_bytes"] == 0, f"{found['wrong_bytes']} blocks had wrong bytes")
+    expect(found["missing"] == 0, f"{found['missing']} of {found['durable']} blocks are gone")
+    expect(not found["knocks_wrong"], f"refused connects: {found['knocks_wrong']}")
+    expect(not found["refused"], f"the client was refused: {found['refused']}")
+    strange = (set(found["got_as"]) | set(found["put_as"])) - MISSES - {"ok"}
+    expect(not strange, f"the host was told {strange}")
+    return (
+        f"{found['durable']} durable blocks all there, 0 wrong bytes; gets {found['got_as']}, puts "
+        f"{found['put_as']}; {found['connects']} sessions; {found['knocks']} connects, 0 refused; "
+        f"longest call {found['longest_call_ms']} ms"
+    )
+
+
+STEPS: list[tuple[str, Callable[[World], str]]] = [
+    ("boot", boot),
+    ("install", install),
+    ("first start", first_start),
+    ("restrictions", restrictions),
+    ("tenants", tenants),
+    ("configure", configure),
+    ("demo on the unit", demo),
+    ("a host begins", host_begins),
+    *[(f"restart {at + 1}", restart) for at in range(RESTARTS)],
+    ("new certificate", new_certificate),
+    ("SIGKILL", kill),
+    ("a hung loop", hang),
+    ("upgrade", upgrade),
+    ("the host ends", host_ends),
+    *after.STEPS,
+]

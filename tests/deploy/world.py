@@ -1,0 +1,159 @@
+"""What the steps of a life have in common: the machine, the packages, one host, patience.
+
+Invariant: waiting is bounded, and what was waited for in vain is said by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.deploy.locks import Locks
+from tests.deploy.machine import Machine
+from tests.deploy.packages import Packages
+
+UNIT, SOCKET = "entresold.service", "entresold.socket"
+TOML = "/etc/entresol/entresold.toml"
+PYTHON = "/usr/lib/entresol/bin/python3"
+SECONDS_MAX = 120.0
+WORK_BLOCKS = 20  # that become durable while something happens to the daemon
+
+T = TypeVar("T")
+
+
+class Broken(AssertionError):
+    """A promise that did not hold."""
+
+
+def expect(held: object, text: str) -> None:
+    """Raises: Broken."""
+    if not held:
+        raise Broken(text)
+
+
+@dataclass
+class Load:
+    """The host process, and the last thing it said."""
+
+    process: subprocess.Popen[str]
+    said: list[dict[str, Any]] = field(default_factory=list)
+    noise: list[str] = field(default_factory=list)
+
+    def listen(self) -> None:
+        """In a thread: read until it ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                self.said.append(json.loads(line))
+            except ValueError:
+                self.noise.append(line.rstrip())
+
+    def durable(self) -> int:
+        return int(self.said[-1]["durable"]) if self.said else 0
+
+    def check_alive(self) -> None:
+        expect(
+            self.process.poll() is None, "the host process ended: " + "\n".join(self.noise[-20:])
+        )
+
+
+class World:
+    """One machine, two packages, at most one host."""
+
+    def __init__(self, machine: Machine, packages: Packages) -> None:
+        self.machine = machine
+        self.packages = packages
+        self.load: Load | None = None
+        self.locks: Locks | None = None
+
+    # The unit ------------------------------------------------------------------------------------
+
+    def active(self, unit: str) -> str:
+        """active, inactive, failed, activating ..."""
+        return self.machine.show(unit, "ActiveState")
+
+    def pid(self, unit: str = UNIT) -> int:
+        """Of the daemon; 0 while there is none."""
+        return int(self.machine.show(unit, "MainPID"))
+
+    def is_up(self, unit: str = UNIT) -> bool:
+        return self.active(unit) == "active" and bool(self.pid(unit))
+
+    def lives(self, unit: str = UNIT) -> list[dict[str, str]]:
+        """What each start said of itself when it served."""
+        found = []
+        for line in self.machine.journal(unit).splitlines():
+            if "event=serving" in line:
+                words = (word.partition("=") for word in line.split())
+                found.append({name: value for name, _, value in words})
+        return found
+
+    def systemctl(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.machine.run("systemctl", *words, check=check)
+
+    def drop_in(self, text: str, unit: str = UNIT) -> None:
+        """Set what `systemctl edit` would; an empty text takes it back."""
+        folder = f"/run/systemd/system/{unit}.d"
+        if text:
+            self.machine.run("mkdir", "-p", folder)
+            self.machine.write(Path(folder, "test.conf"), text)
+        else:
+            self.machine.run("rm", "-rf", folder)
+        self.systemctl("daemon-reload")
+
+    # Commands ------------------------------------------------------------------------------------
+
+    def there(self, path: str) -> bool:
+        return self.machine.run("test", "-e", path, check=False).returncode == 0
+
+    def dpkg(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.machine.run("dpkg", *words, check=check)
+
+    def entresold(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """The daemon's command with the packaged configuration."""
+        return self.machine.run("entresold", "--config", TOML, *words, check=check)
+
+    def entresol(
+        self, *words: str, tenant: str = "load", check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """The client's command, as a tenant and, being root there, as the operator."""
+        command, *rest = words
+        config = f"/etc/entresol/tenants/{tenant}/client.toml"
+        verb = [rest.pop(0)] if command == "tenant" else []
+        return self.machine.run("entresol", command, *verb, "--config", config, *rest, check=check)
+
+    def installed(self) -> str:
+        """The version that the command says."""
+        return self.machine.run("entresold", "--version").stdout.split()[-1]
+
+    # Waiting -------------------------------------------------------------------------------------
+
+    def until(self, look: Callable[[], T], what: str) -> T:
+        """Look again until there is something. Raises: Broken."""
+        until_s = time.monotonic() + SECONDS_MAX
+        while True:
+            found = look()
+            if found:
+                return found
+            if self.load is not None:
+                self.load.check_alive()
+            expect(time.monotonic() < until_s, f"waited in vain for {what}")
+            time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def work_goes_on(self) -> Iterator[None]:
+        """The host stored more, before and after what happens in between; it is still there."""
+        load = self.load
+        assert load is not None, "no host has begun"
+        start = load.durable()
+        self.until(lambda: load.durable() > start, "a durable block before")
+        yield
+        start = load.durable()
+        self.until(lambda: load.durable() >= start + WORK_BLOCKS, "durable blocks afterwards")
+        load.check_alive()

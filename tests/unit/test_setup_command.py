@@ -1,0 +1,212 @@
+"""What a package and its operator ask of `entresold` before a start: keys, certificates, formats.
+
+The faults: a new key over old data, a certificate replaced behind somebody's back, a private key
+that too many may read, an older version started on newer data.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+
+from entresol_client.config import ClientConfig
+from entresol_daemon import formats
+from entresol_daemon.__main__ import main
+from entresol_daemon.config import Config
+from entresol_daemon.flash.device import BLOCK
+from entresol_daemon.flash.superblock import FORMAT_VERSION, Superblock, encode_superblock
+from entresol_daemon.keys.keyring import Keyring
+from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.keys.state import KEYRING_VERSION
+from entresol_proto.status import FormatError
+
+VERSION_AT = 8  # of a superblock, daemon/DATA_FILE.md
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "entresold.toml"
+    path.write_text(
+        f'[shard]\nname = "shard0"\nstate_dir = "{tmp_path}/state"\n'
+        f'[listen]\nunix_dir = "{tmp_path}/run"\ncontrol_host = "127.0.0.2"\n'
+        f'[tls]\ncert = "{tmp_path}/pki/shard.pem"\nkey = "{tmp_path}/pki/shard.key"\n'
+        f'ca = "{tmp_path}/pki/ca.pem"\n'
+        f'[keys]\nkek_file = "{tmp_path}/kek"\n'
+    )
+    return path
+
+
+def run(toml: Path, *words: str | Path) -> int:
+    return main(["--config", str(toml), *map(str, words)])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def data_file(path: Path, version: int, *, only_mirror: bool = False) -> None:
+    """A data file that says it is of `version`: both superblocks, or the second one."""
+    block = bytearray(encode_superblock(Superblock(bytes(16), bytes(32), 1 << 20, 4, 8 * BLOCK), 0))
+    assert struct.unpack_from("<I", block, VERSION_AT) == (FORMAT_VERSION,)
+    struct.pack_into("<I", block, VERSION_AT, version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first = bytes(BLOCK) if only_mirror else bytes(block)
+    path.write_bytes(first + bytes(7 * BLOCK) + bytes(block))
+
+
+def test_prepare_makes_what_is_missing_and_only_once(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kek = toml.parent / "kek"
+    assert run(toml, "prepare", "--kek", kek) == 0
+    said = capsys.readouterr().out
+    assert "keep a copy" in said
+    assert FileKek.open(kek).kek_id().hex() in said
+    made = files_of(toml.parent)
+    assert set(made) >= {"kek", "pki/ca.pem", "pki/ca.key", "pki/shard.pem", "pki/shard.key"}
+    for name in ("kek", "pki/ca.key", "pki/shard.key"):
+        assert stat.S_IMODE((toml.parent / name).stat().st_mode) == 0o600, name
+    assert run(toml, "prepare", "--kek", kek) == 0
+    assert files_of(toml.parent) == made
+    assert capsys.readouterr().out.count("stay") == 2
+
+
+def test_prepare_makes_no_key_over_a_keyring_whose_key_is_missing(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kek = toml.parent / "kek"
+    Keyring.open(toml.parent / "state", FileKek.generate(kek)).close()
+    kek.unlink()
+    for name in ("keyring.json", "keyring.json.bak"):  # then with both damaged
+        assert run(toml, "prepare", "--kek", kek) == 1
+        assert "wrapped under" in capsys.readouterr().err
+        assert not kek.exists()
+        (toml.parent / "state" / name).write_bytes(b"{")
+    assert run(toml, "prepare", "--kek", kek) == 1
+
+
+def test_prepare_leaves_half_a_set_of_certificates_alone(toml: Path) -> None:
+    (toml.parent / "pki").mkdir()
+    (toml.parent / "pki/ca.pem").write_text("the site's\n")
+    assert run(toml, "prepare") == 0
+    assert files_of(toml.parent / "pki") == {"ca.pem": b"the site's\n"}
+
+
+def test_prepare_makes_nothing_in_other_places(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml.write_text(toml.read_text().replace("pki/shard.pem", "pki/mine.crt"))
+    assert run(toml, "prepare") == 1
+    assert "bring your own" in capsys.readouterr().err
+    assert not (toml.parent / "pki").exists()
+
+
+def test_the_shards_key_is_shared_with_its_group_and_the_authoritys_is_not(toml: Path) -> None:
+    group = grp.getgrgid(os.getegid()).gr_name
+    assert run(toml, "prepare", "--group", group) == 0
+    modes = {
+        name: stat.S_IMODE((toml.parent / "pki" / name).stat().st_mode)
+        for name in ("", "shard.key", "ca.key")
+    }
+    assert modes == {"": 0o750, "shard.key": 0o640, "ca.key": 0o600}
+
+
+def test_the_next_shard_of_a_machine_gets_its_certificate_from_the_same_authority(
+    toml: Path,
+) -> None:
+    assert run(toml, "prepare") == 0
+    before = files_of(toml.parent / "pki")
+    other = toml.with_name("5.toml")
+    other.write_text(toml.read_text().replace("pki/shard.", "pki/5.").replace("shard0", "shard5"))
+    assert run(other, "prepare") == 0
+    after = files_of(toml.parent / "pki")
+    assert set(after) - set(before) == {"5.pem", "5.key"}
+    assert {name: after[name] for name in before} == before
+
+
+def test_prepare_says_which_group_is_missing(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(toml, "prepare", "--group", "no-such-group-here") == 1
+    assert "no-such-group-here" in capsys.readouterr().err
+
+
+def test_a_tenants_folder_is_all_that_its_host_needs(toml: Path, tmp_path: Path) -> None:
+    assert run(toml, "prepare") == 0
+    for _ in range(2):
+        assert run(toml, "certify", "acme", tmp_path / "out") == 0
+    moved = (tmp_path / "out").rename(tmp_path / "elsewhere")
+    config = ClientConfig.load(moved / "client.toml")
+    assert config.tls.cert.read_bytes() == (tmp_path / "pki/tenants/acme.pem").read_bytes()
+    assert stat.S_IMODE(config.tls.key.stat().st_mode) == 0o600
+    assert (config.shards[0].host, config.shards[0].port) == ("127.0.0.2", 7440)
+    assert run(toml, "certify", "acme", tmp_path / "out", "--host", "10.0.0.7") == 0
+    assert ClientConfig.load(tmp_path / "out/client.toml").shards[0].host == "10.0.0.7"
+
+
+def test_a_bad_name_gets_no_certificate(toml: Path, tmp_path: Path) -> None:
+    assert run(toml, "prepare") == 0
+    assert run(toml, "certify", "../acme", tmp_path / "out") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["prepare", "formats"])
+def test_they_need_the_daemons_configuration(command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command])
+    assert caught.value.code == 2
+
+
+def test_nothing_there_is_nothing_to_refuse(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(toml, "formats") == 0
+    assert capsys.readouterr().out == ""
+    assert run(toml, "--check") == 0
+
+
+@pytest.mark.parametrize("only_mirror", [False, True])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 77])
+def test_data_of_another_version_is_refused_with_the_way_back(
+    toml: Path, capsys: pytest.CaptureFixture[str], version: int, only_mirror: bool
+) -> None:
+    data_file(toml.parent / "state/flash.data", version, only_mirror=only_mirror)
+    assert run(toml, "formats") == 1
+    out = capsys.readouterr().out.split()
+    assert out[:3] == ["data-file", str(version), str(FORMAT_VERSION)]
+    assert run(toml, "--check") == 1
+    said = capsys.readouterr().err
+    assert f"format version {version}" in said
+    assert "install that one again" in said
+
+
+def test_a_keyring_of_another_version_is_refused(toml: Path) -> None:
+    kek = FileKek.generate(toml.parent / "kek")
+    Keyring.open(toml.parent / "state", kek).close()
+    config = Config.load(toml)
+    assert {(one.kind, one.version) for one in formats.look(config)} == {
+        ("keyring", KEYRING_VERSION)
+    }
+    copy = toml.parent / "state/keyring.json.bak"
+    copy.write_text(
+        copy.read_text().replace(f'"version":{KEYRING_VERSION}', f'"version":{KEYRING_VERSION + 1}')
+    )
+    with pytest.raises(FormatError, match=r"keyring\.json\.bak has keyring format version"):
+        formats.check(config)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"version": "1"}', b"[" * 100_000, b"\xff"]
+)
+def test_what_is_damaged_is_the_daemons_to_judge(toml: Path, content: bytes) -> None:
+    (toml.parent / "state").mkdir()
+    (toml.parent / "state/keyring.json").write_bytes(content)
+    (toml.parent / "state/flash.data").write_bytes(content)
+    assert formats.look(Config.load(toml)) == []
