@@ -22,6 +22,7 @@ from tests.deploy.world import (
     TOML,
     UNIT,
     WORK_BLOCKS,
+    Broken,
     Load,
     World,
     expect,
@@ -218,6 +219,34 @@ def host_ends(world: World) -> str:
     )
 
 
+def without_sockets(world: World) -> str:
+    """The fault to be found: nobody keeps the sockets while the daemon is away."""
+    world.systemctl("stop", SOCKET, UNIT)
+    world.systemctl("mask", "--runtime", SOCKET)
+    world.systemctl("start", UNIT)
+    return "entresold.socket is masked"
+
+
+def host_is_refused(world: World) -> str:
+    """Raises: Broken when the host noticed nothing."""
+    try:
+        host_ends(world)
+    except Broken as found:
+        expect("refused connects" in str(found), f"something else was found: {found}")
+        return "found"
+    raise Broken("connects were refused, and no step noticed")
+
+
+CANARY: list[tuple[str, Callable[[World], str]]] = [
+    ("boot", boot),
+    ("install", install),
+    ("first start", first_start),
+    ("tenants", tenants),
+    ("planted: no sockets", without_sockets),
+    ("a host begins", host_begins),
+    ("restart", restart),
+    ("the host ends", host_is_refused),
+]
 STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("boot", boot),
     ("install", install),
