@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tests.deploy import packages, rootfs
-from tests.deploy.life import STEPS
+from tests.deploy.life import CANARY, STEPS
 from tests.deploy.locks import Locks
 from tests.deploy.machine import Machine, why_not
 from tests.deploy.world import Broken, World
@@ -32,7 +32,10 @@ def say(seconds: float, name: str, text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
     options = argparse.ArgumentParser(prog="python -m tests.deploy", description=__doc__)
-    options.add_argument("--keep", action="store_true", help="print the journal of the unit, too")
+    options.add_argument("--journal", action="store_true", help="print the daemons' logs, too")
+    options.add_argument(
+        "--canary", action="store_true", help="a short life with a fault that must be found"
+    )
     options.add_argument(
         "--packages", type=Path, metavar="DIR", help="take both from here; built when it is empty"
     )
@@ -52,19 +55,23 @@ def main(arguments: list[str] | None = None) -> int:
     say(time.monotonic() - began_s, "root file system", "a minimal Debian with systemd, cached")
     with tempfile.TemporaryDirectory(prefix="entresol-packages-") as name:
         began_step_s = time.monotonic()
-        built = packages.build(ARCH, chosen.packages or Path(name))
+        try:
+            built = packages.build(ARCH, chosen.packages or Path(name))
+        except HarnessError as error:
+            say(time.monotonic() - began_step_s, "packages", f"BROKEN: {error}")
+            return RC_BROKEN
         size = built.first.stat().st_size / 1e6
         say(time.monotonic() - began_step_s, "packages", f"two versions, {size:.0f} MB unpacked")
-        status = _live(built, chosen.until, journal=chosen.keep)
+        status = _live(built, chosen)
     say(time.monotonic() - began_s, "all of it", "held" if not status else "BROKEN")
     return status
 
 
-def _live(built: packages.Packages, until: str | None, *, journal: bool) -> int:
+def _live(built: packages.Packages, chosen: argparse.Namespace) -> int:
     machine = Machine(Path(rootfs.image(ARCH)), Path(__file__).parent / "inside")
     world = World(machine, built)
     try:
-        for name, step in STEPS:
+        for name, step in CANARY if chosen.canary else STEPS:
             began_s = time.monotonic()
             try:
                 found = step(world)
@@ -73,9 +80,9 @@ def _live(built: packages.Packages, until: str | None, *, journal: bool) -> int:
                 print(machine.journal("entresold*")[-6000:], file=sys.stderr)
                 return RC_BROKEN
             say(time.monotonic() - began_s, name, found)
-            if name == until:
+            if name == chosen.until:
                 break
-        if journal:
+        if chosen.journal:
             print(machine.journal("entresold*"), file=sys.stderr)
     finally:
         if world.load is not None:

@@ -17,7 +17,7 @@ DISK = "192m"
 FLASH = "128MiB"
 VERSION_AT = 8  # of a data file's superblock, daemon/DATA_FILE.md
 LATER = 99  # a format that nobody reads yet
-RECEIPT = "/root/receipt.json"
+RECEIPT = "/srv/receipt.json"
 
 
 def full_disk(world: World) -> str:
@@ -37,23 +37,23 @@ def full_disk(world: World) -> str:
     world.machine.run("mkdir", "-p", FIFTH_STATE)
     world.machine.run("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", FIFTH_STATE)
     world.systemctl("start", FIFTH)
-    folder = "/root/five"
+    folder = "/srv/five"
     world.machine.run("entresold", "--config", FIFTH_TOML, "certify", "five", folder)
     tool = ("env", f"ENTRESOL_CONFIG={folder}/client.toml", "entresol")
     world.machine.run(*tool, "tenant", "add", "five")
-    world.machine.run("dd", "if=/dev/urandom", "of=/root/content", "bs=1M", "count=4")
-    world.machine.run(*tool, "put", "/root/content", "--name", "kept")
+    world.machine.run("dd", "if=/dev/urandom", "of=/srv/content", "bs=1M", "count=4")
+    world.machine.run(*tool, "put", "/srv/content", "--name", "kept")
     fill = f"{FIFTH_STATE}/fill"
     filled = world.machine.run("dd", "if=/dev/zero", f"of={fill}", "bs=64k", check=False)
     expect("No space left" in filled.stderr, f"the disk is not full: {filled.stderr}")
     refused = world.machine.run(*tool, "tenant", "add", "six", check=False)
     expect(refused.returncode != 0, "a tenant was added to a keyring that cannot be written")
-    world.machine.run(*tool, "put", "/root/content", "--name", "while-full")
+    world.machine.run(*tool, "put", "/srv/content", "--name", "while-full")
     world.systemctl("restart", FIFTH)  # no room for the index's checkpoint
     for name in ("kept", "while-full"):
-        world.machine.run(*tool, "get", "--name", name, "--output", f"/root/{name}")
-        world.machine.run("cmp", "/root/content", f"/root/{name}")
-    life = world.lives(FIFTH)[-1]
+        world.machine.run(*tool, "get", "--name", name, "--output", f"/srv/{name}")
+        world.machine.run("cmp", "/srv/content", f"/srv/{name}")
+    life = world.life(FIFTH)
     world.machine.run("rm", fill)
     world.machine.run(*tool, "tenant", "add", "six")
     return (
@@ -71,7 +71,7 @@ def downgrade_refused(world: World) -> str:
         "conv=notrunc",
     )  # fmt: skip
     version = world.installed()
-    refused = world.dpkg("-i", f"/root/{world.packages.first.name}", check=False)
+    refused = world.dpkg("-i", f"/srv/{world.packages.first.name}", check=False)
     expect(refused.returncode != 0, "an older package went over data of a later format")
     expect(
         f"format version {LATER}" in refused.stderr, f"it did not say why: {refused.stderr[-500:]}"
@@ -80,8 +80,7 @@ def downgrade_refused(world: World) -> str:
     expect(world.is_up(), "the other shard does not run any more")
     started = world.systemctl("start", FIFTH, check=False)
     expect(started.returncode != 0, "the daemon started on data of a later format")
-    said = world.machine.journal(FIFTH)
-    expect("install that one again" in said, "its log does not say what to do")
+    world.says("install that one again", FIFTH)
     world.systemctl("stop", "entresold@5.socket", FIFTH)
     world.machine.run("umount", FIFTH_STATE)
     world.machine.run("rm", "-rf", FIFTH_STATE, FIFTH_TOML)
@@ -90,15 +89,14 @@ def downgrade_refused(world: World) -> str:
 
 
 def no_kek(world: World) -> str:
-    world.machine.run("mv", "/etc/entresol/kek", "/root/kek")
+    world.machine.run("mv", "/etc/entresol/kek", "/srv/kek")
     failed = world.systemctl("restart", UNIT, check=False)
     expect(failed.returncode != 0, "it started without its key")
     expect(not world.there("/etc/entresol/kek"), "a new key was made over old blocks")
-    said = world.machine.journal("entresold-keys.service")
-    expect("wrapped under" in said, "the log does not say which key is missing")
-    world.machine.run("mv", "/root/kek", "/etc/entresol/kek")
+    world.says("wrapped under", "entresold-keys.service")
+    world.machine.run("mv", "/srv/kek", "/etc/entresol/kek")
     world.systemctl("restart", UNIT)
-    blocks = int(world.lives()[-1]["blocks"])
+    blocks = int(world.life()["blocks"])
     expect(blocks > 0, "no blocks after the key came back")
     return f"no start, no new key; with the key back {blocks} blocks"
 
@@ -118,12 +116,12 @@ def replace_drive(world: World) -> str:
     world.systemctl("stop", SOCKET, UNIT)
     world.machine.run("rm", "/var/lib/entresol/flash.data")
     world.systemctl("start", UNIT)
-    life = world.lives()[-1]
+    life = world.life()
     expect(life["blocks"] == "0", f"{life['blocks']} blocks on a new drive")
     rows = json.loads(world.entresol("tenant", "list", "--json").stdout)
     expect("load" in json.dumps(rows), f"the tenants are gone: {rows}")
-    world.machine.run("dd", "if=/dev/urandom", "of=/root/content", "bs=1M", "count=4")
-    world.entresol("put", "/root/content", "--name", "kept")
+    world.machine.run("dd", "if=/dev/urandom", "of=/srv/content", "bs=1M", "count=4")
+    world.entresol("put", "/srv/content", "--name", "kept")
     return "empty, formatted, with the tenants and keys of before"
 
 
@@ -139,20 +137,20 @@ def remove(world: World) -> str:
 
 
 def install_again(world: World) -> str:
-    world.dpkg("-i", f"/root/{world.packages.next.name}")
+    world.dpkg("-i", f"/srv/{world.packages.next.name}")
     began_s = time.monotonic()
     world.systemctl("start", UNIT)
     took_s = time.monotonic() - began_s
-    world.entresol("get", "--name", "kept", "--output", "/root/kept")
-    world.machine.run("cmp", "/root/content", "/root/kept")
-    return f"ready after {took_s:.1f} s; {world.lives()[-1]['blocks']} blocks, content is the same"
+    world.entresol("get", "--name", "kept", "--output", "/srv/kept")
+    world.machine.run("cmp", "/srv/content", "/srv/kept")
+    return f"ready after {took_s:.1f} s; {world.life()['blocks']} blocks, content is the same"
 
 
 def purge(world: World) -> str:
     done = world.dpkg("-P", "entresol")
     expect("PURGE DESTROYS EVERY BLOCK AND EVERY KEY" in done.stderr, "it does not say so loudly")
     found = world.machine.run(
-        "sh", "-c", "find / -xdev -iname '*entresol*' -not -path '/proc/*' -not -path '/root/*' "
+        "sh", "-c", "find / -xdev -iname '*entresol*' -not -path '/proc/*' -not -path '/srv/*' "
         "-not -path '/run/*' -not -path '/var/log/*' -not -path '/mnt/*' -not -path '/tmp/*'",
     ).stdout.split()  # fmt: skip
     # systemd's own records of units that once ran, and dpkg's of what it knew, are not ours.
@@ -175,7 +173,7 @@ def serve_a_network(world: World) -> str:
     world.machine.write(Path(toml), there)
     refused = world.systemctl("restart", UNIT, check=False)
     expect(refused.returncode != 0, "it started with sockets at another address")
-    expect("127.0.0.1:7440" in world.machine.journal(UNIT), "it did not say which")
+    world.says("does not name: 127.0.0.1:7440")
     world.systemctl("stop", UNIT, SOCKET)
     lines = [f"ListenStream={address}:{port}" for port in (7440, 7442)]
     world.drop_in(
@@ -207,7 +205,7 @@ def change_kek(world: World) -> str:
     world.machine.run("rm", shown)
     world.machine.run("mv", new, "/etc/entresol/kek")
     world.systemctl("restart", UNIT)
-    expect(int(world.lives()[-1]["blocks"]) > 0, "no blocks under the new key")
+    expect(int(world.life()["blocks"]) > 0, "no blocks under the new key")
     return "every key wrapped anew while it ran; the restart found them"
 
 
@@ -215,7 +213,7 @@ def locked(world: World) -> str:
     """A KEK that is not on this machine: up, not ready, nothing touched, until it is shown one."""
     toml = "/etc/entresol/entresold.toml"
     before = world.machine.run("cat", toml).stdout
-    blocks = world.lives()[-1]["blocks"]
+    blocks = world.life()["blocks"]
     world.machine.write(Path(toml), before.replace("kek_file =", "#kek_file ="))
     world.drop_in("[Service]\nLoadCredential=\n")
     world.systemctl("restart", UNIT)
@@ -226,7 +224,7 @@ def locked(world: World) -> str:
     world.entresol("unlock", shown)
     world.machine.run("rm", shown)
     expect("unlocked" in world.machine.show(UNIT, "StatusText"), "it is still locked")
-    expect(world.lives()[-1]["blocks"] == blocks, "blocks were lost while it was locked")
+    expect(world.life()["blocks"] == blocks, "blocks were lost while it was locked")
     world.machine.write(Path(toml), before)
     world.drop_in("")
     world.systemctl("restart", UNIT)

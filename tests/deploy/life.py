@@ -22,6 +22,7 @@ from tests.deploy.world import (
     TOML,
     UNIT,
     WORK_BLOCKS,
+    Broken,
     Load,
     World,
     expect,
@@ -48,8 +49,8 @@ def install(world: World) -> str:
     # Losing power is not in this life: dpkg need not flush each of its thousands of files.
     world.machine.write(Path("/etc/dpkg/dpkg.cfg.d/deploy"), "force-unsafe-io\n")
     for package in (world.packages.first, world.packages.next):
-        shutil.copy(package, world.machine.root / "root" / package.name)
-    world.dpkg("-i", f"/root/{world.packages.first.name}")
+        shutil.copy(package, world.machine.root / "srv" / package.name)
+    world.dpkg("-i", f"/srv/{world.packages.first.name}")
     world.machine.run("id", "entresol")
     for unit in (UNIT, SOCKET):
         expect(world.active(unit) == "inactive", f"{unit} was started by installing it")
@@ -69,9 +70,8 @@ def first_start(world: World) -> str:
     ):  # fmt: skip
         found = world.machine.run("stat", "-c", "%a %U", f"/etc/entresol/{path}").stdout.strip()
         expect(found == wanted, f"{path} is {found}, not {wanted}")
-    said = world.machine.journal(UNIT)
-    expect("event=sandboxed" in said, "its own sandbox is not there")
-    (life,) = world.lives()
+    world.says("event=sandboxed")
+    life = world.life()
     expect(life["recovery"] == "formatted", f"a first start was {life['recovery']}")
     return f"ready, says: {world.machine.show(UNIT, 'StatusText')}"
 
@@ -136,8 +136,8 @@ def restart(world: World) -> str:
         world.systemctl("restart", UNIT)
         took_s = time.monotonic() - began_s
     expect(world.pid() not in (before, 0), "the process is the same")
-    expect("event=drained complete=True" in world.machine.journal(UNIT), "it did not drain")
-    life = world.lives()[-1]
+    world.says("event=drained complete=True")
+    life = world.life()
     expect(life["recovery"] == "checkpoint", f"the start after a stop was {life['recovery']}")
     return f"{took_s:.1f} s from stop to ready; {life['blocks']} blocks by {life['recovery']}"
 
@@ -165,7 +165,7 @@ def kill(world: World) -> str:
         world.systemctl("kill", "--signal=KILL", "--kill-who=main", UNIT)
         world.until(lambda: world.pid() not in (before, 0) and world.is_up(), "another process")
         took_s = time.monotonic() - began_s
-    life = world.lives()[-1]
+    life = world.life()
     return f"back after {took_s:.1f} s; {life['blocks']} blocks by {life['recovery']}"
 
 
@@ -180,9 +180,8 @@ def hang(world: World) -> str:
         world.until(lambda: world.pid() not in (before, 0) and world.is_up(), "another process")
         took_s = time.monotonic() - began_s
         hanging.communicate(timeout=SECONDS_MAX)
-    said = world.machine.journal(UNIT)
-    expect("Watchdog timeout" in said, "systemd did not say that it was the watchdog")
-    expect("most recent call first" in said, "the log does not say where the threads were")
+    world.says("Watchdog timeout")
+    world.says("most recent call first")  # where each thread was
     world.drop_in("")  # the next start's watchdog is the unit's again
     return f"its main thread stopped: killed and back after {took_s:.1f} s, stacks in the log"
 
@@ -191,10 +190,10 @@ def upgrade(world: World) -> str:
     before, wanted = world.installed(), world.packages.next_version
     with world.work_goes_on():
         began_s = time.monotonic()
-        world.dpkg("-i", f"/root/{world.packages.next.name}")
+        world.dpkg("-i", f"/srv/{world.packages.next.name}")
         took_s = time.monotonic() - began_s
     expect(f'"{FLASH}"' in world.machine.run("cat", TOML).stdout, "the configuration was replaced")
-    life = world.lives()[-1]
+    life = world.life()
     expect(life["version"] == wanted, f"{life['version']} runs after the upgrade to {wanted}")
     expect(life["recovery"] == "checkpoint", f"the next version's start was {life['recovery']}")
     return f"{before} to {wanted} in {took_s:.1f} s; {life['blocks']} blocks by {life['recovery']}"
@@ -220,6 +219,34 @@ def host_ends(world: World) -> str:
     )
 
 
+def without_sockets(world: World) -> str:
+    """The fault to be found: nobody keeps the sockets while the daemon is away."""
+    world.systemctl("stop", SOCKET, UNIT)
+    world.systemctl("mask", "--runtime", SOCKET)
+    world.systemctl("start", UNIT)
+    return "entresold.socket is masked"
+
+
+def host_is_refused(world: World) -> str:
+    """Raises: Broken when the host noticed nothing."""
+    try:
+        host_ends(world)
+    except Broken as found:
+        expect("refused connects" in str(found), f"something else was found: {found}")
+        return "found"
+    raise Broken("connects were refused, and no step noticed")
+
+
+CANARY: list[tuple[str, Callable[[World], str]]] = [
+    ("boot", boot),
+    ("install", install),
+    ("first start", first_start),
+    ("tenants", tenants),
+    ("planted: no sockets", without_sockets),
+    ("a host begins", host_begins),
+    ("restart", restart),
+    ("the host ends", host_is_refused),
+]
 STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("boot", boot),
     ("install", install),

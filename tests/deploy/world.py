@@ -85,14 +85,23 @@ class World:
     def is_up(self, unit: str = UNIT) -> bool:
         return self.active(unit) == "active" and bool(self.pid(unit))
 
-    def lives(self, unit: str = UNIT) -> list[dict[str, str]]:
-        """What each start said of itself when it served."""
-        found = []
-        for line in self.machine.journal(unit).splitlines():
-            if "event=serving" in line:
-                words = (word.partition("=") for word in line.split())
-                found.append({name: value for name, _, value in words})
-        return found
+    def life(self, unit: str = UNIT) -> dict[str, str]:
+        """What the running daemon said of itself when it served. Its log comes a little later."""
+        pid = self.pid(unit)
+
+        def look() -> dict[str, str]:
+            said = self.machine.run("journalctl", "--no-pager", "-o", "cat", f"_PID={pid}")
+            for line in said.stdout.splitlines():
+                if "event=serving" in line:
+                    words = (word.partition("=") for word in line.split())
+                    return {name: value for name, _, value in words}
+            return {}
+
+        return self.until(look, f"what {unit} says when it serves")
+
+    def says(self, text: str, unit: str = UNIT) -> None:
+        """Wait until the unit's log has it. Raises: Broken."""
+        self.until(lambda: text in self.machine.journal(unit), f"{text!r} in the log of {unit}")
 
     def systemctl(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self.machine.run("systemctl", *words, check=check)

@@ -62,7 +62,8 @@ def setuid_file() -> bool:
 
 def swap_limited() -> bool:
     """Whether it may be swapped out: no limit of zero is in force."""
-    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next(line for line in lines if line.startswith("0:")).split(":", 2)[2]
     limit = Path(f"/sys/fs/cgroup{own}/memory.swap.max")
     return not (limit.exists() and limit.read_text().strip() == "0")
 
