@@ -6,7 +6,8 @@ A decoder with the shape of a known model and random weights (`bench.decoder`) c
 prompt, which is the prefill; its blocks are stored by real daemons on this machine. Then the cache
 is wiped, the blocks are fetched into pinned memory, sealed and opened here, copied to the GPU and
 put into the cache while later ones are fetched, and the last token is computed. Every byte of the
-cache and every logit must be what the prefill left: otherwise it fails.
+cache but that token's must be what the prefill left, and every logit what the last token has over
+the KV that was computed: otherwise it fails.
 
 Weights are random, so the KV is no model's: it hardly shrinks, and blocks stay raw. Without
 `--config` the daemons are made here and serve over shm: then no network is in these numbers.
