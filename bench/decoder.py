@@ -47,8 +47,8 @@ class Shape:
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
 
-# Layers, KV heads and head size as in `entresol_client.sizing.models`; heads, hidden and inner size as
-# public copies of the models' config.json have them.
+# Layers, KV heads and head size as in `entresol_client.sizing.models`; heads, hidden and inner size
+# as public copies of the models' config.json have them.
 SHAPES = {
     shape.name: shape
     for shape in (
