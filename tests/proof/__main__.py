@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.proof import slices
+from tests.proof import record, slices
 from tests.proof.journal import Journal
 from tests.proof.line import Line, NotRunError, Size, Slice, Tally, find_lines
 from tests.proof.runner import Run
@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--markdown", type=Path, metavar="FILE", help="and as README shows it")
     run.add_argument("--resume", action="store_true", help="go on with the last run of this code")
     run.add_argument("--no-canaries", action="store_true", help="plant no bugs")
+    kept = verb("record", _record, "keep what the last run's lines came to, whole ones only")
+    kept.add_argument("--size", choices=sizes, default=Size.RELEASE.value)
+    kept.add_argument("--seed", type=int, default=1, help="of the first unit (default 1)")
+    kept.add_argument("--journal", type=Path, metavar="FILE", help="default .proof/SIZE.jsonl")
+    kept.add_argument("--into", type=Path, metavar="FILE",
+                      help="default tests/proof/SIZE.json; rows of other lines stay")  # fmt: skip
+    kept.add_argument("--markdown", type=Path, metavar="FILE", help="the table as README shows it")
     replay = verb("replay", _replay, "run units of one line again, here, with their trace")
     replay.add_argument("line", metavar="ID")
     replay.add_argument("--seed", type=int, required=True)
@@ -104,8 +111,7 @@ def _list(args: argparse.Namespace, lines: Sequence[Line]) -> int:
 
 def _run(args: argparse.Namespace, lines: Sequence[Line]) -> int:
     size = Size(args.size)
-    journals = Path(os.environ.get("ENTRESOL_PROOF_JOURNALS", ROOT / ".proof"))
-    journal = Journal(journals / f"{size.value}.jsonl", resume=args.resume)
+    journal = Journal(_journal(size), resume=args.resume)
     lines = [
         replace(line, not_run=lambda: "left out by --without") if line.id in (args.without or [])
         else line for line in lines
@@ -118,6 +124,29 @@ def _run(args: argparse.Namespace, lines: Sequence[Line]) -> int:
         args.markdown.write_text(card.markdown(), encoding="utf-8")
     print(card.text(), flush=True)
     return card.rc
+
+
+def _journal(size: Size) -> Path:
+    return Path(os.environ.get("ENTRESOL_PROOF_JOURNALS", ROOT / ".proof")) / f"{size.value}.jsonl"
+
+
+def _record(args: argparse.Namespace, lines: Sequence[Line]) -> int:
+    size = Size(args.size)
+    into = args.into or ROOT / "tests/proof" / f"{size.value}.json"
+    try:
+        done = record.read_journal(args.journal or _journal(size))
+        rows = record.rows_of(lines, size, args.seed, done)
+        merged = record.merge(record.load(into), rows)
+    except (OSError, ValueError) as error:
+        print(f"nothing recorded: {error}", file=sys.stderr)
+        return 1
+    record.save(into, merged)
+    if args.markdown:
+        args.markdown.write_text(record.markdown(size, merged, lines), encoding="utf-8")
+    new = " ".join(row["id"] for row in rows) or "none"
+    left = [line.id for line in lines if line.id not in {row["id"] for row in merged}]
+    print(f"recorded in {into}: {new}; no whole run yet: {' '.join(left) or 'none'}")
+    return 0
 
 
 def _replay(args: argparse.Namespace, lines: Sequence[Line]) -> int:

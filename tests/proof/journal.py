@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.proof.line import Line, Size, Tally
+from tests.proof.record import stamp
 from tests.proof.slices import ROOT, tally_of
 
 PRODUCT = ("daemon", "client", "proto")
@@ -83,7 +84,7 @@ class Journal:
         """Remember a slice."""
         raw = {
             "line": line.id, "code": code_of(line), "size": size.value, "seed": seed,
-            "units": units, "seconds": round(seconds, 3), "tally": asdict(tally),
+            "units": units, "seconds": round(seconds, 3), "tally": asdict(tally), **stamp(),
         }  # fmt: skip
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(raw) + "\n")

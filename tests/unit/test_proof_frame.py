@@ -141,6 +141,39 @@ def test_a_stopped_run_goes_on_where_it_was(proof, tmp_path: Path) -> None:  # t
     assert len(journal.read_text().splitlines()) == before + 4, "old code's slices were believed"
 
 
+def test_whole_lines_are_recorded_with_their_commit(proof, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    into, table = tmp_path / "record.json", tmp_path / "record.md"
+    words = ("record", "--size", "commit", "--into", str(into), "--markdown", str(table))
+    assert proof("run", "--line", "R10", "--line", "R3").returncode == 1  # a slice of R3 dies
+    done = proof(*words)
+    assert "R10; no whole run yet: R2 R3 " in done.stdout
+    (row,) = json.loads(into.read_text())
+    assert (row["id"], row["tried"], row["canary_found"]) == ("R10", 60, True)
+    assert row["day"]
+    assert row["machine"]
+    assert "| R3 | dies | not run: no whole run yet |" in table.read_text()
+    assert "| Q1 | good | not run: no such device |" in table.read_text()
+
+    examples = tmp_path / "lines" / "example_lines" / "examples.py"
+    journal = tmp_path / "journals" / "commit.jsonl"
+    of_old = journal.read_text().splitlines()
+    examples.write_text(examples.read_text() + "\n# changed\n")
+    assert proof("run", "--line", "R10", "--line", "K1", "--no-canaries").returncode == 0
+    of_new = [text for text in journal.read_text().splitlines() if '"R10"' in text]
+    others = [text for text in journal.read_text().splitlines() if '"K1"' in text]
+    # A line of which each code did a part is not whole; what was recorded before stays.
+    journal.write_text("\n".join([*of_old[:-1], of_new[-1], *others]))
+    assert "record.json: K1; " in proof(*words).stdout
+    assert [each["id"] for each in json.loads(into.read_text())] == ["R10", "K1"]
+    assert [each["canary_found"] for each in json.loads(into.read_text())] == [True, False]
+
+    into.write_text("[{}]")
+    done = proof(*words)
+    assert done.returncode == 1
+    assert "no record of the proof" in done.stderr
+    assert into.read_text() == "[{}]"
+
+
 def test_replay_canary_and_list(proof) -> None:  # type: ignore[no-untyped-def]
     done = proof("replay", "R10", "--seed", "7")
     assert done.returncode == 0
