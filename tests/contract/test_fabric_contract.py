@@ -605,3 +605,32 @@ async def test_capabilities_tell_the_truth(fabric: Fabric, tmp_path: Path) -> No
                 assert pair.host.map_span(exposure.span(0, 1)) is Status.LEASE_EXPIRED
                 assert bytes(view) == b"ab456"
                 view.release()
+
+
+@on_loops
+async def test_memory_used_in_place_is_given_back_before_its_owner_has_it(
+    fabric: Fabric, tmp_path: Path
+) -> None:
+    async with session(fabric, tmp_path) as pair:
+        if not isinstance(pair.host, MappedEndpoint):
+            return
+        with filled(b"0123456789") as first, filled(b"abcdefghij") as second:
+            one, two = await pair.daemon.expose(first), await pair.daemon.expose(second)
+            outside = RemoteSpan(one.rkey, one.address + 6, 5)
+            lent = pair.host.borrow([one.span(2, 5), outside, two.span(0, 3)])
+            views = [bytes(v) if isinstance(v, memoryview) else v for v in lent.views]
+            assert views == [b"23456", Status.BAD_REQUEST, b"abc"]
+            revoked = asyncio.ensure_future(pair.daemon.revoke(one))
+            while pair.host.map_span(one.span(0, 1)) is not Status.LEASE_EXPIRED:
+                await asyncio.sleep(0.001)
+            assert not revoked.done(), "its owner has it back while it is in use"
+            assert bytes(lent.views[0]) == b"23456"
+            ended = lent.give_back()
+            assert ended == [Status.LEASE_EXPIRED, Status.BAD_REQUEST, Status.OK]
+            await revoked
+
+            lent = pair.host.borrow([two.span(0, 3)])
+            await pair.host.close()
+            assert bytes(lent.views[0]) == b"abc", "in use, and no longer mapped"
+            assert lent.give_back() == [Status.DISCONNECTED]
+            assert pair.host.borrow([two.span(0, 3)]).give_back() == [Status.DISCONNECTED]

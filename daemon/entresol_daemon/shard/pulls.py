@@ -5,15 +5,17 @@ Invariant: a `Sealing` is plain data, so that the thread that runs it touches no
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, sealed_hash
 from entresol_daemon.memory.slabs import Extent
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
-from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.fabric.base import MappedEndpoint, RemoteSpan
 from entresol_proto.seal import codecs
 from entresol_proto.seal.block import (
     BlockIdentity,
@@ -59,7 +61,9 @@ class Pull:
     span: RemoteSpan
     place: int  # index in the COMMIT
     extent: Extent | None = None
-    plain: Extent | None = None
+    stays: bool = False  # the plaintext is sealed where it lies, in the host's memory
+    in_place: memoryview | None = None  # there, while it is
+    plain: Extent | None = None  # else where it lands
     header: SealedHeader | None = None
     codec_id: int = codecs.RAW  # to seal it with here
     sealed_bytes: int = 0
@@ -70,10 +74,15 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """One block to seal off the loop: plain data, so that the thread touches no shard state."""
+    """One block to seal off the loop: plain data, so that the thread touches no shard state.
+
+    `wipe`: the plaintext is in memory of the shard. Otherwise it is the host's, who may write there
+    meanwhile; so it is read once, which the raw codec does.
+    """
 
     out: memoryview
     plain: memoryview
+    wipe: bool
     identity: BlockIdentity
     block_key: BlockKey
     salt: bytes
@@ -86,7 +95,12 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
     """The job of a block whose plaintext and record memory are there."""
     reservation, item = pull.reservation, pull.reservation.item
     assert pull.extent is not None
-    assert pull.plain is not None
+    if pull.in_place is not None:
+        assert pull.codec_id == codecs.RAW, "other codecs look at a block more than once"
+        plain = pull.in_place
+    else:
+        assert pull.plain is not None
+        plain = pull.plain.view[: item.plain_bytes]
     assert reservation.block_key is not None, "the daemon seals no block of a host-sealed namespace"
     namespace = reservation.namespace
     meta = BlockMeta(
@@ -100,10 +114,36 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
         reservation.dek_version,
     )  # fmt: skip
     return Sealing(
-        pull.extent.view[RECORD_HEADER_BYTES:], pull.plain.view[: item.plain_bytes], identity,
+        pull.extent.view[RECORD_HEADER_BYTES:], plain, pull.in_place is None, identity,
         reservation.block_key, reservation.salt,
         pull.codec_id, meta, chunk_bytes,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def borrowed(session: Session, window: Sequence[Pull]) -> Iterator[None]:
+    """The plaintext of these, in place. What the host took back meanwhile, by revoking or by
+    leaving, is not kept: it may have written something else there."""
+    if not window:
+        yield
+        return
+    endpoint = cast(MappedEndpoint, session.data_path())
+    lent = endpoint.borrow([pull.span for pull in window])
+    try:
+        for pull, view in zip(window, lent.views, strict=True):
+            if isinstance(view, Status):
+                pull.status = view
+            elif time.monotonic_ns() >= pull.reservation.deadline_ns:
+                pull.status = Status.DEADLINE
+            else:
+                pull.in_place = view
+        yield
+    finally:
+        for pull in window:
+            pull.in_place = None
+        for pull, status in zip(window, lent.give_back(), strict=True):
+            if pull.status is Status.OK:
+                pull.status = status
 
 
 def sealing_bytes(job: Sealing) -> int:
@@ -121,8 +161,8 @@ class Sealed:
 
 
 def seal(job: Sealing) -> Sealed | None:
-    """Seal one block, hash it while it is in the caches, and wipe its plaintext. None when its
-    fields do not fit a sealed block."""
+    """Seal one block, hash it while it is in the caches, and wipe its plaintext where it is
+    the shard's. None when its fields do not fit a sealed block."""
     began_ns = time.thread_time_ns()
     try:
         header = seal_into(
@@ -134,7 +174,8 @@ def seal(job: Sealing) -> Sealed | None:
     except SealError:
         return None
     finally:
-        zero(job.plain)
+        if job.wipe:
+            zero(job.plain)
 
 
 def check_sealed(pull: Pull) -> Status:

@@ -2,7 +2,8 @@
 
 RESERVE answers which keys are wanted, COMMIT says where they lie. The daemon reads them at its own
 pace, in windows, and either takes the host's sealed bytes (after checking every header field
-against the reservation) or seals plaintext itself in worker threads. A block is visible as soon as
+against the reservation) or seals plaintext itself in worker threads: what was read, which is wiped
+then, or over shared memory where it lies. A block is visible as soon as
 its record is complete in memory, durable once the engine flushed it.
 
 Invariants: bytes between reservation and durability are within the put budget; a block enters the
@@ -26,6 +27,7 @@ from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.pulls import (
     Pull,
     Reservation,
+    borrowed,
     check_sealed,
     seal,
     sealing,
@@ -37,8 +39,9 @@ from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reserving import Reserving
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.turns import compute_in_turns
-from entresol_proto.fabric.base import ReadOp
+from entresol_proto.fabric.base import ReadOp, RemoteSpan
 from entresol_proto.ids import short
+from entresol_proto.seal import codecs
 from entresol_proto.seal.wiping import zero
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, Reason, Reserve, Reserved
@@ -83,7 +86,7 @@ class PutPath:
             if span.length_bytes == 0:
                 gave_up.append(reservation)
             else:
-                pulls.append(Pull(reservation, span, place))
+                pulls.append(self._pull(reservation, span, place))
         for reservation in gave_up:
             self._reserving.close(reservation)
         for pull in pulls:
@@ -107,6 +110,17 @@ class PutPath:
         for status in statuses:
             self._parts.meters.put_ended(session.account.name, status)
         return PutDone(tuple(statuses))
+
+    def _pull(self, reservation: Reservation, span: RemoteSpan, place: int) -> Pull:
+        """Sealed here with the raw codec, a block is read once: where it can be, where it lies."""
+        pull, of = Pull(reservation, span, place), reservation.namespace
+        if not reservation.at_host:
+            bypass = self._parts.codecs.bypass
+            pull.codec_id = bypass.codec(of.namespace_id, of.dtype, of.codec_id)
+            endpoint = reservation.session.endpoint
+            maps = endpoint is not None and endpoint.capabilities.maps
+            pull.stays = maps and pull.codec_id == codecs.RAW
+        return pull
 
     async def reserve(self, session: Session, request: Reserve) -> Reserved:
         """See `Reserving.reserve`."""
@@ -176,12 +190,16 @@ class PutPath:
             await parts.turns.pulls.take(account, cost, PUTS)
             try:
                 batch, here = self._find_memory_for(session, window)
-                await self._read(session, here)
+                await self._read(session, [pull for pull in here if not pull.stays])
                 here = [pull for pull in here if pull.status is Status.OK]
                 for pull in here:
                     if pull.reservation.at_host:
                         pull.status = check_sealed(pull)
-                await self._seal(account, [p for p in here if not p.reservation.at_host])
+                meters = self._parts.meters
+                meters.pulled(account.name, sum(pull.span.length_bytes for pull in here))
+                with borrowed(session, [pull for pull in here if pull.stays]):
+                    ready = [p for p in here if p.status is Status.OK]
+                    await self._seal(account, [p for p in ready if not p.reservation.at_host])
             finally:
                 parts.turns.pulls.give(cost)
             waits = []
@@ -228,7 +246,7 @@ class PutPath:
         pull.extent = parts.residency.allocate(account.stream, length, most)
         if pull.extent is None:
             return False
-        if not pull.reservation.at_host:
+        if not pull.reservation.at_host and not pull.stays:
             pull.plain = parts.scratch.allocate(account.stream, item.plain_bytes)
             if pull.plain is None:
                 parts.residency.pool.free(pull.extent)
@@ -254,16 +272,12 @@ class PutPath:
         for pull, status in zip(window, statuses, strict=True):
             pull.status = status
             pull.sealed_bytes = pull.span.length_bytes
-        self._parts.meters.pulled(session.account.name, sum(p.span.length_bytes for p in window))
 
     async def _seal(self, account: Account, window: list[Pull]) -> None:
-        """Seal pulled plaintext in worker threads; the plaintext is wiped right after."""
+        """Seal plaintext in worker threads; what was read is wiped right after."""
         if not window:
             return
         parts, chunk_bytes = self._parts, self._parts.config.sealing.chunk_bytes
-        for pull in window:
-            of = pull.reservation.namespace
-            pull.codec_id = parts.codecs.bypass.codec(of.namespace_id, of.dtype, of.codec_id)
         jobs = [sealing(pull, chunk_bytes) for pull in window]
         sealed = await compute_in_turns(
             parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS

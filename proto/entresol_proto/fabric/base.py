@@ -189,6 +189,26 @@ class MappedEndpoint(Protocol):
         """
         ...
 
+    def borrow(self, spans: Sequence[RemoteSpan]) -> Borrowed:
+        """As `read`, without the copy: what lies there is used in place, then given back.
+
+        What `map_span` says of the content holds here, too.
+        """
+        ...
+
+
+class Borrowed(Protocol):
+    """Spans of the peer's memory in use in place."""
+
+    @property
+    def views(self) -> Sequence[memoryview | Status]:
+        """Of each span a read-only view, which is no longer used after `give_back`; or a status."""
+        ...
+
+    def give_back(self) -> list[Status]:
+        """End the use; a status per span, as a read of them would have answered at this moment."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:

@@ -48,6 +48,34 @@ _INLINE_BYTES_MAX = 512 * limits.KIB  # copied on the loop: a hand-over to a thr
 UNMAP_AT_ONCE_BYTES = 4 * limits.MIB  # about 50 us of the loop, while the peer keeps its pages
 
 
+class InPlace:
+    """See `base.Borrowed`. Invariant: its regions stay mapped until it is given back."""
+
+    def __init__(
+        self,
+        endpoint: ShmEndpoint,
+        views: list[memoryview | Status],
+        users: list[tuple[int, PeerRegion]],
+    ) -> None:
+        self.views = views
+        self._endpoint = endpoint
+        self._users = users
+        self._ended = False
+
+    def give_back(self) -> list[Status]:
+        """See `base.Borrowed.give_back`."""
+        assert not self._ended, "given back twice"
+        self._ended = True
+        for view in self.views:
+            if isinstance(view, memoryview):
+                view.release()
+        ended = self._endpoint.end(self._users)
+        return [
+            view if isinstance(view, Status) else ended.get(number, Status.OK)
+            for number, view in enumerate(self.views)
+        ]
+
+
 class ShmEndpoint:
     """One side of one session over shared memory. Made by `ShmFabricServer.accept` or `connect`."""
 
@@ -272,6 +300,19 @@ class ShmEndpoint:
             return status
         return region.view(span.address, span.length_bytes)
 
+    def borrow(self, spans: Sequence[RemoteSpan]) -> InPlace:
+        """See `base.MappedEndpoint.borrow`."""
+        views: list[memoryview | Status] = []
+        users: list[tuple[int, PeerRegion]] = []
+        for number, span in enumerate(spans):
+            views.append(self.map_span(span))
+            if isinstance(views[-1], memoryview):
+                region = self._regions[span.rkey]
+                region.users += 1
+                users.append((number, region))
+        POOL.acquire()  # its threads unmap what is in use when this closes
+        return InPlace(self, views, users)
+
     # -- reading ------------------------------------------------------------------------------
 
     async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
@@ -320,6 +361,18 @@ class ShmEndpoint:
             await POOL.submit(job.run, deadline_ns).outcome(on_cancel=job.stop)
         finally:
             self._jobs.discard(job)
+
+    def end(self, users: Sequence[tuple[int, PeerRegion]]) -> dict[int, Status]:
+        """The end of a borrowing: what became of its regions meanwhile."""
+        self._release(users)
+        try:
+            if self._closed:
+                regions = {id(region): region for _, region in users if not region.users}
+                POOL.post(unmap_all, list(regions.values()))
+                return {number: Status.DISCONNECTED for number, _ in users}
+        finally:
+            POOL.release()
+        return {number: Status.LEASE_EXPIRED for number, region in users if region.revoked}
 
     def _release(self, users: Sequence[tuple[int, PeerRegion]]) -> None:
         for _, region in users:
