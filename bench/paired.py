@@ -1,0 +1,172 @@
+"""Two or more trees of the source, the same work in turns: which is faster, on a busy machine too.
+
+    python -m bench.paired OLD NEW [--what put|flash|resident] [--fabric shm|tcp] [--rounds 24]
+
+Each tree runs a daemon and a host of its own all the while; in each round every tree has its turn,
+the order reversed every other round. So both see the same machine, whatever else it does, and the
+ratio round by round says more than two medians of two runs. CPU is that of daemon and host.
+A tree is a checkout with its native kernel built where that is wanted; a number of a tree against
+itself shows what is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BATCHES, SET_BATCHES, BLOCKS = 4, 12, 32  # as bench.flash
+WARM_ROUNDS = 2
+WORKER = "--worker"
+
+
+@dataclass(slots=True)
+class Tree:
+    """A tree under way in a process of its own, and what its turns took."""
+
+    path: Path
+    process: subprocess.Popen[str]
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, path: Path, what: str, fabric: str) -> Tree:
+        """Raises: RuntimeError when it does not come up; its own words are on stderr."""
+        parts = [str(path / part) for part in ("daemon", "client", "proto", "")]
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), WORKER, what, fabric], cwd=path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(parts)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        tree = cls(path, process)
+        if tree._heard() != "ready":
+            raise RuntimeError(f"{path} cannot do this work; see above")
+        return tree
+
+    def _heard(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def turn(self, *, counts: bool) -> None:
+        """One turn. Raises: RuntimeError when the tree failed."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        said = self._heard()
+        if not said:
+            raise RuntimeError(f"{self.path} failed; see above")
+        if counts:
+            seconds, cpu = json.loads(said)
+            self.seconds.append(seconds)
+            self.cpu.append(cpu)
+
+    def end(self) -> None:
+        """Its daemon and files go with it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(paths: Sequence[Path], what: str, fabric: str, rounds: int) -> list[Tree]:
+    """All rounds of all trees."""
+    with contextlib.ExitStack() as stack:
+        trees = []
+        for path in paths:
+            trees.append(Tree.start(path.resolve(), what, fabric))
+            stack.callback(trees[-1].end)
+        for round_ in range(WARM_ROUNDS + rounds):
+            for tree in trees if round_ % 2 else reversed(trees):
+                tree.turn(counts=round_ >= WARM_ROUNDS)
+    return trees
+
+
+def report(trees: Sequence[Tree], batch_bytes: int) -> list[str]:
+    """A line per tree: its median and its speed and CPU over the first tree's, round by round."""
+    first, lines = trees[0], []
+    gb = batch_bytes / 1e9
+    for tree in trees:
+        ratios = [a / b for a, b in zip(first.seconds, tree.seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        cpu = statistics.median(b / a for a, b in zip(first.cpu, tree.cpu, strict=True))
+        lines.append(
+            f"{tree.path}: {gb / statistics.median(tree.seconds):.2f} GB/s, "
+            f"{statistics.median(tree.cpu) / gb:.2f} CPU s/GB; speed over the first tree's "
+            f"{middle:.3f} (quartiles {low:.3f} to {high:.3f}), CPU {cpu:.3f}"
+        )
+    return lines
+
+
+async def worker(what: str, fabric: str) -> None:
+    """What a tree's process does: its own code, up to that of its bench."""
+    from bench import daemon, scratch
+    from bench.ours import Ours
+    from bench.processes import cpu_s
+    from entresol_proto.limits import MIB
+
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(scratch.folder(None))
+        region = stack.enter_context(scratch.region(folder, MIB, BLOCKS))
+        memory = {"dram_bytes": (SET_BATCHES if what == "resident" else BATCHES) * BLOCKS * MIB}
+        flash = 4 * SET_BATCHES * BLOCKS * MIB
+        tier = stack.enter_context(daemon.process(folder / "d", {"memory": memory}, flash=flash))
+        ours = await Ours.open(tier.client_config(), region, fabric, "paired")
+        stack.push_async_callback(ours.client.close)
+        assert tier.process is not None
+        pid, next_ = tier.process.pid, 0
+        sets = BATCHES if what == "resident" else SET_BATCHES
+        if what != "put":
+            for generation in range(sets):
+                await ours.put(generation, "durable")
+        print("ready", flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            turn = range(next_, next_ + BATCHES)
+            next_ += BATCHES
+            cpu, began = time.process_time() + cpu_s(pid), time.perf_counter()
+            if what == "put":
+                await asyncio.gather(*(ours.put(one, "durable") for one in turn))
+            else:
+                for one in turn:
+                    await ours.get(one % sets)
+            took, cpu = time.perf_counter() - began, time.process_time() + cpu_s(pid) - cpu
+            if what == "put":
+                for one in turn:
+                    await ours.forget(one)
+            print(json.dumps([took, cpu]), flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == [WORKER]:
+        asyncio.run(worker(*words[1:3]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("trees", nargs="+", type=Path, metavar="TREE")
+    parser.add_argument("--what", choices=("put", "flash", "resident"), default="put")
+    parser.add_argument("--fabric", choices=("shm", "tcp"), default="shm")
+    parser.add_argument("--rounds", type=int, default=24)
+    asked = parser.parse_args(words)
+    if asked.rounds < 2:
+        parser.error("quartiles need two rounds")
+    for path in asked.trees:
+        if not (path / "bench" / "ours.py").is_file():
+            parser.error(f"{path} is no tree with a bench of its own")
+    try:
+        trees = compare(asked.trees, asked.what, asked.fabric, asked.rounds)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n".join(report(trees, BATCHES * BLOCKS << 20)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
