@@ -49,6 +49,7 @@ class Tree:
         )  # fmt: skip
         tree = cls(path, process)
         if tree._heard() != "ready":
+            tree.end()
             raise RuntimeError(f"{path} cannot do this work; see above")
         return tree
 
@@ -71,9 +72,8 @@ class Tree:
 
     def end(self) -> None:
         """Its daemon and files go with it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        with contextlib.suppress(BrokenPipeError), self.process:  # closes its pipes, then waits
+            pass
 
 
 def compare(paths: Sequence[Path], what: str, fabric: str, rounds: int) -> list[Tree]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from bench import daemon, fio, flash, plots, results, scratch
+from bench import daemon, fio, flash, paired, plots, results, scratch
 from bench.peers import install, race, redis
 from bench.peers.base import Peer, Server, Work
 from bench.peers.drive import load
@@ -502,3 +503,31 @@ def test_every_picture_begins_at_zero_and_names_its_machine(tmp_path: Path) -> N
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert bottoms
     assert set(bottoms) == {0.0}
+
+
+@pytest.mark.timeout(600)
+def test_trees_take_turns_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="ent-") as folder:  # a short path, for sockets
+        monkeypatch.setenv("TMPDIR", folder)
+        assert paired.main([str(ROOT), str(ROOT), "--what", "resident", "--rounds", "2"]) == 0
+        assert not list(Path(folder).iterdir()), "folders of its daemons are left"
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "speed over the first tree's 1.000 (quartiles 1.000 to 1.000), CPU 1.000" in lines[0]
+    assert all(line.startswith(f"{ROOT}: ") and " GB/s, " in line for line in lines)
+    with pytest.raises(SystemExit):
+        paired.main([str(tmp_path)])
+    assert "no tree with a bench" in capsys.readouterr().err
+
+
+def test_a_tree_that_cannot_start_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "ours.py").write_text("raise RuntimeError('an old tree')\n")
+    (tmp_path / "bench" / "__init__.py").write_text("")
+    assert paired.main([str(tmp_path), "--rounds", "2"]) == 1
+    said = capfd.readouterr().err
+    assert f"{tmp_path} cannot do this work" in said
