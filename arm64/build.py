@@ -59,6 +59,7 @@ FILES = {
     "daemon/METRICS.md": "usr/share/doc/entresol",
     "daemon/EVENTS.md": "usr/share/doc/entresol",
     "daemon/FAULT_MODEL.md": "usr/share/doc/entresol",
+    "daemon/TRACES.md": "usr/share/doc/entresol",
 }
 CONFFILES = ("/etc/entresol/entresold.toml",)  # dpkg keeps what an operator changed in these
 SCRIPTS = ("preinst", "postinst", "prerm", "postrm")
@@ -124,6 +125,15 @@ def compiler_for(target: Target) -> str | None:
     return shutil.which(target.compiler)
 
 
+def without_kernel(target: Target) -> str:
+    """What it means that there is no compiler for `target`, and what helps."""
+    package = "gcc-" + target.compiler.removesuffix("-gcc").replace("_", "-")
+    return (
+        f"no {target.compiler}: for {target.debian} it is pure Python, slower where it copies, "
+        f"receives and compresses (Debian: apt-get install {package}, and once more)"
+    )
+
+
 def elf_machine(path: Path) -> int:
     """Which processor a shared library is for."""
     head = path.read_bytes()[:20]
@@ -144,8 +154,7 @@ def build_wheel(target: Target, scratch: Path, out: Path) -> Path:
     env = dict(os.environ)
     compiler = compiler_for(target)
     if compiler is None:
-        say(f"no {target.compiler}: the wheel is pure Python, slower where it copies and receives")
-        say(f"(Debian: apt-get install gcc-{target.compiler.removesuffix('-gcc')})")
+        say(without_kernel(target))
         env["ENTRESOL_NATIVE"] = "0"
     else:
         env |= {"CC": compiler, "ENTRESOL_TARGET_PLATFORM": f"linux_{target.machine}"}
@@ -317,8 +326,21 @@ def build_deb(target: Target, wheel: Path, scratch: Path, options: argparse.Name
     package: Path = options.out.resolve() / f"entresol_{version}_{target.debian}.deb"
     say(f"packing {size / 1e6:.0f} MB")
     packing = ["-Zxz", "-z1"] if options.compression == "xz" else [f"-Z{options.compression}"]
-    run(["dpkg-deb", "--root-owner-group", *packing, "--build", str(tree), str(package)])
+    pack(tree, package, packing)
     return package
+
+
+def pack(tree: Path, package: Path, packing: Sequence[str]) -> None:
+    """`tree` as a .deb, whole or not there: one that was interrupted must not look like a package.
+
+    Raises: BuildError.
+    """
+    part = package.with_name(package.name + ".part")
+    try:
+        run(["dpkg-deb", "--root-owner-group", *packing, "--build", str(tree), str(part)])
+        part.replace(package)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -361,6 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in made:
         print(path)
     say(f"{time.monotonic() - began_s:.0f} s")
+    if compiler_for(target) is None:
+        say(without_kernel(target))
     return 0
 
 

@@ -15,6 +15,7 @@ import pytest
 from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli, Said, content, variant, written
 from harness import DaemonProcess
 
+from entresol_client.cli.tenants import certificate_words
 from entresol_daemon.control import devcerts
 from entresol_daemon.keys.receipts import verify_receipt
 from entresol_proto.limits import MIB
@@ -222,6 +223,22 @@ def test_inspect_without_the_daemon_package(
 
 
 # -- tenants
+
+
+def test_whoever_adds_a_tenant_is_told_where_its_certificate_comes_from(cli: Cli) -> None:
+    said = cli("tenant", "add", "late").out
+    assert f"entresold --dev --dir {cli.folder} --tenant dev --tenant other --tenant late" in said
+    assert f"{cli.folder}/client-late.toml" in said
+    cli("tenant", "erase", "late", "--yes")
+    for socket, file in (
+        ("/run/entresol/admin.sock", "/etc/entresol/entresold.toml"),
+        ("/run/entresol-5/admin.sock", "/etc/entresol/5.toml"),
+    ):
+        words = certificate_words(Path(socket), "acme")
+        assert words[-1] == f"entresold --config {file} certify acme /etc/entresol/tenants/acme"
+        assert "--dev" not in " ".join(words)
+    words = certificate_words(Path("/srv/tier/admin.sock"), "acme")
+    assert words[-1] == "entresold --config FILE certify acme FOLDER"
 
 
 def test_the_life_of_a_tenant(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

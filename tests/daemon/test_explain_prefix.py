@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_lab import Cli, process
-from daemon_lab import shape
+from daemon_lab import client_of, shape
 from harness import DaemonProcess, Running, running_daemon
 
 from entresol_client.cli.main import main
@@ -25,6 +25,8 @@ from entresol_daemon.config import Config
 from entresol_daemon.metric_codecs import WHYS
 from entresol_proto.ids import NamespaceDescriptor, TenantName
 from entresol_proto.limits import KIB
+from entresol_proto.status import KeyringError, Status
+from entresol_proto.wire.data import Reason
 
 pytestmark = pytest.mark.daemon
 
@@ -240,3 +242,40 @@ def page_of(running: Running) -> str:
     metrics = running.daemon.metrics
     metrics.refresh()
     return metrics.render().decode()
+
+
+async def test_a_question_leaves_no_trace_and_the_first_put_is_written_down_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked under a wrong model or salt, a daemon must not remember it, on its disk least of all;
+    what is stored must be known to be whose, even when the power fails right behind it."""
+    key, tenant = b"sixteen byte key", TenantName("dev")
+    async with running_daemon(tmp_path / "d") as running, client_of(running) as client:
+        keyring = running.daemon.shard.parts.keyring
+        folder = tmp_path / "d" / "state" / "namespaces"
+        ns = await client.namespace(replace(KVBM, model="nobody wrote this"))
+        assert not any((await ns.exists([key])).present)
+        (row,) = await ns.explain([key])
+        assert row.reason is Reason.NEVER_STORED
+        assert (await ns.get_into([key], [bytearray(KIB)])).statuses == [Status.MISS]
+        assert (await ns.stage([key])).statuses == [Status.MISS]
+        assert (await ns.quote([key])).prefix_blocks == 0
+        assert (await ns.touch([key])).count == (await ns.forget([key])).count == 0
+        assert keyring.namespaces_of(tenant) == []
+        assert not folder.exists() or not list(folder.iterdir())
+
+        def refuse(name: str, raw: bytes) -> None:
+            raise KeyringError("the disk is full", status=Status.IO_ERROR)
+
+        real = keyring.remember_namespace
+        monkeypatch.setattr(keyring, "remember_namespace", refuse)
+        refused = await ns.put([PutBlock(key, bytes(64 * KIB), position=0)])
+        assert refused.statuses == [Status.IO_ERROR]
+        assert not running.daemon.shard.parts.engine.index.namespaces()
+        monkeypatch.setattr(keyring, "remember_namespace", real)
+        assert (await ns.put([PutBlock(key, bytes(64 * KIB), position=0)], ack="durable")).ok
+        assert len(keyring.namespaces_of(tenant)) == len(list(folder.iterdir())) == 1
+        written = [path.stat().st_mtime_ns for path in folder.iterdir()]
+        assert (await ns.put([PutBlock(key + b"2", bytes(64 * KIB), position=1)])).ok
+        assert [path.stat().st_mtime_ns for path in folder.iterdir()] == written
+        assert not running.daemon.shard.sessions[1].unwritten

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from daemon_lab import (
     DESCRIPTOR,
+    Raw,
     all_are,
     assert_idle,
     blocks,
@@ -154,6 +155,13 @@ async def test_put_queue_in_blocks_at_its_limit(tmp_path: Path) -> None:
         await assert_idle(running.daemon)
 
 
+async def wrote_in(raw: Raw, rank: int) -> None:
+    """Open a namespace and reserve a block of it, which is given up again."""
+    namespace = await raw.namespace(replace(DESCRIPTOR, tp_rank=rank))
+    reply = await raw.reserve(namespace.handle, [put_item(namespace, key_of(rank), 4 * KIB)])
+    raw.connection.give_up([item.put_id for item in reply.items])
+
+
 async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
     change = shape(sessions_per_tenant_max=3, sessions_max=4, namespaces_per_tenant_max=70)
     async with running_daemon(tmp_path / "d", change) as running:
@@ -167,14 +175,14 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
                 await stack.enter_async_context(raw_of(running, "other"))
             assert caught.value.status is Status.BUSY
             for at in range(NAMESPACES_PER_SESSION_MAX):
-                await raws[0].namespace(replace(DESCRIPTOR, tp_rank=at))
+                await wrote_in(raws[0], at)
             with pytest.raises(RequestFailedError) as caught:
                 await raws[0].namespace(replace(DESCRIPTOR, tp_rank=1000))
             assert caught.value.status is Status.QUOTA
             for at in range(6):
-                await raws[1].namespace(replace(DESCRIPTOR, tp_rank=100 + at))
+                await wrote_in(raws[1], 100 + at)
             with pytest.raises(RequestFailedError) as caught:
-                await raws[1].namespace(replace(DESCRIPTOR, tp_rank=1000))
+                await wrote_in(raws[1], 1000)  # asking about it is free, a put is not
             assert caught.value.status is Status.QUOTA
             assert (await raws[1].namespace(replace(DESCRIPTOR, tp_rank=0))).handle
         async with client_of(running) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -178,6 +179,71 @@ async def test_a_host_that_goes_away_is_counted_and_nothing_is_left(place: Place
     writer.close()
     await place.until_refused(1)
     assert place.refused == [Status.DISCONNECTED]
+
+
+async def test_a_port_check_is_not_logged_and_strangers_once_a_minute(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "entresol.control")
+    for number in range(3):
+        _, writer = await asyncio.open_connection("127.0.0.1", place.port)
+        writer.close()
+        await place.until_refused(number + 1)
+    assert not caplog.messages
+    for number in range(3, 6):
+        reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        async with asyncio.timeout(SOON_S):
+            await reader.read()
+        writer.close()
+        await place.until_refused(number + 1)
+    (said,) = caplog.messages
+    assert said.startswith("event=handshake_failed address=127.0.0.1 unsaid=0 reason=")
+
+
+def test_what_was_not_logged_is_told_later_and_few_addresses_are_remembered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "TOLD_MAX", 4)
+    caplog.set_level(logging.INFO, "entresol.control")
+    failed, wrong = accepting.FailedHandshakes(), ssl.SSLError(1, "no certificate")
+    for now_s in (0.0, 1.0, accepting.TOLD_AGAIN_S - 0.1):
+        failed.tell("10.0.0.1", wrong, now_s)
+    failed.tell("10.0.0.2", wrong, 2.0)
+    failed.tell("10.0.0.1", wrong, accepting.TOLD_AGAIN_S)
+    words = [line.split()[1:3] for line in caplog.messages]
+    assert words == [
+        ["address=10.0.0.1", "unsaid=0"],
+        ["address=10.0.0.2", "unsaid=0"],
+        ["address=10.0.0.1", "unsaid=2"],
+    ]
+    for last in range(3, 9):
+        failed.tell(f"10.0.0.{last}", wrong, 61.0)
+    assert len(failed._told) == 4
+    failed.tell("2001:db8::1", wrong, 61.0)
+    failed.tell("2001:db8::2", wrong, 62.0)  # of one network
+    assert [line for line in caplog.messages if "2001" in line] == [
+        line for line in caplog.messages if "2001:db8::1 " in line
+    ]
+
+
+async def test_a_peer_that_vanishes_without_a_word_is_noticed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the system is asked for; that it does it takes a network that loses packets."""
+    got: list[dict[int, int]] = []
+    taken = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+
+    def made(self: Echo, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        link = transport.get_extra_info("socket")
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        got.append({one: link.getsockopt(socket.IPPROTO_TCP, one) for one in taken})
+
+    monkeypatch.setattr(Echo, "connection_made", made)
+    assert await place.says(b"hello") == b"hello"
+    idle, every, count, most = got[0].values()
+    assert idle + every * count == accepting.PEER_GONE_S == most / 1000
 
 
 async def test_no_more_wait_than_may(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

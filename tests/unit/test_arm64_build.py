@@ -202,6 +202,32 @@ def hook(library: Path, **env: str) -> str:
     ).stdout  # fmt: skip
 
 
+def test_whoever_has_no_compiler_is_told_the_package_that_has_it() -> None:
+    assert "apt-get install gcc-aarch64-linux-gnu," in build.without_kernel(build.TARGETS["arm64"])
+    assert "apt-get install gcc-x86-64-linux-gnu," in build.without_kernel(build.TARGETS["amd64"])
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not run here: no dpkg-deb")
+def test_a_package_is_whole_or_not_there(tmp_path: Path) -> None:
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    (tree / "DEBIAN").mkdir(parents=True)
+    tree.chmod(0o755)
+    (tree / "DEBIAN").chmod(0o755)
+    out.mkdir()
+    package = out / "entresol_1_arm64.deb"
+    with pytest.raises(build.BuildError, match="dpkg-deb"):  # it has no description
+        build.pack(tree, package, ["-Znone"])
+    assert not list(out.iterdir())
+    text = build.control(build.TARGETS["arm64"], "3.11", "1", 1)
+    (tree / "DEBIAN/control").write_text(text)
+    build.pack(tree, package, ["-Znone"])
+    assert list(out.iterdir()) == [package]
+    found = subprocess.run(
+        ["dpkg-deb", "-f", str(package), "Architecture"], capture_output=True, check=True
+    )
+    assert found.stdout == b"arm64\n"
+
+
 def test_no_native_compiler_for_a_foreign_platform(tmp_path: Path) -> None:
     said = hook(tmp_path / "k.so", ENTRESOL_TARGET_PLATFORM="linux_aarch64")
     assert "CC does not name" in said

@@ -13,7 +13,7 @@ from entresol_client.cli import explaining, prompts, session
 from entresol_client.cli.errors import CliError, UsageProblem
 from entresol_client.cli.explaining import Prefix, prefix_of
 from entresol_client.engines.kvbm_hash import KeyChain
-from entresol_client.engines.sglang_pages import page_key
+from entresol_client.engines.sglang_pages import page_hashes, page_key
 from entresol_client.engines.vllm_requests import Request
 from entresol_client.results import Explanation
 from entresol_proto import limits
@@ -99,15 +99,30 @@ def test_kvbm_keys_are_computed_from_tokens(tmp_path: Path) -> None:
         assert (asked.keys, asked.block_tokens, len(asked.keys)) == (chain.keys, 16, 4)
 
 
+def test_sglang_keys_are_computed_from_tokens(tmp_path: Path) -> None:
+    tokens = list(range(1000, 1070))
+    path = file(tmp_path, str(tokens))
+    for salts in ({}, {"cache_salt": "s"}, {"extra_key": "e", "cache_salt": "s"}):
+        words = ["--tokens", path, "--engine", "sglang", "--group", "1"]
+        for name, value in salts.items():
+            words += [f"--{name.replace('_', '-')}", value]
+        asked = read(*words)
+        assert asked.keys == [page_key(one, 1) for one in page_hashes(tokens, 16, **salts)]
+        assert (asked.block_tokens, len(asked.keys), asked.prefix) == (16, 4, True)
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
         ((), "nothing says which"),
         (("--name", "a", "--key", "b"), "in one way"),
         (("0011223344556677", "--name", "a"), "in one way"),
-        (("--tokens", "x"), "needs --engine kvbm"),
+        (("--tokens", "x"), "needs an engine"),
+        (("--tokens", "x", "--engine", "vllm"), "seed of its own"),
+        (("--tokens", "x", "--engine", "kvbm", "--extra-key", "y"), "of --engine sglang"),
+        (("--hashes", "x", "--engine", "sglang", "--extra-key", "y"), "of --engine sglang"),
         (("--hashes", "x", "--engine", "kvbm"), "names no block"),
-        (("--hashes", "x", "--cache-salt", "y"), "belongs to --engine kvbm"),
+        (("--hashes", "x", "--cache-salt", "y"), "belongs to --tokens"),
         (("--hashes", "x", "--request-salt", "y"), "belongs to --engine vllm or kvbm"),
         (("--hashes", "x", "--every", "0"), "less than 1"),
         (("--hashes", "x", "--engine", "sglang", "--group", "256"), r"not 0\.\.255"),

@@ -49,7 +49,7 @@ def alerts() -> dict[str, str]:
 def selectors(query: str) -> Iterator[tuple[str, dict[str, str]]]:
     """(metric, label matchers) of a query."""
     for name, inside in re.findall(r"(?<![\w:])(entresol_\w+)(?:\{([^}]*)\})?", query):
-        yield name, dict(re.findall(r'(\w+)=~?"([^"]*)"', inside))
+        yield name, dict(re.findall(r'(\w+)(?:=~?|!=|!~)"([^"]*)"', inside))
 
 
 def check(query: str) -> None:
@@ -67,7 +67,8 @@ def check(query: str) -> None:
             domain = spec.labels.get(label)
             assert domain is not None, f"{name} has no label {label}"
             if isinstance(domain, Domain) and value:
-                assert value in domain.values, f"{name}: {label} is never {value}"
+                never = set(value.split("|")) - set(domain.values)
+                assert not never, f"{name}: {label} is never {never}"
         used = re.findall(r"by \(([^)]*)\)", query)
         known = OTHERS | {one for spec in specs.values() for one in spec.labels}
         assert {w.strip() for part in used for w in part.split(",")} <= known, query

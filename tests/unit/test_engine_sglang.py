@@ -65,6 +65,30 @@ def name_of(
     return pages.descriptor(config_of, pool_name, pool_of or pool(), **{**usual, **changes})
 
 
+PROMPT = [*range(1000, 1020), 2**32 - 1, 0, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("extra_key", "cache_salt", "last"),
+    [
+        (None, None, "69124fdc8f0cc8fd6825c60b5e8f9f879524053e9cba2f3b772ae9606b068ef5"),
+        (None, "someone", "4701029417db107bdadf04b45c7523813a584ba8eb72931c431c9de485dcdf7c"),
+        ("lora-7", None, "ea6c04fbe0d45b9b169ce5f336a22925837016756707150555973cce16973d7f"),
+        ("lora-7", "gr\u00fcn", "dc9045134b433a350f8fdcf59f817248d2614c0fc2091669e4e9a396970c4903"),
+        ("", "", "486e56cba3eb8f82643ef444ed9bfc92b4a17e21e32f1a09487549c0b96043f3"),
+    ],
+)
+def test_page_hashes_are_those_of_sglang(
+    extra_key: str | None, cache_salt: str | None, last: str
+) -> None:
+    """Vectors from the native hash of SGLang 0.5.23; its own code is asked in tests/engines."""
+    found = pages.page_hashes(PROMPT, 8, extra_key=extra_key, cache_salt=cache_salt)
+    assert (len(found), found[-1]) == (3, last)
+    cut = pages.page_hashes([*PROMPT, 1, 2, 3], 8, extra_key=extra_key, cache_salt=cache_salt)
+    assert cut == found  # what fills no page has no name
+    assert pages.page_hashes(PROMPT[:7], 8) == []
+
+
 def test_pieces_and_hashes_have_keys_of_their_own() -> None:
     names = [HASH, "cd" * 32, HASH + "ab", "not-hex", "AB" * 32, "ab" * 4, f"{HASH}.mamba"]
     keys = {pages.page_key(name, piece) for name in names for piece in range(pages.PIECES_MAX)}

@@ -107,10 +107,15 @@ def test_no_requests_have_no_hit_rate() -> None:
 
 
 def test_wear_is_in_sizes_of_the_flash_per_day() -> None:
+    old = overview(uptime_ns=620 * GB)
     now, mean = writes_per_day(later(), rates(overview(), later()))
     assert now == pytest.approx(0.5 * 86_400 / 100)
-    assert mean == pytest.approx(31 / 62 * 86_400 / 100)
-    assert writes_per_day({}, None) == (None, 0.0)
+    assert mean is None, "what a minute of filling is in a day says nothing"
+    assert writes_per_day(old, None) == (None, pytest.approx(30 / 620 * 86_400 / 100))
+    assert writes_per_day({}, None) == (None, None)
+    shown = plain(frame(later(), overview(), Screen(columns=100)))
+    assert "432.00 drive writes a day now, too early for a mean, no budget" in shown
+    assert "- drive writes a day now, 41.81 since start" in plain(frame(old, None, Screen()))
 
 
 def test_prefill_saved_needs_both_numbers() -> None:

@@ -43,6 +43,7 @@ EXAMPLES = """\
   entresol explain 0011223344556677 --namespace 8f3a
   entresol explain --hashes prompt.txt --engine vllm --namespace 8f3a
   entresol explain --tokens ids.json --engine kvbm --namespace 8f3a --json
+  entresol explain --tokens ids.json --engine sglang --namespace 8f3a
   entresol explain --hashes - --namespace 8f3a < hashes.txt
 """
 

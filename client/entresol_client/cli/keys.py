@@ -35,17 +35,34 @@ EXAMPLES = """\
 """
 UNLOCK_ABOUT = """\
 A daemon that starts without its key-encryption key is locked: it serves nothing, formats nothing
-and drops nothing. This gives it the key, without a restart. SIGHUP does the same.
+and drops nothing. This gives it the key, without a restart. SIGHUP does the same. The daemon reads
+the file itself: its user must be able to, and nobody else.
 
 exit status: 0 unlocked (or never locked), 1 refused, 2 wrong use, 3 no daemon.
+"""
+UNLOCK_EXAMPLES = """\
+  install -o entresol -m 0600 /etc/entresol/kek /run/entresol/kek
+  entresol unlock /run/entresol/kek
+  rm /run/entresol/kek
 """
 CHANGE_ABOUT = """\
 Wraps every key of the daemon anew under the key-encryption key in the file, and destroys what was
 wrapped under the old one. Blocks are not touched, and it serves on meanwhile. Keep the old file
-until this has returned, then make [keys] kek_file name the new one. With the daemon stopped,
+until this has returned; then the new key belongs where the next start looks for it: what [keys]
+kek_file names, or under systemd what LoadCredential= of the unit names. With the daemon stopped,
 `entresold --config FILE rewrap NEW-KEK-FILE` does the same.
 
+The daemon reads the file itself, as its own user: /etc/entresol/kek of the package is root's, so a
+key is shown to it under /run/entresol for as long as this takes.
+
 exit status: 0 done, 1 refused, 2 wrong use, 3 no daemon.
+"""
+CHANGE_EXAMPLES = """\
+  entresold keygen /etc/entresol/kek.new
+  install -o entresol -m 0600 /etc/entresol/kek.new /run/entresol/kek.new
+  entresol change-kek /run/entresol/kek.new
+  rm /run/entresol/kek.new
+  mv /etc/entresol/kek.new /etc/entresol/kek
 """
 
 
@@ -71,14 +88,14 @@ def add_parser(subparsers: Any) -> None:
             verb.add_argument("version", type=int, metavar="VERSION", help="which one")
         verb.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
         verb.set_defaults(run=run)
-    for name, short, about, run in (
-        ("unlock", "give a locked daemon its key-encryption key", UNLOCK_ABOUT, run_unlock),
-        ("change-kek", "wrap the daemon's keys under another key", CHANGE_ABOUT, run_change_kek),
-    ):
+    for name, short, about, examples, run in (
+        ("unlock", "give a locked daemon its key-encryption key", UNLOCK_ABOUT, UNLOCK_EXAMPLES,
+         run_unlock),
+        ("change-kek", "wrap the daemon's keys under another key", CHANGE_ABOUT, CHANGE_EXAMPLES,
+         run_change_kek),
+    ):  # fmt: skip
         optional = name == "unlock"
-        command = options.command(
-            subparsers, name, short, about=about, examples=f"  entresol {name} /etc/entresol/kek\n"
-        )
+        command = options.command(subparsers, name, short, about=about, examples=examples)
         where = "on the daemon's machine" + ("; default: its [keys] kek_file" if optional else "")
         command.add_argument(
             "file", metavar="FILE", nargs="?" if optional else None, help=f"KEK file {where}"
@@ -185,8 +202,8 @@ def run_change_kek(args: argparse.Namespace) -> int:
     data = {"old_kek_id": reply.old_kek_id, "new_kek_id": reply.new_kek_id}
     lines = [
         f"every key is wrapped under KEK {reply.new_kek_id} now (it was {reply.old_kek_id})",
-        f"  before the daemon starts again: [keys] kek_file = {request.kek_file!r}",
-        "  then destroy the old one",
+        "  before the daemon starts again this key must be what [keys] kek_file names, or under",
+        "  systemd what the unit loads (/etc/entresol/kek); then destroy the old one",
     ]
     output.answer(args.json, data, lines)
     return 0

@@ -25,6 +25,7 @@ GROUP_BYTES = 4  # of vLLM's offload key, behind the block hash: KV cache group,
 PIECE_MAX = 255  # of SGLang's page key, behind the page hash: one byte
 RAW, VLLM, SGLANG, KVBM = "raw", "vllm", "sglang", "kvbm"
 ENGINES = (RAW, VLLM, SGLANG, KVBM)
+HASHED_HERE = (SGLANG, KVBM)  # from token ids
 _SOURCES = ("key_words", "key", "name", "hashes", "tokens")
 _BETWEEN = re.compile(r"[\s,;\[\](){}\"']+")
 
@@ -60,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--tokens", metavar="FILE|-",
-        help="its token ids, in order, from which the keys are computed: --engine kvbm",
+        help="its token ids, in order, from which the keys are computed: --engine kvbm or sglang",
     )  # fmt: skip
     group.add_argument(
         "--engine", choices=ENGINES, default=RAW,
@@ -77,7 +78,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--request-salt", metavar="TEXT", help='"salt" of the request\'s kv_transfer_params'
     )
-    group.add_argument("--cache-salt", metavar="TEXT", help="kvbm: cache_salt of the request")
+    group.add_argument(
+        "--cache-salt", metavar="TEXT", help="with --tokens: cache_salt of the request"
+    )
+    group.add_argument("--extra-key", metavar="TEXT", help="sglang: extra_key of the request")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -88,18 +92,28 @@ def check(args: argparse.Namespace) -> None:
             "name the blocks in one way" if given else "nothing says which blocks",
             hint="KEY ..., --key, --name, --hashes or --tokens",
         )
-    if args.tokens and args.engine != KVBM:
+    if args.tokens and args.engine == VLLM:
         raise UsageProblem(
-            "--tokens needs --engine kvbm: of the others the hashes are not computed here",
-            hint="give their hashes: --hashes FILE --engine vllm",
+            "vLLM's hashes begin with a seed of its own and depend on its version: not computed "
+            "here",
+            hint="give hashes, --hashes FILE --engine vllm: vLLM's KV events tell them whole with "
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0, and `entresol events --json` tells keys "
+            "beside the token ids of what was stored",
+        )
+    if args.tokens and args.engine not in HASHED_HERE:
+        raise UsageProblem(
+            "--tokens needs an engine whose hashes are computed here",
+            hint=f"--engine {' or '.join(HASHED_HERE)}",
         )
     if args.engine == KVBM and not args.tokens:
         raise UsageProblem(
             "a KVBM hash alone names no block: 24 bytes of our own chain belong to its key",
             hint="give --tokens, or whole keys as `entresol events --json` shows them",
         )
-    if args.cache_salt is not None and args.engine != KVBM:
-        raise UsageProblem("--cache-salt belongs to --engine kvbm: others hash it themselves")
+    if args.cache_salt is not None and not args.tokens:
+        raise UsageProblem("--cache-salt belongs to --tokens: hashes have it in them already")
+    if args.extra_key is not None and not (args.tokens and args.engine == SGLANG):
+        raise UsageProblem("--extra-key belongs to --tokens of --engine sglang")
     if args.request_salt is not None and args.engine not in (VLLM, KVBM):
         raise UsageProblem("--request-salt belongs to --engine vllm or kvbm")
     if args.every < 1:
@@ -115,7 +129,9 @@ def read(args: argparse.Namespace, block_tokens: int) -> Asked:
     `block_tokens` of the namespace. Raises: UsageProblem, CliError, ConfigError.
     """
     if args.tokens:
-        return _of_tokens(args, block_tokens)
+        keys = _of_tokens(args, block_tokens)
+        labels = [f"block {number}" for number in range(len(keys))]
+        return Asked(labels, keys, True, block_tokens)
     words = args.key or args.key_words or list(_words(args.hashes))
     words = words[args.every - 1 :: args.every]
     if not words:
@@ -161,9 +177,7 @@ def _suffixed(args: argparse.Namespace) -> Callable[[bytes], bytes]:
     return of
 
 
-def _of_tokens(args: argparse.Namespace, block_tokens: int) -> Asked:
-    from entresol_client.engines.kvbm_hash import KeyChain
-
+def _of_tokens(args: argparse.Namespace, block_tokens: int) -> list[bytes]:
     tokens = []
     for number, word in enumerate(_words(args.tokens)):
         if not word.isascii() or not word.isdigit() or len(word) > 10 or int(word) > TOKEN_MAX:
@@ -178,10 +192,25 @@ def _of_tokens(args: argparse.Namespace, block_tokens: int) -> Asked:
             f"{args.tokens}: {len(tokens):,} tokens are {full:,} full blocks of {block_tokens}",
             hint=f"1 to {BLOCKS_MAX:,} are possible; --block-tokens says how many tokens each has",
         )
+    of_engine = _sglang_keys if args.engine == SGLANG else _kvbm_keys
+    keys = of_engine(args, tokens, block_tokens)
+    assert len(keys) == full, "every token fits"
+    return keys
+
+
+def _kvbm_keys(args: argparse.Namespace, tokens: list[int], block_tokens: int) -> list[bytes]:
+    from entresol_client.engines.kvbm_hash import KeyChain
+
     chain = KeyChain(block_tokens, args.cache_salt, private_salt=args.request_salt or "")
     chain.extend(tokens)
-    assert len(chain.keys) == full, "every token fits"
-    return Asked([f"block {number}" for number in range(full)], chain.keys, True, block_tokens)
+    return chain.keys
+
+
+def _sglang_keys(args: argparse.Namespace, tokens: list[int], block_tokens: int) -> list[bytes]:
+    from entresol_client.engines.sglang_pages import page_hashes, page_key
+
+    hashes = page_hashes(tokens, block_tokens, extra_key=args.extra_key, cache_salt=args.cache_salt)
+    return [page_key(one, args.group) for one in hashes]
 
 
 def _words(where: str) -> Iterator[str]:

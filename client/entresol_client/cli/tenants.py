@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import Status
 
 ERASE_DEADLINE_S = 120.0
+_UNIT_SOCKET = re.compile(r"/run/entresol(?:-([^/]+))?/admin\.sock")  # of the units in systemd/
 WEIGHT_MAX = 1_000_000
 
 EXAMPLES = """\
@@ -241,11 +243,30 @@ def run_add(args: argparse.Namespace) -> int:
     lines = [
         f"added {_told(row)[len('tenant ') :]}",
         f"it signs in with a certificate whose only URI name is {uri}",
-        "  from SPIRE, cert-manager or your CA; for `entresold --dev --dir DIR`, restart it with",
-        f"  --tenant dev --tenant {name} and use DIR/client-{name}.toml",
+        *(f"  {line}" for line in certificate_words(one_admin_socket(args), name)),
     ]
     output.answer(args.json, row, lines)
     return 0
+
+
+def certificate_words(admin_socket: Path, name: str) -> list[str]:
+    """How a tenant of the daemon with this socket gets its certificate: one of `entresold --dev`,
+    one of the package's units, or another."""
+    home = admin_socket.parent.parent
+    issued = sorted(path.stem for path in (home / "pki" / "tenants").glob("*.pem"))
+    if issued:
+        named = " ".join(f"--tenant {one}" for one in dict.fromkeys([*issued, name]))
+        return [
+            f"stop the daemon, then: entresold --dev --dir {home} {named}",
+            f"and use {home}/client-{name}.toml",
+        ]
+    unit = _UNIT_SOCKET.fullmatch(str(admin_socket))
+    file = f"/etc/entresol/{unit[1] or 'entresold'}.toml" if unit else "FILE"
+    folder = f"/etc/entresol/tenants/{name}" if unit else "FOLDER"
+    return [
+        "from SPIRE, cert-manager or your CA; or from this machine's own authority:",
+        f"entresold --config {file} certify {name} {folder}",
+    ]
 
 
 def _trust_domain(args: argparse.Namespace) -> str:

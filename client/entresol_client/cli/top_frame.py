@@ -288,7 +288,8 @@ def _wear(now: Mapping[str, Any], recent: Rates | None, screen: Screen) -> str:
     at_present, mean = writes_per_day(now, recent)
     line = Line(screen).add(f"{'wear':<9}  ", "head")
     line.add("-" if at_present is None else f"{at_present:,.2f}")
-    line.add(f" drive writes a day now, {mean:,.2f} since start")
+    line.add(" drive writes a day now")
+    line.add(", too early for a mean" if mean is None else f", {mean:,.2f} since start")
     allowed = number(part(now, "budget", "drive_writes_per_day"))
     if not allowed:
         return str(line.add(", no budget set"))

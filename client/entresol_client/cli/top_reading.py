@@ -17,6 +17,7 @@ FORMAT = 1
 SECONDS_PER_DAY = 86_400
 FULL_FROM = 0.9  # of the flash's size; segments that are partly dead take the rest
 LAG_WORRIES_S = 0.1
+MEAN_FROM_S = 600.0  # a shorter life says nothing of a day
 _STRANGE = re.compile(r"[^\x20-\x7e\xa0-\uffff]")
 
 
@@ -159,16 +160,23 @@ def fullness(now: Mapping[str, Any]) -> float | None:
     return number(part(now, "flash", "live_bytes")) / capacity if capacity else None
 
 
-def writes_per_day(now: Mapping[str, Any], recent: Rates | None) -> tuple[float | None, float]:
-    """Flash sizes written per day: at the present rate, and on average since the start."""
+def writes_per_day(
+    now: Mapping[str, Any], recent: Rates | None
+) -> tuple[float | None, float | None]:
+    """Flash sizes written per day: at the present rate, and on average since the start (None for
+    the first MEAN_FROM_S, in which filling an empty tier would look like that every day)."""
     capacity = number(part(now, "flash", "capacity_bytes"))
+    if not capacity:
+        return None, None
     uptime_s = number(now.get("uptime_ns")) / 1e9
-    if not capacity or not uptime_s:
-        return None, 0.0
-    mean = number(part(now, "flash", "written_bytes")) / uptime_s
+    known = uptime_s >= MEAN_FROM_S
+    mean = number(part(now, "flash", "written_bytes")) / uptime_s if known else None
     at_present = recent.flash_written_bytes if recent is not None else None
     share = SECONDS_PER_DAY / capacity
-    return (None if at_present is None else at_present * share), mean * share
+    return (
+        None if at_present is None else at_present * share,
+        None if mean is None else mean * share,
+    )
 
 
 def verdict(now: Mapping[str, Any] | None, recent: Rates | None) -> tuple[Verdict, str]:

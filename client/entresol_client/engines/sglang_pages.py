@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from entresol_proto.ids import NamespaceDescriptor
 KV = "kv"
 MAMBA = "mamba"
 PIECES_MAX = 8  # a page in more pieces than this travels as one block, through a copy
+_SEED_WORD = b"sglang-cache-namespace-v1"
 _HASH = re.compile(r"(?:[0-9a-f]{2}){8,62}")
 # What a host pool may tell of its geometry; absent ones are None, which is a value like any other.
 _POOL_FACTS = (
@@ -53,6 +55,34 @@ def page_key(page_hash: str, piece: int) -> bytes:
         return bytes.fromhex(page_hash) + bytes([piece])
     digest = hashlib.blake2b(page_hash.encode(), digest_size=32, person=b"entresol-sglang")
     return digest.digest() + bytes([piece])
+
+
+def page_hashes(
+    token_ids: Sequence[int],
+    page_tokens: int,
+    *,
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+) -> list[str]:
+    """The hashes of a prompt's full pages, as SGLang names them, in hex: SHA-256 over the digest of
+    the page before and the page's token ids, four bytes each, little-endian. What stands before the
+    first page comes from the request's extra key and salt, and is nothing where it has neither.
+
+    Source: SGLang 0.5.23, mem_cache/utils.py and its native hash. Not for EAGLE's pairs of tokens.
+    """
+    digest = b""
+    if extra_key is not None or cache_salt is not None:
+        seed = hashlib.sha256(_SEED_WORD)
+        for part in (extra_key, cache_salt):
+            raw = (part or "").encode()
+            seed.update(b"\0" if part is None else b"\1" + struct.pack("<Q", len(raw)) + raw)
+        digest = seed.digest()
+    found = []
+    for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
+        page = token_ids[start : start + page_tokens]
+        digest = hashlib.sha256(digest + struct.pack(f"<{page_tokens}I", *page)).digest()
+        found.append(digest.hex())
+    return found
 
 
 def is_sharded(pool_name: str, pool: Any, is_mla: bool) -> bool:

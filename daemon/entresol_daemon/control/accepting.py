@@ -5,7 +5,7 @@ for a turn of the address it comes from. Nothing is read from a connection befor
 
 Invariants: at most WAITING_MAX connections are between accept and the end of their handshake, and
 one that comes beyond that is closed at once; none of them stays longer than its turn's wait and
-HANDSHAKE_SECONDS_MAX.
+HANDSHAKE_SECONDS_MAX. A peer that vanished without a word is noticed within PEER_GONE_S.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import socket
 import ssl
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from entresol_proto.status import EntresolError, Status
@@ -26,6 +27,18 @@ OUT_OF_DESCRIPTORS_S = 0.5  # without accepting, after the system refused to
 HANDSHAKE_SECONDS_MAX = 5.0
 CLOSE_SECONDS_MAX = 2.0
 NETWORK_BITS = 64  # of an IPv6 address; who has one has all that begin alike
+PEER_GONE_S = 30  # without an acknowledgement, or without taking what waits for it
+_PROBE_AFTER_S, _PROBE_EVERY_S = 10, 5
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (PEER_GONE_S - _PROBE_AFTER_S) // _PROBE_EVERY_S),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_GONE_S * 1000),
+)
+TOLD_AGAIN_S = 60.0  # after an address's failed handshake was logged
+TOLD_MAX = 256  # addresses that are remembered for it
 
 log = logging.getLogger("entresol.control")
 
@@ -41,6 +54,28 @@ def origin_of(host: str) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.ip_network((int(address), NETWORK_BITS), strict=False))
     return str(address)
+
+
+class FailedHandshakes:
+    """Logs them, those of one address once in TOLD_AGAIN_S and then how many there were."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when, unsaid since
+
+    def tell(self, host: str, error: OSError, now_s: float) -> None:
+        """One has failed. Who only came and went again (a port check) is for `debug`."""
+        if not isinstance(error, ssl.SSLError):
+            log.debug("event=handshake_left address=%s reason=%s", host, error)
+            return
+        origin = origin_of(host)
+        told_s, unsaid = self._told.pop(origin, (-TOLD_AGAIN_S, 0))
+        if now_s - told_s < TOLD_AGAIN_S:
+            self._told[origin] = (told_s, unsaid + 1)
+            return
+        self._told[origin] = (now_s, 0)
+        if len(self._told) > TOLD_MAX:
+            self._told.popitem(last=False)
+        log.info("event=handshake_failed address=%s unsaid=%d reason=%s", host, unsaid, error)
 
 
 class TlsServer:
@@ -62,6 +97,7 @@ class TlsServer:
         self._refused = refused
         self._sockets = list(sockets)
         self._welcomes: set[asyncio.Task[None]] = set()
+        self._failed = FailedHandshakes()
         self._again: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
@@ -138,7 +174,8 @@ class TlsServer:
         """Shake hands when it is the address's turn. The transport owns the socket afterwards."""
         try:
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for level, option, value in _OPTIONS:
+                connection.setsockopt(level, option, value)
             await self._shake_hands(origin_of(host))
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._factory, connection, ssl=self._tls,
@@ -152,7 +189,7 @@ class TlsServer:
             connection.close()
             wrong = isinstance(error, ssl.SSLError)  # a certificate, as a rule; else it went away
             self._refused(Status.FORBIDDEN if wrong else Status.DISCONNECTED)
-            log.info("event=handshake_failed address=%s reason=%s", host, error)
+            self._failed.tell(host, error, asyncio.get_running_loop().time())
         except BaseException:
             connection.close()
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from entresol_proto.status import ConfigError, Status
 
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024  # unsent answers; above it nothing more is read
 HANDSHAKE_LOOK_NS_MIN = 1_000_000
+PEER_LOOK_S = 1.0  # between looks at a peer that takes no answers
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 log = logging.getLogger("entresol.control")
 
@@ -37,6 +40,7 @@ class _Connection(asyncio.Protocol):
         self._full = False  # of answers the peer does not take
         self._behind = False  # with its requests
         self._reading = True
+        self._looking: asyncio.TimerHandle | None = None
         self.handler: SessionHandler | None = None
         self.finished: asyncio.Task[None] | None = None
 
@@ -80,6 +84,23 @@ class _Connection(asyncio.Protocol):
         self._is_full(True)
         self._follow()
 
+    def _look_for_peer(self) -> None:
+        """End it if the peer has left. Nothing is read from one that takes no answers, so nobody
+        else would notice."""
+        link = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if link is None or link.fileno() < 0:
+            return
+        found = select.poll()
+        found.register(link.fileno(), _GONE)
+        if found.poll(0):
+            self.abort()
+        else:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(PEER_LOOK_S, self._look_for_peer)
+
     def resume_writing(self) -> None:
         self._is_full(False)
         self._follow()
@@ -89,6 +110,11 @@ class _Connection(asyncio.Protocol):
         depth = self._listener.shard.parts.metrics.queue_depth["send"]
         depth.inc(full - self._full)
         self._full = full
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        if full:
+            self._look_later()
 
     def _handler_reads(self, reading: bool) -> None:
         self._behind = not reading

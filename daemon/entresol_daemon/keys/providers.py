@@ -98,7 +98,7 @@ class FileKek:
         except OSError as error:
             raise KeyringError(
                 f"cannot read KEK file {file}: {error.strerror}",
-                hint="let the daemon's user read it, and only that user",
+                hint="the daemon reads it itself: let its user read it, and only that user",
             ) from None
         return cls(_parse_key(raw, file), str(file))
 

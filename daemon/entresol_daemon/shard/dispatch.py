@@ -372,8 +372,7 @@ class SessionHandler:
         elif isinstance(message, data.Forget):
             self._send(data.Done(await shard.forget(session, message)), request_id)
         elif isinstance(message, opening.OpenNamespace):
-            answer = await shard.open_namespace(session, message.descriptor)
-            self._send(answer, request_id)
+            self._send(shard.open_namespace(session, message.descriptor), request_id)
         else:
             raise AssertionError(f"no handler for {message!r}")
 

@@ -2,7 +2,8 @@
 
 Invariants: bytes between reservation and durability are within the put budget; a reservation is
 closed exactly once, with its flush, its failure, its session or its time; a RESERVE of thousands
-takes the loop a tenant's turn at a time.
+takes the loop a tenant's turn at a time. Whose a namespace is, and what, is written down before
+anything of it is reserved.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ class Reserving:
 
         A key that is stored but not yet durable is waited for when the put asks for `durable`.
         Items beyond the put budget are BUSY; a RESERVE of which nothing fits waits for room first.
+        Raises: KeyringError, QuotaError where a new namespace cannot be written down; EntresolError
+        (BAD_REQUEST) for a handle that was not opened.
         """
         parts = self._parts
+        await self._write_down(session, request.handle)
         deadline_ns = parts.now_ns() + request.deadline_ns
         patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
         answers, waits = await self._decide(session, request, deadline_ns)
@@ -71,6 +75,14 @@ class Reserving:
             if answer.status is not Status.OK:
                 parts.meters.put_ended(session.account.name, answer.status)
         return Reserved(tuple(answers))
+
+    async def _write_down(self, session: Session, handle: int) -> None:
+        """What was only asked about until now gets its record in the keyring."""
+        raw = session.unwritten.get(handle)
+        if raw is not None:
+            keyring, name = self._parts.keyring, session.account.name
+            await self._parts.compute.run(keyring.remember_namespace, name, raw)
+            session.unwritten.pop(handle, None)
 
     async def _room_for_one(self, session: Session, request: Reserve, until_ns: int) -> bool:
         """Wait until the put budget would take an item; False when `until_ns` comes first."""

@@ -341,19 +341,17 @@ class Shard:
 
     # Small requests: answered at once.
 
-    async def open_namespace(self, session: Session, raw: bytes) -> opening.NamespaceOpened:
-        """Name blocks of a descriptor in this session.
+    def open_namespace(self, session: Session, raw: bytes) -> opening.NamespaceOpened:
+        """Name blocks of a descriptor in this session. To ask leaves no trace: it is written down
+        by the first put (`Reserving`).
 
         Raises: BadKeyError, QuotaError, KeyringError.
         """
         found = parse_namespace(raw)
         host_sealed = isinstance(found, HostSealedNamespace)
         dtype = _dtype_of(found)
-        handle = session.next_handle()
-        keyring = self.parts.keyring
-        namespace_id, secret = await self.parts.compute.run(
-            keyring.remember_namespace, session.account.name, raw
-        )
+        keyring, name = self.parts.keyring, session.account.name
+        namespace_id, secret = keyring.derive_namespace(name, raw)
         config = self.parts.config
         endpoint = session.endpoint
         same_host = endpoint is not None and endpoint.capabilities.same_host
@@ -367,6 +365,8 @@ class Shard:
         session.namespaces[handle] = OpenedNamespace(
             handle, namespace_id, secret, found.block_tokens, dtype, codec_id, host_sealed
         )
+        if keyring.tenant_of(namespace_id) != name:
+            session.unwritten[handle] = raw
         shown = endpoint is not None and not endpoint.capabilities.private
         at_host = host_sealed or shown
         return opening.NamespaceOpened(

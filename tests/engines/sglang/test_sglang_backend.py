@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from entresol_client.engines.sglang_pages import page_hashes
 from tests.engines.sglang import parts, pools
 from tests.engines.tier_daemon import TierDaemon
 
@@ -129,6 +130,13 @@ def test_a_salt_of_a_request_is_in_sglangs_hash_and_keeps_pages_apart(
     salted = pools.hashes(COUNT, salt="someone")
     assert not set(salted) & set(HASHES)
     assert one.batch_exists(salted) == 0
+
+
+@pytest.mark.parametrize("salt", [None, "someone"])
+def test_hashes_from_token_ids_are_sglangs(salt: str | None) -> None:
+    """`entresol explain --tokens` computes them without SGLang."""
+    tokens = range(COUNT * pools.PAGE_TOKENS)
+    assert page_hashes(tokens, pools.PAGE_TOKENS, cache_salt=salt) == pools.hashes(COUNT, salt=salt)
 
 
 @pytest.mark.parametrize(
