@@ -27,7 +27,8 @@ TRACE is a Parquet file with a row per request: ts_ms, run_start and run_len (li
 block ids in prefix order, as runs of consecutive ids), tenant if --per-tenant; or a .jsonl file
 with timestamp (ms) and hash_ids, which is the Mooncake format. Blocks are equal; what a request
 misses is put at once and visible at once. Usable hits are those of the longest prefix found; only
-they save work. A drive as large as the capacity is assumed; what else is assumed is told with the answer.
+they save work. A drive as large as the capacity is assumed; what else is assumed is told with the
+answer.
 
 exit status: 0 done, 1 the daemon's package is missing, 2 wrong use or not a trace.
 """
