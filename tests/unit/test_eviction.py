@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import eviction_replay
 from entresol_daemon.config import AdmissionConfig
 from entresol_daemon.core import admission, eviction
 from entresol_daemon.core.admission import Admission, GhostList, WriteBudget
@@ -29,6 +27,9 @@ from entresol_daemon.core.eviction import (
     tail_first,
 )
 from entresol_daemon.flash.model import SegmentInfo, SegmentState
+from entresol_daemon.replay.run import measure
+from entresol_daemon.replay.store import Options
+from entresol_daemon.replay.traces import Trace, load
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = Path(os.environ.get("ENTRESOL_SHARED", ROOT.parent / "shared")) / "data" / "traces"
@@ -36,18 +37,18 @@ SECOND_NS = 1_000_000_000
 NOW = 1_000
 
 
-def trace(name: str, *, rows: int | None = None) -> eviction_replay.Trace:
+def trace(name: str, *, rows: int | None = None) -> Trace:
     path = TRACES / name
     if not path.exists():
         pytest.skip(f"not run here: {name} is not in the shared data")
-    return eviction_replay.load(path, rows=rows)
+    return load(path, rows=rows)
 
 
-def usable(found: eviction_replay.Trace, capacity: int, **options: object) -> float:
-    return eviction_replay.measure(
+def usable(found: Trace, capacity: int, **options: object) -> float:
+    return measure(
         found,
         capacity,
-        eviction_replay.Options(**options),  # type: ignore[arg-type]
+        Options(**options),  # type: ignore[arg-type]
     ).usable_hit
 
 
@@ -402,18 +403,18 @@ def test_tail_first_beats_head_first_on_real_agents() -> None:
 def test_the_yardstick_agrees_with_an_independent_simulator() -> None:
     # reference_results.csv, LRU-r, the whole file: usable_hit and usable_hit_w.
     found = trace("mooncake_conv_first35min.parquet")
-    result = eviction_replay.measure(found, 0.1, eviction_replay.Options(policy="lru-r"))
+    result = measure(found, 0.1, Options(policy="lru"))
     assert (result.usable_hit, result.usable_hit_second_half) == (0.2154, 0.2177)
 
 
 def test_the_policy_is_near_lru_per_block_and_above_segment_lru() -> None:
     found = trace("mooncake_conv_first35min.parquet", rows=4_000)
     results = {
-        policy: eviction_replay.measure(found, 0.1, eviction_replay.Options(policy=policy))
-        for policy in ("lru-r", "segment-lru", "median")
+        policy: measure(found, 0.1, Options(policy=policy))
+        for policy in ("lru", "segment-lru", "daemon")
     }
-    ours = results["median"]
-    assert ours.usable_hit_second_half > results["lru-r"].usable_hit_second_half - 0.005
+    ours = results["daemon"]
+    assert ours.usable_hit_second_half > results["lru"].usable_hit_second_half - 0.005
     assert ours.usable_hit_second_half > results["segment-lru"].usable_hit_second_half
     assert ours.write_amplification <= 1.15
     assert results["segment-lru"].write_amplification == 1
@@ -421,29 +422,16 @@ def test_the_policy_is_near_lru_per_block_and_above_segment_lru() -> None:
 
 def test_replay_keeps_write_amplification_below_any_ratio() -> None:
     found = trace("mooncake_conv_first35min.parquet", rows=3_000)
-    options = eviction_replay.Options(reinsert_ratio=0.03)
-    result = eviction_replay.measure(found, 4_096, options)
+    options = Options(reinsert_ratio=0.03)
+    result = measure(found, 4_096, options)
     assert 1 < result.write_amplification <= 1.03
 
 
 def test_replay_of_many_tenants_accounts_every_block() -> None:
     found = trace("mooncake_conv_first35min.parquet", rows=1_500)
-    options = eviction_replay.Options(segment_blocks=16, per_tenant=True)
-    result = eviction_replay.measure(found, 2_048, options)
+    options = Options(segment_blocks=16, per_tenant=True)
+    result = measure(found, 2_048, options)
     assert 0 < result.usable_hit <= result.block_hit < 1
-
-
-def test_command_line_prints_one_object_per_capacity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "two.jsonl"
-    row = json.dumps({"timestamp": 0, "hash_ids": list(range(40))})
-    path.write_text(f"{row}\n{row}\n")
-    assert eviction_replay.main([str(path), "--capacity", "64,1", "--segment-blocks", "8"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [each["capacity_blocks"] for each in rows] == [64, 40]
-    assert [each["usable_hit"] for each in rows] == [0.5, 0.5]
-    assert [each["write_amplification"] for each in rows] == [1, 1]
 
 
 # -- admission
@@ -548,8 +536,8 @@ def test_configured_in_drive_writes_per_day() -> None:
 
 def test_a_write_budget_costs_fewer_writes_and_keeps_prefixes_whole() -> None:
     found = trace("mooncake_conv_first35min.parquet", rows=3_000)
-    free = eviction_replay.measure(found, 2_048, eviction_replay.Options())
-    tight = eviction_replay.measure(found, 2_048, eviction_replay.Options(write_blocks_per_s=5))
+    free = measure(found, 2_048, Options())
+    tight = measure(found, 2_048, Options(write_blocks_per_s=5))
     assert tight.writes_per_ref < free.writes_per_ref / 4
     assert tight.usable_hit > 0.95 * tight.block_hit
 

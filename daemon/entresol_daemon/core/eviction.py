@@ -9,7 +9,7 @@ Flash is freed by whole segments, each of one tenant. Two questions, answered ap
   used longest ago. Half of that segment is older than its median; of the younger half the clearly
   younger blocks are kept, that is written again. On the traces, with room for a tenth of all
   blocks or more, this stays within 0.6 points of LRU per block and rewrites at most a tenth of
-  what comes in (`bench.eviction_replay`).
+  what comes in (`entresol replay`).
 
 Invariants: a tenant within its fair share loses nothing while one over it has a segment to give;
 an eviction keeps at most half of the victim's bytes, so it always makes room; reinserted bytes
@@ -36,7 +36,7 @@ KEEP_AGE_SHARE = 0.85
 REINSERT_RATIO = 0.15  # reinserted bytes per inserted byte: write amplification stays below 1.15
 REINSERT_WINDOW_BYTES = 64 << 30  # inserted bytes whose unused grant may be saved up
 
-Slots = TypeVar("Slots", list[int], npt.NDArray[np.int64])
+Slots = TypeVar("Slots", list[int], npt.NDArray[np.int32], npt.NDArray[np.int64])
 
 _OPEN = "open"
 _SEALED = "sealed"

@@ -1,0 +1,231 @@
+"""Flash as a model: segments of equal blocks, freed by the daemon's policy.
+
+Invariant: a block is in at most one segment; segments are opened, sealed and freed as
+`flash.space` and `shard.removal` do it, one stream per tenant. Touches are ticks as `flash.index`
+has them: a request's blocks tail first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from entresol_daemon.core.eviction import (
+    REINSERT_RATIO,
+    ReinsertBudget,
+    SegmentRanking,
+    TenantShare,
+    Victim,
+    choose_victim,
+    keep_blocks,
+    median_touch,
+)
+from entresol_daemon.replay.traces import Blocks, Trace, TraceError
+
+BLOCK_BYTES = 1 << 20  # nominal: all blocks are equal here
+POLICIES = ("daemon", "segment-lru", "lru")
+SEGMENT_BLOCKS_DEFAULT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to replay.
+
+    `policy` "daemon" is what the daemon does; "segment-lru" frees segments by their last touch and
+    keeps nothing; "lru" is the yardstick without segments, LRU per block.
+    """
+
+    segment_blocks: int = SEGMENT_BLOCKS_DEFAULT
+    policy: str = "daemon"
+    forward: bool = False  # touch and insert head first, to see what tail first is worth
+    per_tenant: bool = False  # a stream per tenant, equal weights, instead of one stream
+    reinsert_ratio: float = REINSERT_RATIO
+    write_blocks_per_s: float = 0.0  # 0: no write budget
+    admission: str = "auto"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a replay saw. Second half: the later half of the requests."""
+
+    refs: int = 0
+    found: int = 0
+    usable: int = 0
+    refs_second_half: int = 0
+    usable_second_half: int = 0
+    inserted: int = 0
+    reinserted: int = 0
+    evictions: int = 0
+
+    def saw(self, present: npt.NDArray[np.bool_], *, second_half: bool) -> None:
+        """Count the lookup of one request."""
+        refs = len(present)
+        usable = refs if present.all() else int(present.argmin())
+        self.refs += refs
+        self.found += int(present.sum())
+        self.usable += usable
+        if second_half:
+            self.refs_second_half += refs
+            self.usable_second_half += usable
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The part of a segment's state that policies read."""
+
+    value: str
+
+
+_OPEN, _SEALED = _State("open"), _State("sealed")
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment of the model; a `core.eviction.SegmentLike`."""
+
+    segment: int
+    stream: bytes
+    sequence: int
+    oldest_touch: int  # of its first block when it came: a lower bound from then on
+    last: npt.NDArray[np.int64]  # of all segments
+    state: _State = _OPEN
+    ids: Blocks = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def live_blocks(self) -> int:
+        return len(self.ids)
+
+    @property
+    def live_bytes(self) -> int:
+        return len(self.ids) * BLOCK_BYTES
+
+    @property
+    def last_touch(self) -> int:
+        return int(self.last[self.segment])
+
+
+class Store:
+    """Segments of equal blocks in memory. One clock for touches."""
+
+    def __init__(self, trace: Trace, capacity_blocks: int, options: Options) -> None:
+        self._size = options.segment_blocks
+        count = capacity_blocks // self._size
+        if count < 2:
+            raise TraceError(
+                f"{capacity_blocks:,} blocks are fewer than two segments of {self._size}",
+                hint="a larger --capacity, or fewer --segment-blocks",
+            )
+        self._free = list(range(count))
+        self._capacity_bytes = count * self._size * BLOCK_BYTES
+        self._last = np.zeros(count, np.int64)
+        self._segments: dict[int, Segment] = {}
+        self._open: dict[bytes, Segment] = {}
+        self._used: dict[bytes, int] = {}  # blocks per stream
+        self._sequence = 0
+        self._where = np.full(trace.distinct, -1, np.int32)
+        self._touch = np.zeros(trace.distinct, np.uint64)
+        self._position = np.zeros(trace.distinct, np.uint32)
+        for ids in trace.requests():
+            self._position[ids] = np.arange(len(ids), dtype=np.uint32)
+        self._now = 0
+        self._budget = ReinsertBudget(ratio=options.reinsert_ratio)
+        self._ranking: SegmentRanking | None = None
+        if options.policy == "daemon":
+            self._ranking = SegmentRanking(
+                lambda segment: median_touch(self._touch[self._segments[segment].ids])
+            )
+        self.counts = Counts()
+
+    def present(self, ids: Blocks) -> npt.NDArray[np.bool_]:
+        """Which of the blocks are stored."""
+        found: npt.NDArray[np.bool_] = self._where[ids] >= 0
+        return found
+
+    def touch(self, ids: Blocks) -> None:
+        """Make stored blocks the most recent, the last one most."""
+        ticks = np.arange(self._now + 1, self._now + 1 + len(ids))
+        self._touch[ids] = ticks
+        self._now += len(ids)
+        self._last[self._where[ids]] = ticks  # of a segment met again, the later one
+
+    def insert(self, stream: bytes, ids: Blocks) -> None:
+        """Store new blocks in this order, evicting as needed."""
+        self._budget.inserted(len(ids) * BLOCK_BYTES)
+        self.counts.inserted += len(ids)
+        self._touch[ids] = np.arange(self._now + 1, self._now + 1 + len(ids))
+        self._now += len(ids)
+        self._append(stream, ids)
+
+    def _append(self, stream: bytes, ids: Blocks) -> None:
+        while len(ids):
+            segment = self._open.get(stream)
+            if segment is None or len(segment.ids) == self._size:
+                segment = self._open_segment(stream, int(self._touch[ids[0]]))
+            room = self._size - len(segment.ids)
+            taken, ids = ids[:room], ids[room:]
+            segment.ids = np.concatenate([segment.ids, taken])
+            touch = self._touch[taken]
+            number = segment.segment
+            segment.oldest_touch = min(segment.oldest_touch, int(touch.min()))
+            self._last[number] = max(int(self._last[number]), int(touch.max()))
+            self._where[taken] = number
+            self._used[stream] = self._used.get(stream, 0) + len(taken)
+
+    def _open_segment(self, stream: bytes, touch: int) -> Segment:
+        full = self._open.pop(stream, None)
+        if full is not None:
+            full.state = _SEALED
+        while not self._free:
+            self._evict()
+            again = self._open.get(stream)
+            if again is not None:  # reinserted blocks opened one
+                return again
+        self._sequence += 1
+        number = self._free.pop()
+        self._last[number] = touch
+        segment = Segment(number, stream, self._sequence, touch, self._last)
+        self._segments[number] = segment
+        self._open[stream] = segment
+        return segment
+
+    def _evict(self) -> None:
+        victim = self._victim()
+        segment = self._segments.pop(victim.segment)
+        self._open = {k: v for k, v in self._open.items() if v is not segment}
+        ids = segment.ids
+        mask = np.zeros(len(ids), np.bool_)
+        if victim.reinsert:
+            mask = keep_blocks(
+                self._touch[ids],
+                self._position[ids],
+                np.full(len(ids), BLOCK_BYTES, np.uint32),
+                now_touch=self._now,
+                budget_bytes=self._budget.room_bytes,
+            )
+        kept = ids[mask]
+        self._budget.spend(len(kept) * BLOCK_BYTES)
+        self.counts.evictions += 1
+        self.counts.reinserted += len(kept)
+        self._where[ids] = -1
+        self._used[segment.stream] -= len(ids)
+        self._free.append(segment.segment)
+        self._append(segment.stream, kept[np.argsort(self._touch[kept])])
+
+    def _victim(self) -> Victim:
+        shares = [TenantShare(s, used * BLOCK_BYTES) for s, used in self._used.items()]
+        victim = choose_victim(
+            self._segments.values(),
+            shares,
+            capacity_bytes=self._capacity_bytes,
+            now_touch=self._now,
+            ranking=self._ranking,
+            budget=self._budget,
+        )
+        if victim is None:
+            raise TraceError(
+                "fewer segments than tenants: every one is still written",
+                hint="a larger --capacity, or fewer --segment-blocks",
+            )
+        return victim
