@@ -22,7 +22,12 @@ import uvloop
 from entresol_proto import limits
 from entresol_proto.fabric import registry, shmlink
 from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
-from entresol_proto.fabric.memory import F_SEAL_GROW, F_SEAL_SHRINK, MemfdBuffer
+from entresol_proto.fabric.memory import (
+    F_SEAL_FUTURE_WRITE,
+    F_SEAL_GROW,
+    F_SEAL_SHRINK,
+    MemfdBuffer,
+)
 from entresol_proto.fabric.regions import POPULATE_BYTES, PeerRegion
 from entresol_proto.fabric.shm import ShmFabricServer, _Params
 from entresol_proto.fabric.shmendpoint import UNMAP_AT_ONCE_BYTES, ShmEndpoint
@@ -95,7 +100,10 @@ async def raw_session(
     leaks.assert_no_leaks(before, ignore_threads=["asyncio_"])
 
 
-def memfd(length: int, seals: int = F_SEAL_SHRINK | F_SEAL_GROW) -> int:
+SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+
+
+def memfd(length: int, seals: int = SEALS) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, length)
     os.write(fd, b"content")
@@ -128,7 +136,12 @@ def test_a_good_region_from_a_raw_peer_is_read(runner: object, tmp_path: Path) -
 
 
 def _shrinkable() -> tuple[int, int]:
-    return memfd(MIB, F_SEAL_GROW), MIB
+    return memfd(MIB, SEALS & ~F_SEAL_SHRINK), MIB
+
+
+def _with_holes() -> tuple[int, int]:
+    """Of huge pages, with none left in the system, a hole is a SIGBUS of who reads there."""
+    return memfd(MIB, SEALS & ~F_SEAL_FUTURE_WRITE), MIB
 
 
 def _short() -> tuple[int, int]:
@@ -158,7 +171,9 @@ def _socket() -> tuple[int, int]:
         return os.dup(sock.fileno()), 4_096
 
 
-@pytest.mark.parametrize("make", [_shrinkable, _short, _empty, _device, _file, _folder, _socket])
+@pytest.mark.parametrize(
+    "make", [_shrinkable, _with_holes, _short, _empty, _device, _file, _folder, _socket]
+)
 def test_descriptors_that_could_hurt_are_refused(
     runner: object, tmp_path: Path, make: object
 ) -> None:

@@ -37,7 +37,7 @@ def seals_of(fd: int) -> int:
 
 
 def is_readers_only(fd: int) -> bool:
-    """True when a receiver of `fd` can neither write nor shrink it."""
+    """True when a receiver of `fd` can neither write nor shrink it, and nobody can punch holes."""
     seals = seals_of(fd)
     return bool(seals & F_SEAL_SHRINK) and bool(seals & (F_SEAL_FUTURE_WRITE | F_SEAL_WRITE))
 

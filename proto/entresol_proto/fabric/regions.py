@@ -1,7 +1,8 @@
 """Peer memory mapped into this process, and copying out of it without holding up the loop.
 
 Invariant: nothing a peer passes can crash or block the reader. Only descriptors that are sealed
-against shrinking are mapped (so there is no SIGBUS), only for reading, and only after the size was
+against shrinking and writing are mapped (so there is no SIGBUS: a file that takes writes lets its
+owner punch holes, and where pages are huge ones a hole may find none), only for reading, and only after the size was
 checked against what was announced. A region stays mapped while somebody copies from it.
 
 Copies run with the GIL released; long ones run in a worker thread in steps short enough that a
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entresol_proto import limits, native
-from entresol_proto.fabric.memory import F_SEAL_SHRINK, seals_of
+from entresol_proto.fabric.memory import is_readers_only
 from entresol_proto.status import EntresolError, FabricError, Status
 from entresol_proto.threads import Job, Pool
 
@@ -95,8 +96,9 @@ def map_region(rkey: int, fd: int, length_bytes: int) -> PeerRegion:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size < length_bytes or length_bytes <= 0:
             raise FabricError("shared memory is shorter than announced", status=Status.BAD_REQUEST)
-        if not seals_of(fd) & F_SEAL_SHRINK:
-            raise FabricError("shared memory could be shrunk", status=Status.BAD_REQUEST)
+        if not is_readers_only(fd):
+            text = "shared memory could be shrunk, or its pages taken back"
+            raise FabricError(text, status=Status.BAD_REQUEST)
         mapping = _map_for_reading(fd, length_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise FabricError(f"cannot map shared memory: {error}", status=Status.BAD_REQUEST) from None
