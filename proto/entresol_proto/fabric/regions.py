@@ -2,8 +2,8 @@
 
 Invariant: nothing a peer passes can crash or block the reader. Only descriptors that are sealed
 against shrinking and writing are mapped (so there is no SIGBUS: a file that takes writes lets its
-owner punch holes, and where pages are huge ones a hole may find none), only for reading, and only after the size was
-checked against what was announced. A region stays mapped while somebody copies from it.
+owner punch holes, and where pages are huge ones a hole may find none), only for reading, and only
+after the size was checked against what was announced. A region stays mapped while in use.
 
 Copies run with the GIL released; long ones run in a worker thread in steps short enough that a
 deadline or a cancelled caller is noticed within about a millisecond.
