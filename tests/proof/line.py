@@ -150,6 +150,8 @@ class Line:
         canary: plants a bug and returns if the line's own run found it. Raises: AssertionError
             when it did not; NotRunError.
         alone: nothing runs beside it, for lines that compare times.
+        in_memory: its folder need not be on a disk, where one was only slow: what the line says of
+            disks it says of simulated ones.
         slice_deadline_s: a slice that takes longer is killed, and counts as a crash.
         not_run: a reason why this machine cannot run the line, or "".
     """
@@ -162,6 +164,7 @@ class Line:
     run: Callable[[Slice], Tally]
     canary: Callable[[], None] | None
     alone: bool = False
+    in_memory: bool = False
     slice_deadline_s: float = 300.0
     not_run: Callable[[], str] = _always
 

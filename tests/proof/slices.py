@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.proof.line import Finding, Line, Size, Tally
 
 ROOT = Path(__file__).resolve().parents[2]
+MEMORY = "/dev/shm"
 RESULT = "tally.json"
 OUTPUT = "output.txt"
 OUTPUT_SHOWN_MAX = 4_000  # characters of a dead slice's last words
@@ -57,7 +58,8 @@ class Child:
     @classmethod
     def start(cls, line: Line, seed: int, units: int, size: Size) -> Child:
         """Units of a line; none for its canary."""
-        folder = Path(tempfile.mkdtemp(prefix=f"entresol-proof-{line.id}-"))
+        memory = MEMORY if line.in_memory and os.access(MEMORY, os.W_OK) else None
+        folder = Path(tempfile.mkdtemp(prefix=f"entresol-proof-{line.id}-", dir=memory))
         what = ["slice", line.id, "--seed", str(seed), "--units", str(units), "--size", size.value]
         words = what if units else ["canary", "--line", line.id, "--here"]
         words += ["--folder", str(folder)]

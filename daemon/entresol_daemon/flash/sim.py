@@ -17,6 +17,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from entresol_daemon.flash.device import BLOCK, Check, IoOp, checked
 from entresol_proto.status import DeviceError, Status
 
@@ -127,8 +129,8 @@ class SimDevice:
         self.tainted: set[int] = set()  # sector numbers that a media fault has touched
         self._sleep = sleep
         self._latency_ns = latency_ns
-        self._data = bytearray(image) if image is not None else bytearray(size_bytes)
-        self._durable = bytearray(self._data)
+        self._data = _pages(size_bytes, image)
+        self._durable = _pages(size_bytes, image)
         self._dirty: set[int] = set()
         self._dropped: set[int] = set()  # lost by a failed flush: no later flush saves them
         self._latent: set[int] = set()
@@ -292,7 +294,14 @@ class SimDevice:
             raise DeviceError(f"write of {self.name} failed: injected, after {keep} bytes")
 
 
-def _land(image: bytearray, at: int, new: bytes | bytearray, rng: random.Random) -> None:
+def _pages(size_bytes: int, image: bytes | bytearray | None) -> memoryview:
+    """Writable memory with this content, or zeros that cost nothing until they are written."""
+    if image is not None:
+        return memoryview(bytearray(image))
+    return np.zeros(size_bytes, np.uint8).data
+
+
+def _land(image: bytearray, at: int, new: bytes | memoryview, rng: random.Random) -> None:
     """One unflushed sector meets a power failure: new, old, or a mix of 512-byte pieces."""
     chance = rng.random()
     if chance < 0.4:

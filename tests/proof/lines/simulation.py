@@ -20,7 +20,7 @@ from tests.sim.shrinking import Shrinker
 from tests.sim.story import Outcome, run_plan
 
 CANARY_SEEDS_MAX = 60
-COLLECT_EVERY_SEEDS = 10
+COLLECT_EVERY_SEEDS = 35
 R1_PLANTS = ("tag", "ack", "reuse", "forget", "leak", "events")
 
 
@@ -127,6 +127,7 @@ LINES = (
         units={Size.COMMIT: 140, Size.NIGHTLY: 2_000, Size.RELEASE: 20_000},
         slice_units=70,
         run=lambda part: run_seeds(part, ""),
+        in_memory=True,
         canary=lambda: _canary(R1_PLANTS, ""),
     ),
     Line(
@@ -136,6 +137,7 @@ LINES = (
         units={Size.COMMIT: 30, Size.NIGHTLY: 200, Size.RELEASE: 1_000},
         slice_units=50,
         run=lambda part: run_seeds(part, "outages"),
+        in_memory=True,
         canary=lambda: _canary(("breaker",), "outages"),
     ),
     Line(
@@ -145,6 +147,7 @@ LINES = (
         units={Size.COMMIT: 30, Size.NIGHTLY: 200, Size.RELEASE: 1_000},
         slice_units=50,
         run=lambda part: run_seeds(part, "sealing"),
+        in_memory=True,
         canary=lambda: _canary(("salt",), "sealing"),
     ),
 )
