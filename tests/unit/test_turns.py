@@ -12,7 +12,13 @@ from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.fairness import Pace
 from entresol_daemon.shard import turns
 from entresol_daemon.shard.parts import RETRIES_IN_VAIN_MAX, Signal
-from entresol_daemon.shard.turns import LoopTurns, Turns, compute_in_turns, portions
+from entresol_daemon.shard.turns import (
+    LoopTurns,
+    SharedTurns,
+    Turns,
+    compute_in_turns,
+    portions,
+)
 from entresol_proto.ids import TenantName
 from entresol_proto.status import QuotaError, Status
 
@@ -345,3 +351,16 @@ async def test_a_handshake_is_no_tenant_that_others_must_be_kept_from() -> None:
     assert not loop_turns.contended
     await loop_turns.take(B, turns.LOOP_TURN_COST)
     assert loop_turns.contended
+
+
+async def test_reads_are_in_longer_units_while_one_tenant_is_alone() -> None:
+    shared = SharedTurns.of(2, lambda: 0)
+    await shared.loop.take(A, turns.LOOP_TURN_COST)
+    alone = shared.read_bytes
+    await shared.loop.take(B, turns.LOOP_TURN_COST)
+    assert shared.read_bytes == shared.flash.portion_bytes
+    assert alone == turns.ALONE * shared.read_bytes
+    async with asyncio.timeout(30):
+        while shared.loop.contended:
+            await asyncio.sleep(0.01)
+    assert shared.read_bytes == alone

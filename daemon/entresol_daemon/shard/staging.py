@@ -59,7 +59,7 @@ class Staging:
         for resident in residents:
             self._parts.residency.pin(resident)  # the load's own pin
             self._loading[resident] = loop.create_future()
-        for portion in portions(residents, _record_bytes, self._parts.turns.flash.portion_bytes):
+        for portion in portions(residents, _record_bytes, self._parts.turns.read_bytes):
             self._spawn(self._load(account, portion))
 
     def reads_of(self, window: Window) -> dict[Resident, asyncio.Future[Status]]:

@@ -31,6 +31,7 @@ HOPS = 4  # turns of the loop between the end of a read and the begin of the nex
 HOPS_REMEMBERED, HOP_NS_MAX = 16, 1_000_000
 COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
+ALONE = 2  # units may be so much longer while one tenant is alone: each costs the loop the same
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
 COMPUTE_TURN_BYTES = 2 * limits.MIB  # sealed or opened by one thread without a break
 CREDIT_BYTES = 8 * limits.MIB  # who used less of flash, pulls or threads goes first so far
@@ -302,6 +303,11 @@ class SharedTurns:
     flash: Turns
     compute: Turns
     pulls: Turns
+
+    @property
+    def read_bytes(self) -> int:
+        """How long a unit of reads from flash should be."""
+        return self.flash.portion_bytes * (1 if self.loop.contended else ALONE)
 
     @classmethod
     def of(cls, threads: int, now_ns: Callable[[], int]) -> SharedTurns:
