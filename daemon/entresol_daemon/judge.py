@@ -21,16 +21,18 @@ from pathlib import Path
 
 from entresol_daemon.config import Config
 from entresol_daemon.control.identity import server_ssl_context
+from entresol_daemon.drives import drives_below, read_wear
 from entresol_daemon.keys.providers import FileKek
 from entresol_proto.identity import ROLE_SHARD, load_certificate, spiffe_id_from_cert
 from entresol_proto.limits import GIB, MIB
-from entresol_proto.status import EntresolError
+from entresol_proto.status import DeviceError, EntresolError, Status
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXPIRY_WARN_DAYS = 14
 RUNTIME_BYTES = 256 * MIB  # of the process besides its slabs
 INDEX_BYTES_PER_BLOCK = 128  # bound; `make bench` measures
 FILES_WANTED = 4096
+USED_WARN_PERCENT = 90  # of what the drive is warranted for
 _CGROUP = Path("/sys/fs/cgroup")
 
 Row = tuple[str, str, str]
@@ -45,7 +47,7 @@ def judge(path: Path) -> Rows:
         yield _problem(error)
         return
     yield OK, f"{path} is a good configuration of shard {config.shard.name}", ""
-    for look in (_tls, _kek, _state, _flash, _memory, _listen, _files):
+    for look in (_tls, _kek, _state, _flash, _drives, _memory, _listen, _files):
         yield from _guarded(look, config)
 
 
@@ -137,6 +139,41 @@ def _flash(config: Config) -> Rows:
         yield _no_room(path, wanted, left)
     else:
         yield OK, f"data file {path} will be made, {_gib(wanted)} of {_gib(left)} free", ""
+
+
+def _drives(config: Config) -> Rows:
+    """How worn the drives are."""
+    path = config.flash_path
+    names = drives_below(path if path.exists() else path.parent)
+    if not names:
+        yield OK, f"no drive is known below {path}: nothing tells of its wear", ""
+    for name in names:
+        yield _wear(name)
+
+
+def _wear(name: str) -> Row:
+    try:
+        wear = read_wear(name)
+    except DeviceError as error:
+        why = Exception.__str__(error)
+        if error.status is Status.FORBIDDEN:
+            return (
+                OK,
+                f"drive {name}: how worn it is only root may ask (sudo, or nvme smart-log)",
+                "",
+            )
+        if error.status is Status.UNSUPPORTED:
+            return OK, f"drive {name}: how worn it is cannot be read here: {why}", ""
+        return WARN, f"drive {name} does not tell how worn it is: {why}", "look at dmesg"
+    text = f"drive {name}: {wear.used_percent} % of its warranted life used, "
+    text += f"{wear.spare_percent} % spare left, {wear.written_bytes / 1e12:,.1f} TB written"
+    worries = list(wear.warnings)
+    if wear.media_errors:
+        worries.append(f"{wear.media_errors:,} media errors so far")
+    if wear.used_percent >= USED_WARN_PERCENT or worries:
+        fix = "plan its replacement; [admission] drive_writes_per_day slows its wear"
+        return WARN, ", ".join([text, *worries]), fix
+    return OK, text, ""
 
 
 def _no_room(path: Path, wanted: int, left: int) -> Row:

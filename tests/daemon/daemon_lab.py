@@ -172,10 +172,9 @@ async def assert_idle(daemon: Daemon) -> None:
     parts = shard.parts
 
     def held() -> list[str]:
-        pinned = [r for r in parts.residency._by_slot.values() if r.pins]
         found = {
             "leases": len(parts.leases),
-            "pinned residents": len(pinned),
+            "pinned residents": sum(r.pins > 0 for r in parts.residency._by_slot.values()),
             "loading": shard.gets.loading,
             "reservations": len(shard.puts._reservations),
             "wanted": len(shard.puts._wanted),
@@ -193,7 +192,13 @@ async def assert_idle(daemon: Daemon) -> None:
     until = time.monotonic() + 30
     while held() and time.monotonic() < until:
         await asyncio.sleep(0.02)
-    assert not held(), "; ".join(held())
+    pinned = [  # which way they came says where to look
+        f"slot {r.slot}: {r.pins} pins, {r.state.name.lower()}, "
+        + ("read and not granted" if r.from_flash else "granted or put")
+        for r in parts.residency._by_slot.values()
+        if r.pins
+    ]
+    assert not held(), "; ".join([*held(), *pinned])
     for account in parts.accounts.by_name.values():
         live = sum(r.live_bytes for r in parts.engine.segments() if r.stream == account.stream)
         assert account.flash_bytes == live, f"{account.name}: {account.flash_bytes} != {live}"

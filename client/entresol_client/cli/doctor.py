@@ -69,7 +69,8 @@ def add_parser(subparsers: Any) -> None:
         "--daemon-config",
         metavar="FILE",
         help="would a daemon with this configuration start? certificates, keys, folders, room, "
-        "memory, ports; run it as the daemon's user",
+        "memory, ports; run it as the daemon's user (as root it also asks NVMe drives how worn "
+        "they are)",
     )
     options.add_common(parser)
     parser.set_defaults(run=run)
