@@ -13,7 +13,7 @@ from daemon_lab import DESCRIPTOR, client_of, get, keys_of, put, raw_of, shape
 from harness import Running, running_daemon
 
 from entresol_client import Client, UsageError
-from entresol_daemon.shard.dispatch import cost_of
+from entresol_daemon.shard.costing import cost_of
 from entresol_daemon.shard.quoting import Quoting
 from entresol_proto import limits
 from entresol_proto.ids import EngineKey, NamespaceDescriptor, wire_key

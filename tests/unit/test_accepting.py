@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from entresol_daemon.control import accepting
-from entresol_daemon.control.accepting import TlsServer, origin_of
+from entresol_daemon.control.accepting import TlsServer
+from entresol_proto.origins import Crowd, origin_of
 from entresol_proto.status import QuotaError, Status
 from tests import certs
 
@@ -246,18 +247,60 @@ async def test_a_peer_that_vanishes_without_a_word_is_noticed(
     assert idle + every * count == accepting.PEER_GONE_S == most / 1000
 
 
-async def test_no_more_wait_than_may(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_wait_than_may(ca: certs.TestCA, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who came first have kept silent the longest: they give way."""
     monkeypatch.setattr(accepting, "WAITING_MAX", 3)
+    place = Place(ca)
+    place.port = await place.server.start()
     place.gate.clear()
-    waiting = [await asyncio.open_connection("127.0.0.1", place.port) for _ in range(5)]
-    await place.until_refused(2)
+    waiting = []
+    for count in range(1, 6):
+        waiting.append(await asyncio.open_connection("127.0.0.1", place.port))
+        async with asyncio.timeout(SOON_S):
+            while len(place.asked) < count:
+                await asyncio.sleep(0.005)
     assert place.refused == [Status.BUSY, Status.BUSY]
-    assert len(place.asked) == 3
+    async with asyncio.timeout(SOON_S):
+        assert [await reader.read() for reader, _ in waiting[:2]] == [b"", b""]
+    place.gate.set()
+    for _, writer in waiting[2:]:
+        writer.close()
+    await place.until_refused(5)
     for _, writer in waiting:
         writer.close()
-    place.gate.set()
-    await place.until_refused(5)
     assert await place.says(b"hello") == b"hello"
+    place.server.close()
+    await place.server.wait_closed()
+
+
+async def test_silent_connections_keep_nobody_out(
+    ca: certs.TestCA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as may wait, before a word of any: who speaks is served all the same."""
+    monkeypatch.setattr(accepting, "WAITING_MAX", 3)
+    place = Place(ca)
+    place.port = await place.server.start()
+    silent = [await asyncio.open_connection("127.0.0.1", place.port) for _ in range(3)]
+    async with asyncio.timeout(SOON_S):
+        while len(place.asked) < 3:
+            await asyncio.sleep(0.005)
+    assert await place.says(b"hello") == b"hello"
+    for _, writer in silent:
+        writer.close()
+    place.server.close()
+    await place.server.wait_closed()
+
+
+def test_a_crowd_of_many_origins_displaces_nobody() -> None:
+    crowd: Crowd[int] = Crowd(3)
+    assert [crowd.add(one, str(one)) for one in range(5)] == [None, None, None, 3, 4]
+    assert list(crowd) == [0, 1, 2]
+    crowd.discard(1)
+    crowd.discard(1)
+    assert crowd.add(5, "0") is None
+    assert crowd.add(6, "new") == 0, "the oldest of whoever has most"
+    assert crowd.add(7, "2") == 7
+    assert list(crowd) == [2, 5, 6]
 
 
 async def test_close_gives_up_those_who_wait(ca: certs.TestCA) -> None:

@@ -19,6 +19,7 @@ import leaks
 import pytest
 import uvloop
 
+from entresol_daemon.config import LimitsConfig
 from entresol_proto import limits
 from entresol_proto.fabric import registry, shmlink
 from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
@@ -26,6 +27,7 @@ from entresol_proto.fabric.memory import (
     F_SEAL_FUTURE_WRITE,
     F_SEAL_GROW,
     F_SEAL_SHRINK,
+    HUGE_PAGE_BYTES,
     MemfdBuffer,
 )
 from entresol_proto.fabric.regions import POPULATE_BYTES, PeerRegion
@@ -103,10 +105,12 @@ async def raw_session(
 SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 
 
-def memfd(length: int, seals: int = SEALS) -> int:
+def memfd(length: int, seals: int = SEALS, *, whole: bool = True) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, length)
-    os.write(fd, b"content")
+    if whole:
+        os.posix_fallocate(fd, 0, max(1, length))
+    os.pwrite(fd, b"content", 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
 
@@ -144,6 +148,13 @@ def _with_holes() -> tuple[int, int]:
     return memfd(MIB, SEALS & ~F_SEAL_FUTURE_WRITE), MIB
 
 
+def _never_had() -> tuple[int, int]:
+    """Memory without pages: whoever reads one first has it, and is charged for it."""
+    fd = memfd(MIB, whole=False)
+    os.posix_fallocate(fd, 0, MIB - 4_096)
+    return fd, MIB
+
+
 def _short() -> tuple[int, int]:
     return memfd(4_096), 4_097
 
@@ -172,7 +183,8 @@ def _socket() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "make", [_shrinkable, _with_holes, _short, _empty, _device, _file, _folder, _socket]
+    "make",
+    [_shrinkable, _with_holes, _never_had, _short, _empty, _device, _file, _folder, _socket],
 )
 def test_descriptors_that_could_hurt_are_refused(
     runner: object, tmp_path: Path, make: object
@@ -194,7 +206,7 @@ def test_descriptors_that_could_hurt_are_refused(
 def test_memory_and_regions_of_a_peer_are_bounded(
     runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "REGIONS_PER_SESSION_MAX", 4)
+    monkeypatch.setattr(limits, "SHM_REGIONS_PER_HOST_MAX", 3)
 
     async def scenario() -> None:
         async with raw_session(tmp_path, mapped_bytes_max=4 * MIB) as (endpoint, peer):
@@ -213,11 +225,52 @@ def test_memory_and_regions_of_a_peer_are_bounded(
             for rkey in range(10, 15):
                 peer.expose(rkey, 4_096, fd)
             answers = [await peer.hear() for _ in range(5)]
-            assert sorted(answer.status for answer in answers) == [0, 0, 0, 0, Status.BUSY]
+            busy = [Status.BUSY] * 2
+            assert sorted(answer.status for answer in answers) == [0, 0, 0, *busy]
             os.close(fd)
             assert not endpoint.closed
 
     run(runner, scenario())
+
+
+def test_all_sessions_of_a_daemon_map_less_than_a_process_may() -> None:
+    """Mappings, and descriptors of them, are the process's: sessions of one tenant had them all."""
+    default = LimitsConfig().sessions_max * limits.SHM_REGIONS_PER_HOST_MAX
+    assert default < 65_530 // 2, "of Linux's vm.max_map_count, beside a daemon's own"
+
+
+def _huge_page_memfd() -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    try:
+        os.ftruncate(fd, HUGE_PAGE_BYTES)
+        os.posix_fallocate(fd, 0, HUGE_PAGE_BYTES)
+    except OSError as error:
+        os.close(fd)
+        pytest.skip(f"not run here: no huge page is free ({error})")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def test_a_part_of_a_huge_page_is_unmapped_again(runner: object, tmp_path: Path) -> None:
+    """The kernel unmaps whole huge pages only: a mapping of a part of one stayed for ever, and a
+    process may have 65,530 of them."""
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:test")
+
+    fd = _huge_page_memfd()
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (_, peer):
+            peer.expose(1, 4_096, fd)
+            assert (await peer.hear()).status == Status.OK
+            assert mappings() == 1
+            peer.say(Message(Kind.REVOKE, 1).encode())
+            assert (await peer.hear()).kind is Kind.REVOKED
+            assert mappings() == 0
+
+    run(runner, scenario())
+    os.close(fd)
 
 
 def test_exposing_and_revoking_in_a_loop_leaks_nothing(runner: object, tmp_path: Path) -> None:

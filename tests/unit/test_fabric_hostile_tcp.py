@@ -307,9 +307,9 @@ def test_silent_connections_are_dropped_and_bounded(
             sock.setblocking(False)
             await loop.sock_connect(sock, ("127.0.0.1", server.port))
             socks.append(sock)
-        for sock in socks[3:]:  # past the bound: at once
+        for sock in socks[:2]:  # there are later ones of this address: at once
             assert await asyncio.wait_for(loop.sock_recv(sock, 1), 0.25) == b""
-        for sock in socks[:3]:  # within: at the deadline
+        for sock in socks[2:]:  # within the bound: at the deadline
             assert await asyncio.wait_for(loop.sock_recv(sock, 1), 5) == b""
         for sock in socks:
             sock.close()
@@ -317,6 +317,33 @@ def test_silent_connections_are_dropped_and_bounded(
         await server.close()
         await leaks.settle(before, ignore_threads=["asyncio_"])
         leaks.assert_no_leaks(before, ignore_threads=["asyncio_"])
+
+    run(runner, scenario())
+
+
+def test_silent_connections_keep_no_host_out(
+    runner: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody who reaches the port could have all places there are before a ticket is shown."""
+    monkeypatch.setattr(limits, "DATA_STREAMS_PENDING_MAX", 4)
+
+    async def scenario() -> None:
+        server = TcpFabricServer("127.0.0.1")
+        await server.start()
+        loop = asyncio.get_running_loop()
+        silent = []
+        for _ in range(8):
+            silent.append(socket.socket())
+            silent[-1].setblocking(False)
+            await loop.sock_connect(silent[-1], ("127.0.0.1", server.port))
+        offer = server.offer()
+        endpoint, reply = await registry.connect(offer, soon())
+        accepted = await server.accept(offer, reply, soon())
+        assert not accepted.closed
+        await endpoint.close()
+        await server.close()
+        for sock in silent:
+            sock.close()
 
     run(runner, scenario())
 

@@ -3,21 +3,23 @@
 A TLS handshake takes the event loop more than a millisecond before anybody is known, so it waits
 for a turn of the address it comes from. Nothing is read from a connection before its turn.
 
-Invariants: at most WAITING_MAX connections are between accept and the end of their handshake, and
-one that comes beyond that is closed at once; none of them stays longer than its turn's wait and
-HANDSHAKE_SECONDS_MAX. A peer that vanished without a word is noticed within PEER_GONE_S.
+Invariants: at most WAITING_MAX connections are between accept and the end of their handshake; for
+one that comes beyond that the oldest of the address that has most is closed; none of them stays
+longer than its turn's wait and HANDSHAKE_SECONDS_MAX. A peer that vanished without a word is
+noticed within PEER_GONE_S.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
+from entresol_proto.fabric.listening import owning
+from entresol_proto.origins import Crowd, origin_of
 from entresol_proto.status import EntresolError, Status
 
 BACKLOG = 512
@@ -26,7 +28,6 @@ ACCEPT_AT_ONCE = 32  # before the loop looks at other sockets
 OUT_OF_DESCRIPTORS_S = 0.5  # without accepting, after the system refused to
 HANDSHAKE_SECONDS_MAX = 5.0
 CLOSE_SECONDS_MAX = 2.0
-NETWORK_BITS = 64  # of an IPv6 address; who has one has all that begin alike
 PEER_GONE_S = 30  # without an acknowledgement, or without taking what waits for it
 _PROBE_AFTER_S, _PROBE_EVERY_S = 10, 5
 _OPTIONS = (
@@ -41,19 +42,6 @@ TOLD_AGAIN_S = 60.0  # after an address's failed handshake was logged
 TOLD_MAX = 256  # addresses that are remembered for it
 
 log = logging.getLogger("entresol.control")
-
-
-def origin_of(host: str) -> str:
-    """Whose connections count together: an IPv4 address, or the network of an IPv6 one."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.ip_network((int(address), NETWORK_BITS), strict=False))
-    return str(address)
 
 
 class FailedHandshakes:
@@ -96,7 +84,7 @@ class TlsServer:
         self._shake_hands = shake_hands
         self._refused = refused
         self._sockets = list(sockets)
-        self._welcomes: set[asyncio.Task[None]] = set()
+        self._welcomes: Crowd[asyncio.Task[None]] = Crowd(WAITING_MAX)
         self._failed = FailedHandshakes()
         self._again: asyncio.TimerHandle | None = None
 
@@ -139,8 +127,8 @@ class TlsServer:
 
     async def wait_closed(self) -> None:
         """Return when no handshake is under way any more."""
-        if self._welcomes:
-            await asyncio.wait(self._welcomes)
+        while welcomes := list(self._welcomes):
+            await asyncio.wait(welcomes)
 
     def _accept_all(self) -> None:
         self._again = None
@@ -162,13 +150,12 @@ class TlsServer:
                 if self._again is None:
                     self._again = loop.call_later(OUT_OF_DESCRIPTORS_S, self._accept_all)
                 return
-            if len(self._welcomes) >= WAITING_MAX:
-                self._refused(Status.BUSY)
-                connection.close()
-                continue
-            task = loop.create_task(self._welcome(connection, address[0]), name="tls handshake")
-            self._welcomes.add(task)
+            task = owning(connection, self._welcome(connection, address[0]))
             task.add_done_callback(self._welcomes.discard)
+            leaves = self._welcomes.add(task, origin_of(address[0]))
+            if leaves is not None:
+                self._refused(Status.BUSY)
+                leaves.cancel()
 
     async def _welcome(self, connection: socket.socket, host: str) -> None:
         """Shake hands when it is the address's turn. The transport owns the socket afterwards."""

@@ -33,6 +33,7 @@ from entresol_daemon.control.grpc_services import (
 )
 from entresol_daemon.control.grpc_strict import StrictRequests
 from entresol_daemon.control.identity import PemBundle
+from entresol_proto.ids import TenantName
 from entresol_proto.status import ConfigError
 from entresol_proto.v1 import entresol_pb2_grpc
 
@@ -49,9 +50,10 @@ class GrpcLimits:
     """Named limits of both servers."""
 
     request_bytes_max: int = 64 * 1024
-    calls_max: int = 1_024  # running at once, per server
+    calls_max: int = 1_024  # running at once, per server; of one tenant as many as are free
     streams_per_connection_max: int = 64
     handshake_deadline_s: float = 5.0
+    request_deadline_s: float = 10.0  # of a call's request, after its headers
     connection_age_max_s: float = 3_600.0
     connection_age_grace_s: float = 10.0  # a watch gets this long to end by itself
     keepalive_s: float = 30.0
@@ -146,7 +148,12 @@ class GrpcServer:
         """A server with what both have in common; it is closed by `close` from here on."""
         server = grpc.aio.server(
             options=_options(self._limits), maximum_concurrent_rpcs=self._limits.calls_max,
-            interceptors=(StrictRequests(),),
+            interceptors=(
+                StrictRequests(
+                    identify, self._turn, calls_max=self._limits.calls_max,
+                    request_deadline_s=self._limits.request_deadline_s,
+                ),
+            ),
         )  # fmt: skip
         self._servers.append(server)
         events = EventsService(self._backend, identify)
@@ -157,6 +164,9 @@ class GrpcServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
+
+    async def _turn(self, tenant: TenantName) -> None:
+        await self._backend.event_turn(tenant, 0)
 
     def _fetch_certificates(self) -> Any:
         """On a thread of gRPC's, at every handshake: new certificates, or None for no change."""

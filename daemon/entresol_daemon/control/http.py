@@ -4,9 +4,10 @@ GET only, read only: `/` is the page (`control.page`), `/overview.json` what it 
 show.
 
 Invariants owned here: whatever a client sends, memory per connection is bounded by the request
-limit, time by the deadlines, and their number by `CONNECTIONS_MAX`; every connection carries one
-request and is closed. It listens on the address it is told, loopback by default, and after `close`
-no task, socket or thread of it is left.
+limit, time by the deadlines, and their number by `CONNECTIONS_MAX`, beyond which the oldest of the
+address that has most gives way: nobody who keeps silent there hides the daemon's health. Every
+connection carries one request and is closed. It listens on the address it is told, loopback by
+default, and after `close` no task, socket or thread of it is left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from entresol_daemon.control import page
 from entresol_daemon.metrics import CONTENT_TYPE, Metrics
+from entresol_proto.origins import Crowd, origin_of
 from entresol_proto.threads import Pool
 
 log = logging.getLogger("entresol.http")
@@ -102,7 +104,7 @@ class HttpServer:
         self._request_deadline_s = request_deadline_s
         self._listening = listening
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: Crowd[asyncio.Task[None]] = Crowd(CONNECTIONS_MAX)
         self._renderer: Pool | None = None
         self._routes: dict[str, Callable[[], Awaitable[_Reply]]] = {
             "/metrics": self._get_metrics,
@@ -145,12 +147,16 @@ class HttpServer:
             self._renderer = None
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= CONNECTIONS_MAX or self._server is None:
+        if self._server is None:
             writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _task: writer.transport.abort())
+        address = writer.get_extra_info("peername")
+        leaves = self._tasks.add(task, origin_of(address[0]) if address else "")
+        if leaves is not None:
+            leaves.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

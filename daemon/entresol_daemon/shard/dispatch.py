@@ -17,20 +17,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from entresol_daemon.core.accounts import Account
-from entresol_daemon.core.fairness import GETS, PUTS
 from entresol_daemon.shard import lookups
+from entresol_daemon.shard.costing import cost_of, reading_cost_of, size_of
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.shard import Shard
-from entresol_daemon.shard.turns import (
-    BLOCK_COST,
-    ITEM_COST,
-    KEY_COST_SHIFT,
-    LOOP_TURN_COST,
-    QUOTE_KEY_COST_SHIFT,
-    REQUEST_COST,
-    WINDOW_BLOCKS_IN_TURN,
-    WINDOW_COST,
-)
 from entresol_daemon.traces import Trace
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
@@ -44,8 +34,9 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 """Begins when it is called: a task that ends before its first step has begun nothing."""
 
 BACKLOG_BYTES_MAX = 256 * limits.KIB  # of one session's requests that wait for their turn
-READ_FREE_BYTES = 32 * limits.KIB  # more than that at a time takes a turn on the loop
+READ_FREE_COST = 64  # of messages read: whenever it is more, that takes a turn on the loop
 READ_COST_SHIFT = 10  # about a microsecond for a KiB
+READ_BYTES = 1 * limits.KIB  # looked at together, unless they are of one message
 
 log = logging.getLogger("entresol.session")
 
@@ -62,31 +53,6 @@ def _nothing(_task: object) -> None:
 
 def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
-
-
-def cost_of(message: Any) -> tuple[int, int]:
-    """About how long a request takes the loop until it waits for the first time, and its rank.
-    What it does beyond LOOP_TURN_COST it counts itself (`LoopTurns.extend`)."""
-    if isinstance(message, data.Fetch | data.Stage | data.Exists | data.Touch | data.Forget):
-        keys = len(message.keys) // limits.WIRE_KEY_BYTES
-        cost = REQUEST_COST + min(LOOP_TURN_COST, keys >> KEY_COST_SHIFT)
-        if isinstance(message, data.Fetch | data.Stage):  # the first window is in the same turn
-            cost += WINDOW_COST + min(keys, WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
-        return cost, GETS
-    if isinstance(message, quote.Quote):
-        keys = len(message.keys) // limits.WIRE_KEY_BYTES
-        return REQUEST_COST + min(LOOP_TURN_COST, keys >> QUOTE_KEY_COST_SHIFT), GETS
-    if isinstance(message, data.Reserve):
-        return REQUEST_COST + min(LOOP_TURN_COST, len(message.items) * ITEM_COST), PUTS
-    if isinstance(message, data.Commit):
-        return REQUEST_COST + min(LOOP_TURN_COST, len(message.items)), PUTS
-    return REQUEST_COST, GETS
-
-
-def size_of(message: Any) -> int:
-    """About how much memory a request takes while it waits."""
-    keys, items = getattr(message, "keys", b""), getattr(message, "items", ())
-    return 512 + len(keys) + 512 * len(items) + 128 * len(getattr(message, "engine_keys", ()))
 
 
 class SessionHandler:
@@ -109,6 +75,9 @@ class SessionHandler:
         self._read_on = read_on
         self._backlog_bytes = 0  # of requests that wait for their turn on the loop
         self._holds = 0  # reasons not to read on
+        self._unread = bytearray()  # came before it was asked to stop
+        self._awaits_turn = False  # to read on
+        self._unpaid = self._unpaid_bytes = 0  # read since the last turn for it
         self._machine = ServerSession(now_ns=shard.parts.now_ns())
         self._tasks: set[asyncio.Task[None]] = set()
         self._offers: list[Offer] = []
@@ -131,31 +100,58 @@ class SessionHandler:
         """Take bytes of the host; a protocol error ends the connection."""
         if self._finished or self._machine.state is State.CLOSED:
             return
-        try:
-            received = self._machine.receive(raw, self._shard.parts.now_ns())
-        except ProtocolError as error:
-            self._refuse(error)
-            return
-        for item in received:
-            self._dispatch(item)
-        if self.session is not None and len(raw) > READ_FREE_BYTES:
-            self._read_in_turn(self.session.account, len(raw) >> READ_COST_SHIFT)
+        self._unread += raw
+        if not self._awaits_turn:
+            self._read()
 
-    def _read_in_turn(self, account: Account, cost: int) -> None:
-        """Much was read: so much more is read only when it is this tenant's turn."""
+    def _read(self) -> None:
+        """Take what has come, message by message; for many of them the tenant's turns are taken.
+        Otherwise those that ask for no turn would be its own way to have all of the loop."""
+        raw, self._unread = memoryview(self._unread), bytearray()
+        at = 0
+        while at < len(raw) and self._machine.state is not State.CLOSED:
+            end = at + max(READ_BYTES, self._machine.missing_bytes)
+            try:
+                received = self._machine.receive(raw[at:end], self._shard.parts.now_ns())
+            except ProtocolError as error:
+                self._refuse(error)
+                return
+            self._unpaid_bytes += min(end, len(raw)) - at
+            at = min(end, len(raw))
+            for item in received:
+                self._dispatch(item)
+                self._unpaid += reading_cost_of(item.message)
+            cost = self._unpaid + (self._unpaid_bytes >> READ_COST_SHIFT)
+            if cost > READ_FREE_COST and self.session is not None:
+                self._unpaid = self._unpaid_bytes = 0
+                if not self._reads_on(self.session.account, cost):
+                    self._unread += raw[at:]
+                    return
+
+    def _reads_on(self, account: Account, cost: int) -> bool:
+        """Much was read: so much more is read only when it is this tenant's turn. False when that
+        is not now."""
         loop_turns = self._shard.parts.turns.loop
         if loop_turns.enter(account, cost):
-            return
+            return True
 
         async def turn() -> None:
             with contextlib.suppress(QuotaError):  # too much waits: then this does not
                 await loop_turns.take(account, cost)
 
+        self._awaits_turn = True
         self._hold(1)
         task = asyncio.get_running_loop().create_task(turn(), name="session reads on")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _task: self._hold(-1))
+        task.add_done_callback(self._turn_to_read)
+        return False
+
+    def _turn_to_read(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._awaits_turn = False
+        if not self._finished:
+            self._read()
+        self._hold(-1)
 
     def say_goodbye(self, status: Status, message: str) -> None:
         """Tell the host to take new work elsewhere."""
@@ -292,8 +288,8 @@ class SessionHandler:
             return None
         if isinstance(message, data.Exists) and lookups.at_once(self._shard.parts, message.keys):
             return lookups.exists_now(self._shard.parts, session, message)
-        if isinstance(message, data.Touch):
-            return data.Done(lookups.touch(self._shard.parts, session, message))
+        if isinstance(message, data.Touch) and lookups.touches_at_once(self._shard.parts, message):
+            return data.Done(lookups.touch_now(self._shard.parts, session, message))
         return None
 
     def _trace(self, request_id: int, message: Any) -> Trace | None:
@@ -358,7 +354,7 @@ class SessionHandler:
         elif isinstance(message, data.Exists):
             self._send(await lookups.exists(shard.parts, session, message), request_id)
         elif isinstance(message, data.Touch):
-            self._send(data.Done(lookups.touch(shard.parts, session, message)), request_id)
+            self._send(data.Done(await lookups.touch(shard.parts, session, message)), request_id)
         elif isinstance(message, data.Reserve):
             self._send(await shard.puts.reserve(session, message), request_id)
         elif isinstance(message, data.Commit):

@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
-from entresol_daemon.shard.turns import LOOP_TURN_COST
+from entresol_daemon.shard.turns import (
+    NAMESPACE_COST,
+    WHY_COST,
+    WHY_ELSEWHERE_COST,
+    Stretches,
+)
 from entresol_proto import ids
 from entresol_proto.wire.data import Explain, Explained, Reason
-
-EXPLAIN_LOOKUPS_PER_TURN = 128  # in other namespaces, before the loop runs other work
 
 
 class Explainer:
@@ -28,27 +31,33 @@ class Explainer:
         parts = self._parts
         namespace = session.namespace(request.handle)
         others: list[tuple[bytes, bytes]] | None = None
-        lookups = 0
+        stretches = Stretches(parts.turns.loop, session.account)
         rows = []
         for raw in request.engine_keys:
             engine_key = ids.check_engine_key(raw)
             key = ids.wire_key(namespace.secret, engine_key)
             row = self._why(namespace, key)
+            await stretches.spend(WHY_COST)
             if row[0] is Reason.NEVER_STORED:
                 if others is None:
-                    others = self._other_namespaces(session, namespace)
-                lookups += len(others)
-                if lookups >= EXPLAIN_LOOKUPS_PER_TURN:
-                    lookups = 0
-                    await parts.turns.loop.take(session.account, LOOP_TURN_COST)
-                find = parts.engine.index.find
-                if any(find(ns, ids.wire_key(secret, engine_key)) >= 0 for ns, secret in others):
+                    others = await self._other_namespaces(session, namespace, stretches)
+                if await self._is_in_one_of(others, engine_key, stretches):
                     row = (Reason.OTHER_NAMESPACE, 0)
             rows.append(row)
         return Explained(tuple(rows))
 
-    def _other_namespaces(
-        self, session: Session, namespace: OpenedNamespace
+    async def _is_in_one_of(
+        self, spaces: list[tuple[bytes, bytes]], engine_key: ids.EngineKey, stretches: Stretches
+    ) -> bool:
+        find = self._parts.engine.index.find
+        for namespace_id, secret in spaces:
+            if find(namespace_id, ids.wire_key(secret, engine_key)) >= 0:
+                return True
+            await stretches.spend(WHY_ELSEWHERE_COST)
+        return False
+
+    async def _other_namespaces(
+        self, session: Session, namespace: OpenedNamespace, stretches: Stretches
     ) -> list[tuple[bytes, bytes]]:
         """(id, secret) of the tenant's other namespaces that hold blocks.
 
@@ -58,14 +67,15 @@ class Explainer:
             return []
         keyring, name = self._parts.keyring, session.account.name
         stored = self._parts.engine.index.namespaces()
-        found = []
+        found: list[tuple[bytes, bytes]] = []
         for other in keyring.namespaces_of(name):
             if other == namespace.namespace_id or not stored.get(other):
                 continue
             descriptor = keyring.descriptor_of(other)
             if isinstance(descriptor, ids.NamespaceDescriptor):
                 found.append(keyring.derive_namespace(name, descriptor.canonical()))
-        return found  # type: ignore[return-value]
+            await stretches.spend(NAMESPACE_COST)
+        return found
 
     def _why(self, namespace: OpenedNamespace, key: bytes) -> tuple[Reason, int]:
         parts = self._parts

@@ -1,4 +1,4 @@
-"""EXISTS and TOUCH, and the first step of a FETCH: what only asks the index.
+"""EXISTS, TOUCH and FORGET, and the first step of a FETCH: what asks the index.
 
 Invariant: an absent key and one of another tenant take the same path; thousands of keys take the
 loop a tenant's turn at a time.
@@ -6,14 +6,22 @@ loop a tenant's turn at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
-from entresol_daemon.shard.turns import KEY_COST_SHIFT, LOOP_TURN_COST
+from entresol_daemon.shard.turns import (
+    KEY_COST_SHIFT,
+    LOOP_ROUND_COST,
+    LOOP_TURN_COST,
+    REMOVAL_COST,
+    TOUCH_KEY_COST_SHIFT,
+)
 from entresol_proto import limits
-from entresol_proto.wire.data import Exists, ExistsReply, Touch
+from entresol_proto.wire.data import Exists, ExistsReply, Forget, Touch
 
 _KEY = limits.WIRE_KEY_BYTES
 
@@ -70,13 +78,60 @@ async def _look_up(
     return np.concatenate(found), False
 
 
-def touch(parts: Parts, session: Session, request: Touch) -> int:
-    """Make blocks recent, tail first; returns how many were found."""
-    namespace = session.namespace(request.handle)
-    slots = parts.engine.index.lookup(namespace.namespace_id, request.keys)
+def touches_at_once(parts: Parts, request: Touch) -> bool:
+    """Whether so many blocks are made recent without a break."""
+    return _touch_cost_of(len(request.keys)) <= parts.turns.loop.stretch
+
+
+def _touch_cost_of(length_bytes: int) -> int:
+    return -(-(length_bytes // _KEY) >> TOUCH_KEY_COST_SHIFT)
+
+
+def touch_now(parts: Parts, session: Session, request: Touch) -> int:
+    """Make blocks recent, tail first; returns how many were found. For keys of one stretch."""
+    parts.turns.loop.extend(session.account, _touch_cost_of(len(request.keys)))
+    return _touch(parts, session.namespace(request.handle), request.keys)
+
+
+async def touch(parts: Parts, session: Session, request: Touch) -> int:
+    """As `touch_now`, of any number of keys, in as many turns on the loop as they take."""
+    namespace, loop_turns = session.namespace(request.handle), parts.turns.loop
+    found, end = 0, len(request.keys)
+    while end > 0:
+        if end < len(request.keys):
+            await loop_turns.take(session.account, LOOP_TURN_COST)
+        stretch = loop_turns.extend(session.account, _touch_cost_of(end))
+        begin = max(0, end - (stretch << TOUCH_KEY_COST_SHIFT) * _KEY)
+        found += _touch(parts, namespace, request.keys[begin:end])
+        end = begin
+    return found
+
+
+def _touch(parts: Parts, namespace: OpenedNamespace, keys: bytes) -> int:
+    slots = parts.engine.index.lookup(namespace.namespace_id, keys)
     found = [slot for slot in slots.tolist() if slot >= 0]
     parts.engine.touch(found[::-1])
     return len(found)
+
+
+async def forget(
+    parts: Parts, session: Session, request: Forget, drop: Callable[[Iterable[int]], int]
+) -> int:
+    """`drop` the blocks of these keys, some in each turn on the loop; returns how many."""
+    namespace, loop_turns = session.namespace(request.handle), parts.turns.loop
+    keys = request.keys
+    dropped = at = 0
+    while at < len(keys):
+        if at:
+            await loop_turns.take(session.account, LOOP_TURN_COST)
+        stretch = loop_turns.extend(session.account, LOOP_ROUND_COST)
+        part = keys[at : at + (stretch << KEY_COST_SHIFT) * _KEY]
+        slots = parts.engine.index.lookup(namespace.namespace_id, part)
+        found = np.flatnonzero(slots >= 0)[: max(1, stretch // REMOVAL_COST)]
+        more = len(found) == max(1, stretch // REMOVAL_COST)  # behind them, looked up again
+        at += (int(found[-1]) + 1) * _KEY if more else len(part)
+        dropped += drop(dict.fromkeys(slots[found].tolist()))
+    return dropped
 
 
 def _existing(parts: Parts, session: Session, slots: npt.NDArray[np.int64]) -> ExistsReply:

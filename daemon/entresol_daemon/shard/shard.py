@@ -33,7 +33,7 @@ from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.keys.keyring import Keyring, TenantInfo
 from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
-from entresol_daemon.shard import quotas
+from entresol_daemon.shard import lookups, quotas
 from entresol_daemon.shard.choosing import CodecChooser
 from entresol_daemon.shard.explaining import Explainer
 from entresol_daemon.shard.gets import GetPath
@@ -378,10 +378,7 @@ class Shard:
 
         Also when none was found: an earlier try may have failed with its tombstones on the way.
         """
-        namespace = session.namespace(request.handle)
-        slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
-        found = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0))
-        count = self.removal.forget(found)
+        count = await lookups.forget(self.parts, session, request, self.removal.forget)
         await self.parts.engine.barrier()
         return count
 

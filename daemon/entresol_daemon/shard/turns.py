@@ -58,6 +58,15 @@ BLOCK_COST = 20  # a block granted
 WINDOW_COST = 50  # of a get, beside its blocks
 WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 ITEM_COST = 25  # an item of a RESERVE decided
+COMMIT_COST = 3  # an item of a COMMIT checked
+TOUCH_KEY_COST_SHIFT = 1  # a key looked up and its block made recent: a half
+REMOVAL_COST = 25  # a block forgotten
+WHY_COST = 10  # a key explained
+WHY_ELSEWHERE_COST = 3  # and looked for in one namespace more
+NAMESPACE_COST = 40  # what one stands for, read from its record
+MESSAGE_COST = 20  # read, and answered at once or not at all
+DECODE_ITEM_COST = 8  # an item of a RESERVE read, without its tokens
+DECODE_TOKENS_SHIFT = 4  # a token of it: a sixteenth
 EVENT_COST = 10  # an event written to one watcher
 
 
@@ -293,6 +302,24 @@ class LoopTurns:
             if not unit.dropped and not unit.item.done():
                 unit.item.set_result(None)
                 self._begin(unit.cost)
+
+
+class Stretches:
+    """A request's work on the loop, cut into turns of its tenant. Its first turn has begun."""
+
+    def __init__(self, turns: LoopTurns, account: Account) -> None:
+        self._turns = turns
+        self._account = account
+        self._left = turns.extend(account, LOOP_ROUND_COST)
+
+    async def spend(self, cost: int) -> None:
+        """So much was done. Whoever awaits this looks again at what others may have changed.
+
+        Raises: QuotaError (BUSY)."""
+        self._left -= cost
+        if self._left <= 0:
+            await self._turns.take(self._account, LOOP_TURN_COST - min(0, self._left))
+            self._left = self._turns.extend(self._account, LOOP_ROUND_COST)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """What the servers of socket-based fabrics share: accepting, greeting, tickets, closing.
 
 Invariant: a connection that has not shown a valid ticket costs one task, is one of at most
-DATA_STREAMS_PENDING_MAX, and is gone after the handshake deadline. Closing the server ends every
+DATA_STREAMS_PENDING_MAX, and is gone after the handshake deadline, or before when others need its
+place and most are of its address. Closing the server ends every
 task and endpoint it started.
 """
 
@@ -11,15 +12,36 @@ import abc
 import asyncio
 import logging
 import socket
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.fabric.tickets import OfferTable
+from entresol_proto.origins import Crowd, origin_of
 from entresol_proto.status import FabricError, Status
 
 _log = logging.getLogger("entresol.fabric")
 _ACCEPT_RETRY_S = 0.1
+
+
+def owning(sock: socket.socket, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task of `work`, which owns the socket once it begins; it is closed if it never does."""
+    begun = False
+
+    async def whole() -> None:
+        nonlocal begun
+        begun = True
+        await work
+
+    def ended(_task: object) -> None:
+        if not begun:
+            work.close()
+            sock.close()
+
+    task = asyncio.get_running_loop().create_task(whole())
+    task.add_done_callback(ended)
+    return task
 
 
 class Closable(Protocol):
@@ -47,7 +69,7 @@ class ListeningServer(abc.ABC, Generic[E]):
         self._endpoints: set[E] = set()
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._greeting: Crowd[asyncio.Task[None]] = Crowd(limits.DATA_STREAMS_PENDING_MAX)
         self.refused = 0  # connections turned away: no valid ticket, too slow, too many
 
     @abc.abstractmethod
@@ -112,18 +134,17 @@ class ListeningServer(abc.ABC, Generic[E]):
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, address = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the peer gave up already
                 _log.warning("event=accept_failed fabric=%s error=%s", self.kind.label, str(error))
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            if len(self._greeting) >= limits.DATA_STREAMS_PENDING_MAX:
-                self.refused += 1
-                sock.close()
-                continue
-            task = loop.create_task(self._greet_one(sock))
-            self._greeting.add(task)
+            task = owning(sock, self._greet_one(sock))
             task.add_done_callback(self._greeting.discard)
+            origin = origin_of(address[0]) if isinstance(address, tuple) else ""
+            leaves = self._greeting.add(task, origin)
+            if leaves is not None:
+                leaves.cancel()
 
     async def _greet_one(self, sock: socket.socket) -> None:
         known = False

@@ -3,7 +3,9 @@
 Invariant: nothing a peer passes can crash or block the reader. Only descriptors that are sealed
 against shrinking and writing are mapped (so there is no SIGBUS: a file that takes writes lets its
 owner punch holes, and where pages are huge ones a hole may find none), only for reading, and only
-after the size was checked against what was announced. A region stays mapped while in use.
+after the size was checked against what was announced. A region stays mapped while in use. With
+`whole`, memory that its owner only announced is refused: whoever reads a page first is charged for
+it, and a peer that has none could so use up the reader's.
 
 Copies run with the GIL released; long ones run in a worker thread in steps short enough that a
 deadline or a cancelled caller is noticed within about a millisecond.
@@ -37,6 +39,7 @@ T = TypeVar("T")
 POOL_THREADS = 2  # so that one long copy does not hold up another, or a mapping
 STEP_BYTES = 4 * limits.MIB  # copied between two looks at the stop flag
 POPULATE_BYTES = 32 * limits.MIB  # at a time: a slab may have a GiB, and copies wait for a thread
+_STAT_BLOCK_BYTES = 512  # stat(2)
 _MADV_POPULATE_READ = 22  # linux/mman.h, Linux 5.14: fault pages in now, errors instead of SIGBUS
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -87,10 +90,11 @@ def unmap_all(regions: Sequence[PeerRegion]) -> None:
         region.unmap()
 
 
-def map_region(rkey: int, fd: int, length_bytes: int) -> PeerRegion:
+def map_region(rkey: int, fd: int, length_bytes: int, *, whole: bool = False) -> PeerRegion:
     """Check and map a descriptor that a peer sent, and close it. Runs in a worker thread.
 
-    Raises: FabricError (BAD_REQUEST) for one that is too short, not sealed or not memory.
+    `whole`: every page must be there already. Raises: FabricError (BAD_REQUEST) for one that is too
+    short, not sealed, not whole or not memory.
     """
     try:
         found = os.fstat(fd)
@@ -99,12 +103,25 @@ def map_region(rkey: int, fd: int, length_bytes: int) -> PeerRegion:
         if not is_readers_only(fd):
             text = "shared memory could be shrunk, or its pages taken back"
             raise FabricError(text, status=Status.BAD_REQUEST)
-        mapping = _map_for_reading(fd, length_bytes)
+        # Of huge pages only whole ones are unmapped; and only there is this more than was asked.
+        mapped_bytes = min(-(-length_bytes // found.st_blksize) * found.st_blksize, found.st_size)
+        if whole and found.st_blocks * _STAT_BLOCK_BYTES < length_bytes:
+            text = "shared memory that its owner never had"
+            raise FabricError(text, status=Status.BAD_REQUEST)
+        mapping = _map_for_reading(fd, mapped_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise FabricError(f"cannot map shared memory: {error}", status=Status.BAD_REQUEST) from None
     finally:
         os.close(fd)
     return PeerRegion(rkey, mapping, length_bytes)
+
+
+def allocate(fd: int, length_bytes: int) -> None:
+    """Have every page of a memfd, and close this descriptor of it. In a worker. Raises: OSError."""
+    try:
+        os.posix_fallocate(fd, 0, length_bytes)
+    finally:
+        os.close(fd)
 
 
 def _map_for_reading(fd: int, length_bytes: int) -> mmap.mmap:

@@ -188,7 +188,7 @@ async def connect(
                 raise FabricError(
                     "the daemon refused the shm connection", hint="the ticket may have expired"
                 )
-        endpoint = ShmEndpoint(mapped_bytes_max=options.mapped_bytes_max)
+        endpoint = ShmEndpoint(mapped_bytes_max=options.mapped_bytes_max, lends=True)
     except TimeoutError:
         sock.close()
         raise FabricError("the daemon does not answer on shm", status=Status.DEADLINE) from None

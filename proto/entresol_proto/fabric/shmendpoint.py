@@ -9,6 +9,7 @@ crash the other side with what it gives (regions.py).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import secrets
@@ -35,6 +36,7 @@ from entresol_proto.fabric.regions import (
     CopyJob,
     PeerRegion,
     Piece,
+    allocate,
     map_region,
     unmap_all,
 )
@@ -77,7 +79,11 @@ class InPlace:
 
 
 class ShmEndpoint:
-    """One side of one session over shared memory. Made by `ShmFabricServer.accept` or `connect`."""
+    """One side of one session over shared memory. Made by `ShmFabricServer.accept` or `connect`.
+
+    `lends`: this is the host's side. It has the pages of what it exposes, before it does. The other
+    side, which has many peers that it need not trust, maps little of each, and nothing less whole.
+    """
 
     kind = FabricKind.SHM
     capabilities = Capabilities(revokes=False, private=True, same_host=True, maps=True)
@@ -86,9 +92,14 @@ class ShmEndpoint:
         self,
         *,
         mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX,
+        lends: bool = False,
         on_closed: Callable[[ShmEndpoint], None] | None = None,
     ) -> None:
         self._mapped_bytes_max = mapped_bytes_max
+        self._lends = lends
+        self._regions_max = (
+            limits.REGIONS_PER_SESSION_MAX if lends else limits.SHM_REGIONS_PER_HOST_MAX
+        )
         self._on_closed = on_closed
         self._link: ShmLink | None = None
         self._exposed: set[int] = set()
@@ -131,6 +142,8 @@ class ShmEndpoint:
         length = buffer.view.nbytes
         if not length:
             raise FabricError("an empty buffer cannot be exposed", status=Status.BAD_REQUEST)
+        if self._lends:
+            await self._fill(buffer.fd, length)
         rkey = secrets.randbits(32)
         while rkey in self._exposed:
             rkey = secrets.randbits(32)
@@ -148,6 +161,23 @@ class ShmEndpoint:
             known = Status.BUSY if status == Status.BUSY else Status.FABRIC_ERROR
             raise FabricError("the peer did not map the buffer", status=known)
         return Exposure(rkey, 0, length)
+
+    async def _fill(self, fd: int, length_bytes: int) -> None:
+        """Have all pages, as a daemon wants it, or fail now. Raises: FabricError (BUSY)."""
+        mine = os.dup(fd)  # the caller may be cancelled, and close its own
+        job = POOL.submit(allocate, mine, length_bytes)
+        try:
+            await job.outcome()
+        except asyncio.CancelledError:
+            if not job.begun:
+                os.close(mine)
+            raise
+        except OSError as error:
+            raise FabricError(
+                f"no memory for what the daemon is to read: {error.strerror}",
+                hint="lower staging_bytes_max, or allow this process more memory",
+                status=Status.BUSY,
+            ) from None
 
     async def revoke(self, exposure: Exposure) -> None:
         """See `base.Endpoint.revoke`. Waits for the peer's answer, at most REVOKE_DEADLINE_NS."""
@@ -194,16 +224,14 @@ class ShmEndpoint:
             os.close(fd)
             raise ProtocolError("a region was exposed twice")
         regions = len(self._regions) + len(self._mapping)
-        if (
-            regions >= limits.REGIONS_PER_SESSION_MAX
-            or self._mapped_bytes + length > self._mapped_bytes_max
-        ):
+        if regions >= self._regions_max or self._mapped_bytes + length > self._mapped_bytes_max:
             os.close(fd)
             self._send(Message(Kind.EXPOSED, rkey, status=Status.BUSY))
             return
         self._mapping[rkey] = False
         self._mapped_bytes += length
-        mapping = POOL.submit(map_region, rkey, fd, length)
+        whole = not self._lends
+        mapping = POOL.submit(functools.partial(map_region, rkey, fd, length, whole=whole))
         self._start(self._map(rkey, fd, length, mapping))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -101,6 +101,15 @@ class FrameDecoder:
     def buffered_bytes(self) -> int:
         return len(self._buffer)
 
+    @property
+    def missing_bytes(self) -> int:
+        """Of the frame that has begun; 0 before its header is whole."""
+        held = len(self._buffer)
+        if held < limits.FRAME_HEADER_BYTES:
+            return 0
+        length = int(_HEADER.unpack_from(self._buffer)[4])  # checked when it came
+        return limits.FRAME_HEADER_BYTES + length - held
+
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Add received bytes, return the frames they complete.
 

@@ -136,6 +136,11 @@ class _Machine:
         self._decoder = FrameDecoder()
         self._handshake_until_ns = now_ns + handshake_ns
 
+    @property
+    def missing_bytes(self) -> int:
+        """Of the message that has begun, as far as is known: until then nothing more comes out."""
+        return self._decoder.missing_bytes
+
     def receive(self, raw: bytes | bytearray | memoryview, now_ns: int) -> list[Received]:
         """Take bytes of the peer, return its messages in order.
 
