@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -233,6 +234,72 @@ async def test_a_forced_rotation_drops_what_was_there(running: Running) -> None:
         assert all_are(await put(space, keys, SIZE, ack="durable"), Status.OK)
         assert all_are(await get(space, keys, SIZE), Status.OK)
     await assert_idle(running.daemon)
+
+
+def holds(keyring: Any, name: str, *, before: bool) -> tuple[threading.Event, threading.Event]:
+    """Stops a change of the keyring on its thread, before or after it is made.
+
+    Returns (set when it is there, to be set to let it go on)."""
+    change = getattr(keyring, name)
+    there, go_on = threading.Event(), threading.Event()
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        made = None if before else change(*args, **kwargs)
+        there.set()
+        assert go_on.wait(60)
+        return change(*args, **kwargs) if before else made
+
+    setattr(keyring, name, held)
+    return there, go_on
+
+
+async def test_a_forced_rotation_whose_caller_goes_leaves_no_session_with_a_destroyed_key(
+    running: Running,
+) -> None:
+    """What the session stored from then on could be opened by nobody after it."""
+    keys = keys_of(3)
+    async with client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        there, go_on = holds(running.daemon.shard.parts.keyring, "rotate", before=False)
+        asking = asyncio.ensure_future(running.daemon.admin.tenant_rotate(DEV, force=True))
+        await eventually(there.is_set, what="the keys to be changed")
+        asking.cancel()
+        go_on.set()
+        assert isinstance(
+            (await asyncio.gather(asking, return_exceptions=True))[0], asyncio.CancelledError
+        )
+        assert all_are(await put(space, keys, SIZE, ack="durable"), Status.OK)
+    async with client_of(running) as client:
+        result = await get(await client.namespace(DESCRIPTOR), keys, SIZE)
+        assert all_are(result, Status.OK), result.statuses
+    assert versions(running) == {2: 3}
+
+
+async def test_an_unused_version_ends_only_when_no_session_uses_it_any_more(site: Site) -> None:
+    """The keyring has a new version, of which the shard has not heard when it looks for unused
+    ones: sessions still store under the old one."""
+    keys = keys_of(3)
+    # Two threads are held here, and putting takes one.
+    site.config = replace(site.config, sealing=replace(site.config.sealing, threads=4))
+    site.write(site.config)
+    async with site.running() as running:
+        keyring = running.daemon.shard.parts.keyring
+        async with client_of(running) as client:
+            space = await client.namespace(DESCRIPTOR)
+            rotated, go_on = holds(keyring, "rotate", before=False)
+            ending, end = holds(keyring, "retire", before=True)
+            asking = asyncio.ensure_future(running.daemon.admin.tenant_rotate(DEV))
+            await eventually(rotated.is_set, what="the new version")
+            await eventually(ending.is_set, what="the old one to be ended")
+            assert all_are(await put(space, keys, SIZE, ack="durable"), Status.OK)
+            end.set()
+            go_on.set()
+            await asking
+            await eventually(lambda: versions(running) == {2: 3}, what="version 1 to end")
+        async with client_of(running) as client:
+            result = await get(await client.namespace(DESCRIPTOR), keys, SIZE)
+            assert all_are(result, Status.OK), result.statuses
+        await assert_idle(running.daemon)
 
 
 async def test_what_was_reserved_under_a_destroyed_key_is_not_stored(running: Running) -> None:

@@ -136,6 +136,7 @@ class Backend:
 
     async def tenant_rotate(self, name: TenantName, *, force: bool) -> TenantRecord:
         known = self._known(name)
+        await self.walking.wait()
         self.table[name] = replace(known, dek_version=known.dek_version + 1)
         return self.table[name]
 
@@ -563,18 +564,23 @@ async def test_erasing_gives_a_receipt_and_ends_the_tenants_watch(tmp_path):
         assert "erased" in details
 
 
-async def test_an_erasure_outlives_its_caller(tmp_path):
+@pytest.mark.parametrize("what", ["erase", "rotate"])
+async def test_an_erasure_or_rotation_outlives_its_caller(tmp_path, what):
     async with running(tmp_path) as pod:
+        before = pod.backend.table[A]
         pod.backend.walking.clear()
         async with pod.operator() as channel:
-            request = pb.TenantEraseRequest(name="a", confirm="a")
-            call = pbg.AdminStub(channel).TenantErase(request)
+            admin = pbg.AdminStub(channel)
+            if what == "erase":
+                call = admin.TenantErase(pb.TenantEraseRequest(name="a", confirm="a"))
+            else:
+                call = admin.TenantRotate(pb.TenantRotateRequest(name="a", force=True))
             await asyncio.sleep(0.2)
             call.cancel()
-        assert A in pod.backend.table
+        assert pod.backend.table[A] is before
         pod.backend.walking.set()
         async with asyncio.timeout(10):
-            while A in pod.backend.table:
+            while pod.backend.table.get(A) is before:
                 await asyncio.sleep(0.01)
 
 

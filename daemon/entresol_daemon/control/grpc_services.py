@@ -310,7 +310,7 @@ class AdminService:
         return await _answer(context, "TenantSetQuota", change())
 
     async def TenantRotate(self, request: pb.TenantRotateRequest, context: Any) -> pb.TenantInfo:
-        """New data-encryption key version."""
+        """New data-encryption key version. Runs to its end even when the caller goes away."""
 
         async def rotate() -> pb.TenantInfo:
             name = check_tenant_name(request.name)
@@ -318,7 +318,7 @@ class AdminService:
             log.info("event=tenant_rotated tenant=%s dek=%d", changed.name, changed.dek_version)
             return convert.tenant_message(changed)
 
-        return await _answer(context, "TenantRotate", rotate())
+        return await _answer(context, "TenantRotate", asyncio.shield(_unattended(rotate())))
 
     async def Unlock(self, request: pb.UnlockRequest, context: Any) -> pb.UnlockReply:
         """The key-encryption key has arrived."""

@@ -430,10 +430,11 @@ class Engine:
         """Free a segment; `keep` (slots, or a function of the live slots) is appended again.
 
         Returns what is gone from the index: reason EVICTED for what was not kept; CORRUPT,
-        IO_ERROR or NO_SPACE for kept blocks that could not be copied. When this returns the segment
-        is FREE, unless the device fails or its tombstones cannot be carried on right now: then it
-        is empty but still used, and a later call tries again (at most EVICT_TRIES_MAX times, then
-        it is freed regardless). Never raises for device faults.
+        IO_ERROR or NO_SPACE for kept blocks that could not be read or found no room. When this
+        returns the segment is FREE, unless the device does not take the copies (they stay where
+        they are) or its tombstones cannot be carried on right now: then it is still used, and a
+        later call tries again (at most EVICT_TRIES_MAX times, then it is freed regardless). Never
+        raises for device faults.
         """
         return await self._evictor.evict(segment, keep)
 

@@ -1,8 +1,9 @@
 """Freeing one segment: drop most of its blocks, copy the kept ones, carry its tombstones on.
 
 Invariants: a segment is freed only after its kept blocks and still-needed tombstones are durable
-elsewhere and nobody reads from it; a tombstone is dropped only when no copy it covers can be left
-on flash; eviction always ends, whatever the device does.
+elsewhere and nobody reads from it, also when an earlier eviction of it was cancelled; a kept block
+whose copy cannot be written stays where it is; a tombstone is dropped only when no copy it covers
+can be left on flash; eviction always ends, whatever the device does.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Evictor:
             if segment.state is SegmentState.OPEN:
                 self._table.close(segment)
             segment.footer_due = False  # it would only be written to be freed
-            while segment.unflushed:
+            while segment.unflushed or segment.leaving:
                 self._writer.kick()
                 await segment.quiet()
             return await self._empty(segment, keep)
@@ -98,6 +99,8 @@ class Evictor:
     async def _empty(self, segment: Segment, keep: Keep) -> list[Removed]:
         # From here on it holds copies of blocks that the index does not know in this place.
         segment.shadows = True
+        segment.evict_tries += 1
+        last_try = segment.evict_tries >= EVICT_TRIES_MAX
         live = self.live_slots(segment)
         chosen = keep(live) if callable(keep) else keep
         kept = np.asarray(chosen, np.int64)
@@ -106,7 +109,10 @@ class Evictor:
         removed = self._drop(dropped, RemoveReason.EVICTED)
         self._stats.evicted_blocks += len(dropped)
         removed += await self._copy(segment, kept.tolist())
-        if self._writer.failed or not await self._carry(segment):
+        if self._writer.failed or (segment.live_blocks and not last_try):
+            return removed  # what could not be copied stays where it is, readable
+        removed += self._give_up(self.live_slots(segment), segment)
+        if not await self._carry(segment, last_try=last_try):
             return removed
         await segment.quiet()
         if await self._writer.free(segment):
@@ -133,6 +139,21 @@ class Evictor:
             self._table.add_dead(home, size)
         index.remove_many(slots)
         self._table.on_removed(removed)
+        return removed
+
+    def _give_up(self, slots: Slots, segment: Segment) -> list[Removed]:
+        """Drop kept blocks that cannot be written elsewhere. A failed copy may be on flash all the
+        same: buried, it cannot come back."""
+        removed = self._drop(slots, RemoveReason.IO_ERROR)
+        self._writer.bury(
+            [
+                Tombstone(
+                    TombstoneKind.BLOCK, each.namespace_id, each.wire_key,
+                    self._table.next_lsn(), segment.sequence,
+                )
+                for each in removed
+            ]
+        )  # fmt: skip
         return removed
 
     # -- kept blocks
@@ -165,7 +186,7 @@ class Evictor:
             at = end
         statuses = await self._reader.read([(slot, view) for slot, _, view in items])
         removed: list[Removed] = []
-        moving: list[tuple[Expected, int, asyncio.Future[Status]]] = []
+        moving: list[tuple[int, asyncio.Future[Status]]] = []
         for (slot, expected, view), status in zip(items, statuses, strict=True):
             if not self._is_here(slot, segment) or self._index.key_of(slot) != expected.wire_key:
                 continue
@@ -179,18 +200,12 @@ class Evictor:
             if future is None:
                 removed += self._drop(np.array([slot]), RemoveReason.NO_SPACE)
             else:
-                moving.append((expected, slot, future))
+                moving.append((view.nbytes, future))
         self._writer.kick()
-        for expected, slot, future in moving:
-            if await future is not Status.OK:
-                reason = RemoveReason.IO_ERROR  # the writer told it already
-                size = extent_bytes(expected.sealed_bytes)
-                key = expected.wire_key
-                space, stream = expected.namespace_id, segment.stream
-                removed.append(Removed(space, key, slot, reason, size, stream))
-            else:
+        for length_bytes, future in moving:
+            if await future is Status.OK:  # else it is back where it was
                 self._stats.copied_blocks += 1
-                self._stats.copied_bytes += extent_bytes(expected.sealed_bytes)
+                self._stats.copied_bytes += length_bytes
         return removed
 
     def _is_here(self, slot: int, segment: Segment) -> bool:
@@ -222,21 +237,21 @@ class Evictor:
         pending = Pending(
             RecordKind.BLOCK, segment.stream, e.namespace_id, e.wire_key, view, e.sealed_bytes,
             e.plain_bytes, e.position, slot, target, offset, lsn, future,
+            home=(segment, e.offset),
         )  # fmt: skip
+        segment.leaving += 1
         self._writer.submit(pending)
         return future
 
     # -- tombstones
 
-    async def _carry(self, segment: Segment) -> bool:
+    async def _carry(self, segment: Segment, *, last_try: bool) -> bool:
         """Make the tombstones that are still needed durable elsewhere.
 
-        False when that is not possible now; after EVICT_TRIES_MAX evictions it is given up.
+        False when that is not possible now; at the last of EVICT_TRIES_MAX it is given up.
         """
         if not segment.tombstone_offsets:
             return True
-        segment.evict_tries += 1
-        last_try = segment.evict_tries >= EVICT_TRIES_MAX
         tombstones, unreadable = await self._tombstones(segment)
         if unreadable and not last_try:
             return False

@@ -60,8 +60,17 @@ class Pending:
     future: asyncio.Future[Status] | None
     tries: int = 1
     dead: bool = False  # removed from the index meanwhile
+    home: tuple[Segment, int] | None = None  # of a copy: segment and offset of the durable one
     payload_hash: int | None = None  # None: not made yet
     tombstones: list[Tombstone] = field(default_factory=list)
+
+    def settle(self, status: Status) -> None:
+        """It is durable, or will not be: tell who waits."""
+        if self.home is not None:
+            self.home[0].leaving -= 1
+            self.home[0].changed()
+        if self.future is not None and not self.future.done():
+            self.future.set_result(status)
 
 
 @dataclass(slots=True)

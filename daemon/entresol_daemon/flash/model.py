@@ -25,7 +25,7 @@ SHARED_GROUP_RECORDS_MAX = 128  # and no more than so many records
 SHARED_GROUP_S = 0.0025  # or as long as a flush takes, if that is longer
 SHARED_FOR_S = 0.5  # so long after records of two streams came
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
-EVICT_TRIES_MAX = 8  # then a segment is freed although its tombstones could not be carried on
+EVICT_TRIES_MAX = 8  # then a segment is freed although not all it held could be carried on
 COPY_BYTES_MAX = 16 << 20  # memory that eviction uses to copy kept blocks
 RECOVERY_BATCH_BYTES = 16 << 20  # memory that recovery reads into, besides one segment
 

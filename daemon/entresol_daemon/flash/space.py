@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict, deque
 
 from entresol_daemon.flash.device import BLOCK
-from entresol_daemon.flash.index import Index
+from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
     EngineOptions,
     EngineStats,
@@ -46,6 +46,7 @@ class Segment:
         "header_written",
         "index",
         "last_touch",
+        "leaving",
         "live_blocks",
         "live_bytes",
         "oldest_touch",
@@ -86,6 +87,7 @@ class Segment:
         self.last_touch = 0
         self.oldest_touch = 0
         self.unflushed = 0  # records placed here and not durable
+        self.leaving = 0  # blocks whose copies elsewhere are not durable
         self.header_written = False
         self.footer_due = False
         # May hold copies that are neither in the index nor covered by a tombstone that names this
@@ -101,8 +103,8 @@ class Segment:
         self.waiters.clear()
 
     async def quiet(self) -> None:
-        """Wait until no record of it is being written and nobody reads from it."""
-        while self.unflushed or self.readers:
+        """Wait until no record of it, nor a copy, is being written and nobody reads from it."""
+        while self.unflushed or self.leaving or self.readers:
             waiter = asyncio.get_running_loop().create_future()
             self.waiters.append(waiter)
             await waiter
@@ -226,6 +228,14 @@ class SegmentTable:
         segment.live_blocks -= 1
         segment.live_bytes -= extent_bytes
         assert segment.live_blocks >= 0, "more blocks died than lived in a segment"
+
+    def bring_home(self, slot: int, extent_bytes: int, home: Segment, offset: int) -> None:
+        """A block lives again where it was copied from: its copy did not become durable."""
+        self._index.m_segment[slot] = home.index
+        self._index.m_offset[slot] = offset
+        self._index.m_flags[slot] &= ~PENDING & 0xFF
+        home.live_blocks += 1
+        home.live_bytes += extent_bytes
 
     # -- life
 

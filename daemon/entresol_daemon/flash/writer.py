@@ -364,7 +364,7 @@ class Writer:
                 self._index.m_flags[p.slot] &= ~PENDING & 0xFF
                 del self.pending[p.slot]
             p.extent[:RECORD_HEADER_BYTES] = _WIPE
-            _resolve(p, Status.OK)
+            p.settle(Status.OK)
         for segment in group.footers:
             segment.footer_due = False
             segment.rows = bytearray()
@@ -427,7 +427,7 @@ class Writer:
         p.extent[:RECORD_HEADER_BYTES] = _WIPE
         size = p.extent.nbytes
         if p.dead:
-            _resolve(p, Status.IO_ERROR)
+            p.settle(Status.IO_ERROR)
             return
         target = None
         if not self.failed and p.tries < APPEND_TRIES_MAX:
@@ -451,17 +451,22 @@ class Writer:
         self.queued_bytes += size
 
     def _end(self, p: Pending, status: Status) -> None:
-        """A record that will not become durable: out of the index. A copy of it may be on flash all
-        the same; buried, it cannot come back after a host was told that it is not there."""
+        """A record that will not become durable: out of the index. It may be on flash all the same;
+        buried, it cannot come back after a host was told that it is not there. A block that was
+        only being copied lives on where it was, durable."""
+        del self.pending[p.slot]
+        if p.home is not None:
+            self._table.bring_home(p.slot, p.extent.nbytes, *p.home)
+            p.settle(status)
+            return
         reason = RemoveReason.NO_SPACE if status is Status.NO_SPACE else RemoveReason.IO_ERROR
         size = p.extent.nbytes
         gone = Removed(p.namespace_id, p.wire_key, p.slot, reason, size, p.stream)
         self._index.remove(p.slot)
-        del self.pending[p.slot]
         self._stats.append_failures += 1
         lsn, cover = self._table.next_lsn(), p.segment.sequence
         self.bury([Tombstone(TombstoneKind.BLOCK, p.namespace_id, p.wire_key, lsn, cover)])
-        _resolve(p, status)
+        p.settle(status)
         self._table.on_removed([gone])
 
     def _pause(self) -> None:
@@ -479,7 +484,7 @@ class Writer:
             self._tombstones.extendleft(reversed(p.tombstones))
             self._table.condemn(p.segment)
             if p.dead:
-                _resolve(p, Status.IO_ERROR)
+                p.settle(Status.IO_ERROR)
             elif p.slot >= 0:
                 self._table.add_dead(p.segment, p.extent.nbytes)
                 self._end(p, Status.IO_ERROR)
@@ -492,8 +497,3 @@ class Writer:
         for _, future in self._frees.values():
             if not future.done():
                 future.set_result(False)
-
-
-def _resolve(p: Pending, status: Status) -> None:
-    if p.future is not None and not p.future.done():
-        p.future.set_result(status)

@@ -468,14 +468,15 @@ class GetPath:
     ) -> list[GrantItem]:
         items = []
         deks = session.tenant.deks
-        for index, resident in entries:
+        keys = [  # before anything is waited for: then a version may be destroyed, and wiped
+            NO_KEY if r.host_sealed else derive_block_key(deks[r.dek_version], r.salt)
+            for _, r in entries
+        ]
+        for (index, resident), block_key in zip(entries, keys, strict=True):
             extent = resident.extent
             exposure = session.exposures.get(extent.slab.number)
             if exposure is None:
                 exposure = await session.expose_slab(extent.slab)
-            block_key = NO_KEY
-            if not resident.host_sealed:
-                block_key = derive_block_key(deks[resident.dek_version], resident.salt)
             address = exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES
             tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
             resident.from_flash = False

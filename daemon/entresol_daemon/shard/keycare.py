@@ -106,9 +106,11 @@ class KeyCare:
             now_s = parts.unix_ns() // _SECOND_NS
             parts.keyring.rotate(name, now_unix_s=now_s, force=force)
 
-        await parts.compute.run(rotate)
+        try:
+            await parts.compute.run(rotate)
+        finally:  # nor when this is cancelled may a session go on under a key that is destroyed
+            self._renew_sessions(name)
         self.rotations["forced" if force else cause] += 1
-        self._renew_sessions(name)
         if not force:
             return 0
         dropped = await self._drop_unreadable(name)
@@ -160,8 +162,8 @@ class KeyCare:
                 self._start(info.name, self._rotate_by_itself(info, cause))
             elif info.active_version > 1 and self._not_counted(info.stream):
                 self._start(info.name, self._count(account))
-            elif unused := self._unused(info):
-                self._start(info.name, self._end_versions(info.name, unused))
+            elif self._unused(info):
+                self._start(info.name, self._end_unused(info.name))
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -202,6 +204,13 @@ class KeyCare:
             await self._drop_unreadable(info.name)
         await self.rotate(info.name, cause=cause)
         log.info("event=key_rotated_by_itself tenant=%s cause=%s", info.name, cause)
+
+    async def _end_unused(self, name: TenantName) -> None:
+        """A rotation may be under way, of which no session has heard: those that still reserve
+        under the older version are told before it is looked at once more, and ended."""
+        info = self._renew_sessions(name)
+        if info is not None:
+            await self._end_versions(name, self._unused(info))
 
     async def _end_versions(self, name: TenantName, versions: list[int]) -> None:
         for version in versions:
@@ -279,14 +288,17 @@ class KeyCare:
             await asyncio.sleep(0)
         return dropped
 
-    def _renew_sessions(self, name: TenantName) -> None:
-        """Sessions use the keys as they are now. The tenant may have been erased meanwhile."""
-        if self._parts.keyring.info(name) is None:
-            return
-        tenant = self._parts.keyring.get(name)
+    def _renew_sessions(self, name: TenantName) -> TenantInfo | None:
+        """Sessions use the keys as they are now, which are returned. The tenant may have been
+        erased meanwhile."""
+        keyring = self._parts.keyring
+        if keyring.locked or keyring.info(name) is None:
+            return None
+        tenant = keyring.get(name)
         for session in self._sessions.values():
             if session.account.name == name:
                 session.tenant = tenant
+        return tenant.info
 
     def _start(self, name: TenantName, work: Coroutine[Any, Any, None]) -> None:
         if name in self._busy:

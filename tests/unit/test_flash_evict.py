@@ -1,0 +1,193 @@
+"""Evictions that do not come to their end: what was durable before stays so, and served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import simloop
+from flashlab import NAMESPACES, SEGMENT, STREAMS, device_bytes, get, key_of, open_engine, put
+
+from entresol_daemon.flash.device import BLOCK, IoOp
+from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
+from entresol_daemon.flash.index import PENDING
+from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX
+from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
+from entresol_proto.status import DeviceError, Status
+
+NS, A = NAMESPACES[0], STREAMS[0]
+COUNT = 5  # blocks; with a header and a footer less than a segment
+
+
+def data_of(number: int) -> bytes:
+    return bytes([number + 1]) * 5000
+
+
+async def stored(engine: Engine, number: int) -> int:
+    slot, future = put(engine, (NS, key_of(number)), data_of(number), stream=A)
+    assert await future is Status.OK
+    return slot
+
+
+async def filled(engine: Engine) -> tuple[list[int], int]:
+    """Durable blocks, and the one segment they are in."""
+    slots = [await stored(engine, number) for number in range(COUNT)]
+    (segment,) = {int(engine.index.m_segment[slot]) for slot in slots}
+    return slots, segment
+
+
+async def all_there(engine: Engine) -> bool:
+    found = [await get(engine, (NS, key_of(number))) for number in range(COUNT)]
+    return found == [(Status.OK, data_of(number)) for number in range(COUNT)]
+
+
+def test_what_was_being_copied_when_writing_stopped_is_not_lost() -> None:
+    """The device refuses writes in the middle of an eviction: the blocks that were to be kept are
+    durable where they are, and stay there; they leave when it writes again."""
+
+    async def life(kind: Fault) -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(10), plan=plan, sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slots, segment = await filled(engine)
+        tombstones = engine.stats.tombstones
+        plan.at, plan.sticky = {kind: 1}, True
+        for _ in range(3):
+            assert await engine.evict(segment, slots) == []
+            assert await all_there(engine)
+        assert engine.failed
+        assert engine.segment_info(segment).live_blocks == COUNT
+        plan.enabled = False
+        async with asyncio.timeout(60):
+            while engine.failed:
+                await asyncio.sleep(0.1)
+        assert engine.stats.tombstones == tombstones
+        assert await engine.evict(segment, slots) == []
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        assert await all_there(engine)
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert await all_there(engine)
+        await engine.close()
+
+    for kind in (Fault.WRITE_EIO, Fault.ENOSPC, Fault.FLUSH_FAIL):
+        simloop.run(life(kind))
+
+
+def test_a_block_forgotten_after_its_copy_failed_stays_forgotten() -> None:
+    """The failed copy may be on flash all the same, and it is the newer one."""
+
+    async def life() -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(10), plan=plan, sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slots, segment = await filled(engine)
+        plan.at, plan.sticky = {Fault.FLUSH_FAIL: 1}, True
+        assert await engine.evict(segment, slots) == []
+        plan.enabled = False
+        engine.remove(slots[0], RemoveReason.FORGOTTEN)
+        await engine.barrier()
+        engine.remove(slots[1], RemoveReason.FORGOTTEN)
+        await stored(engine, 1)
+        assert await engine.evict(segment, slots[2:]) == []
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
+        for number in range(1, COUNT):
+            assert await get(engine, (NS, key_of(number))) == (Status.OK, data_of(number))
+        await engine.close()
+
+    simloop.run(life())
+
+
+class FreedTooSoon(SimDevice):
+    """Fails the first write of copies; looks whether FREE is written over blocks that are durable
+    nowhere else."""
+
+    engine: Engine
+    slots: Sequence[int] = ()
+    watched = -1  # offset of the segment they were in
+    fails = 0
+    too_soon = False
+
+    async def write(self, ops: Sequence[IoOp]) -> None:
+        if self.watched >= 0:
+            index = self.engine.index
+            away = any(index.m_flags[slot] & PENDING for slot in self.slots)
+            self.too_soon |= away and any(op.offset_bytes == self.watched for op in ops)
+            if self.fails:
+                self.fails -= 1
+                raise DeviceError("write fails", status=Status.IO_ERROR)
+        await super().write(ops)
+
+
+def test_a_segment_is_not_freed_before_the_copies_of_a_cancelled_eviction_are_durable() -> None:
+    """A put makes room and its session ends in the middle of it. The next one finds a segment with
+    nothing alive in it: but its blocks are not durable elsewhere yet."""
+
+    async def life(fails: int) -> None:
+        device = FreedTooSoon(device_bytes(10), sleep=asyncio.sleep)
+        engine = device.engine = await open_engine(device)
+        slots, segment = await filled(engine)
+        device.slots, device.fails = slots, fails
+        device.watched = engine._superblock.segment_at(segment)
+        first = asyncio.ensure_future(engine.evict(segment, slots))
+        while not all(engine.index.m_flags[slot] & PENDING for slot in slots):
+            await asyncio.sleep(1e-6)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled()
+        assert engine.segment_info(segment).live_blocks == 0
+        await engine.evict(segment, slots)
+        assert not device.too_soon
+        assert await all_there(engine)
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert await all_there(engine)
+        await engine.close()
+
+    for fails in range(APPEND_TRIES_MAX + 1):
+        simloop.run(life(fails))
+
+
+def test_an_eviction_ends_although_copies_are_refused_for_ever() -> None:
+    """Only copies are: then so many evictions later the segment is freed, and they are gone."""
+
+    class NoCopies(SimDevice):
+        refuses = b"\0"
+
+        async def write(self, ops: Sequence[IoOp]) -> None:
+            if any(self.refuses in bytes(op.view) for op in ops if op.view.nbytes > BLOCK):
+                raise DeviceError("write fails", status=Status.IO_ERROR)
+            await super().write(ops)
+
+    async def life() -> None:
+        device = NoCopies(device_bytes(30), sleep=asyncio.sleep)
+        device.refuses = bytes(SEGMENT)  # of nothing yet
+        engine = await open_engine(device)
+        slots, segment = await filled(engine)
+        device.refuses = data_of(0)
+        told: list[Any] = []
+        engine.listen(told.extend)
+        for attempt in range(1, EVICT_TRIES_MAX + 1):
+            assert not engine.failed
+            removed = await engine.evict(segment, slots[:1])
+            await stored(engine, 100 + attempt)  # which the device takes
+            if attempt < EVICT_TRIES_MAX:
+                assert (await get(engine, (NS, key_of(0))))[0] is Status.OK
+        assert [(r.slot, r.reason) for r in removed] == [(slots[0], RemoveReason.IO_ERROR)]
+        assert sum(r.wire_key == key_of(0) for r in told) == 1
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        await engine.barrier()
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
+        await engine.close()
+
+    simloop.run(life())
