@@ -39,8 +39,8 @@ from entresol_client.results import PutBlock, RequestFailedError
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.ids import TenantName
 from entresol_proto.limits import KIB, MIB
-from entresol_proto.status import Status
-from entresol_proto.wire.data import OpenAt, Reason, Tier
+from entresol_proto.status import FabricError, Status
+from entresol_proto.wire.data import Fetch, OpenAt, Reason, Tier
 
 pytestmark = pytest.mark.daemon
 
@@ -349,6 +349,41 @@ async def test_sessions_cut_in_the_middle_of_everything_hold_nothing(
         await assert_idle(running.daemon)
         async with client_of(running) as client:
             assert (await get(await client.namespace(DESCRIPTOR), keys, 500 * KIB)).ok, seed
+
+
+async def test_a_get_that_fails_and_is_cut_in_the_same_moment_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data path goes, so that a grant fails; a moment later the session is ended. What was
+    about to be read in the same window is nobody's then."""
+    async with lab(tmp_path, dram=16 * MIB, slab=4 * MIB, block_max=1 * MIB) as running:
+        shard, keys = running.daemon.shard, keys_of(64)
+        async with client_of(running) as client:
+            await put(await client.namespace(DESCRIPTOR), keys, 500 * KIB, ack="durable")
+        async with raw_of(running) as raw:
+            namespace = await raw.namespace()
+            session = next(iter(shard.sessions.values()))
+            find, space = shard.parts.engine.index.find, session.namespace(namespace.handle)
+            slots = {key: find(space.namespace_id, run_of(namespace, [key])) for key in keys}
+            here = [key for key in keys if shard.parts.residency.get(slots[key]) is not None]
+            away = [key for key in keys if key not in here]
+            request = Fetch(
+                namespace.handle, OpenAt.HOST, False, 10**10,
+                run_of(namespace, [*away[:3], *here[:3]]),
+            )  # fmt: skip
+            fetching = asyncio.create_task(shard.gets.fetch(session, request, lambda _grant: None))
+
+            async def refused(_job: object, rest: list[Any]) -> None:
+                assert rest, "nothing of the window was in memory"
+                shard.gets._undo(_job, rest)  # type: ignore[arg-type]
+                asyncio.get_running_loop().call_soon(fetching.cancel)
+                raise FabricError("the session is gone", status=Status.DISCONNECTED)
+
+            monkeypatch.setattr(shard.gets, "_grant_ready", refused)
+            with pytest.raises((FabricError, asyncio.CancelledError)):
+                await fetching
+        await disconnected(running)
+        await assert_idle(running.daemon)
 
 
 async def test_forgotten_blocks_stay_forgotten_after_kill_9(tmp_path: Path) -> None:

@@ -218,15 +218,14 @@ class GetPath:
             if not job.ended:
                 await self._grant(job, [], final=True)
         finally:
-            for task in landing:
-                task.cancel()
-            if landing:
-                await asyncio.gather(*landing, return_exceptions=True)
-            for window in landing.values():  # of a task that never had its first turn
-                self._undo(job, window.take_waits())
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.meters.usefulness.served(hits)
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
+            for task, window in landing.items():
+                task.cancel()
+                self._undo(job, window.take_waits())  # of one that has not begun, and never will
+            if landing:  # last: this may be cancelled once more
+                await asyncio.gather(*landing, return_exceptions=True)
 
     async def _tell_misses(self, job: Job) -> None:
         """Thousands of absent keys are told in parts, each in a turn on the loop; what is left is
