@@ -94,7 +94,7 @@ def replay(
         if not options.forward:
             hits, puts = tail_first(hits), tail_first(puts)
         if len(hits):
-            store.touch(hits)
+            store.touch(stream, hits)
         store.insert(stream, puts)
     return store.counts
 

@@ -227,6 +227,7 @@ class GetPath:
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.meters.usefulness.served(hits)
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
+            self._parts.valued.used(hits)
 
     async def _tell_misses(self, job: Job) -> None:
         """Thousands of absent keys are told in parts, each in a turn on the loop; what is left is

@@ -76,6 +76,7 @@ def touch(parts: Parts, session: Session, request: Touch) -> int:
     slots = parts.engine.index.lookup(namespace.namespace_id, request.keys)
     found = [slot for slot in slots.tolist() if slot >= 0]
     parts.engine.touch(found[::-1])
+    parts.valued.used(found[::-1])
     return len(found)
 
 
