@@ -269,14 +269,7 @@ def choose_victim(
     tenants = list(shares)
 
     def pick(stream: bytes, reason: VictimReason) -> Victim:
-        mine = sealed[stream]
-        blocks = sum(each.live_blocks for each in mine)
-        chooser = choosers(stream, blocks) if choosers is not None else None
-        if chooser is not None:
-            room = budget.room_bytes if budget is not None else 0
-            chosen, reinsert = chooser.coldest(mine, now_touch=now_touch, room_bytes=room), True
-        else:
-            chosen, reinsert = _coldest(mine, ranking, budget)
+        chosen, reinsert = _coldest(sealed[stream], ranking, budget, choosers, now_touch)
         assert chosen.last_touch <= now_touch, "a block was touched in the future"
         return Victim(chosen.segment, reason, stream, reinsert)
 
@@ -308,9 +301,18 @@ def choose_victim(
 
 
 def _coldest(
-    segments: Sequence[SegmentLike], ranking: SegmentRanking | None, budget: ReinsertBudget | None
+    segments: Sequence[SegmentLike],
+    ranking: SegmentRanking | None,
+    budget: ReinsertBudget | None,
+    choosers: Choosers | None,
+    now_touch: int,
 ) -> tuple[SegmentLike, bool]:
     """A tenant's segment to free, and whether to reinsert from it."""
+    if choosers is not None:
+        chooser = choosers(segments[0].stream, sum(each.live_blocks for each in segments))
+        if chooser is not None:
+            room_bytes = budget.room_bytes if budget is not None else 0
+            return chooser.coldest(segments, now_touch=now_touch, room_bytes=room_bytes), True
     if ranking is not None:
         chosen = ranking.coldest(segments)
         if budget is None or budget.room_bytes >= chosen.live_bytes // 2:

@@ -64,13 +64,15 @@ class Values:
         if tenant is not None:
             tenant.ledger.note(keys, uses, now_touch, found=False)
 
-    def used(self, stream: bytes, slots: Slots, keys: U64, now_touch: int) -> None:
-        """These blocks were given to a host."""
+    def used(
+        self, stream: bytes, slots: Slots, keys: U64, now_touch: int, *, found: bool = True
+    ) -> None:
+        """These blocks were given to a host; or were stored in vain, behind a gap (not `found`)."""
         uses = np.minimum(self.uses[slots] + np.uint8(1), CLASSES - 1).astype(np.uint8)
         self.uses[slots] = uses
         tenant = self._of(stream)
         if tenant is not None:
-            tenant.ledger.note(keys, uses, now_touch, found=True)
+            tenant.ledger.note(keys, uses, now_touch, found=found)
 
     def evicted(self, stream: bytes, slots: Slots, keys: U64, columns: Columns) -> None:
         """These are about to go; `columns` are theirs."""

@@ -66,8 +66,8 @@ class Counts:
     reinserted: int = 0
     evictions: int = 0
 
-    def saw(self, present: npt.NDArray[np.bool_], *, second_half: bool) -> None:
-        """Count the lookup of one request."""
+    def saw(self, present: npt.NDArray[np.bool_], *, second_half: bool) -> int:
+        """Count the lookup of one request; returns how many blocks of it are usable."""
         refs = len(present)
         usable = refs if present.all() else int(present.argmin())
         self.refs += refs
@@ -76,6 +76,7 @@ class Counts:
         if second_half:
             self.refs_second_half += refs
             self.usable_second_half += usable
+        return usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +156,17 @@ class Store:
         found: npt.NDArray[np.bool_] = self._where[ids] >= 0
         return found
 
-    def touch(self, stream: bytes, ids: Blocks) -> None:
-        """Make stored blocks the most recent, the last one most."""
+    def touch(self, stream: bytes, ids: Blocks, *, usable: int) -> None:
+        """Make stored blocks the most recent, the last one most; so many of one request are in
+        the usable prefix."""
         ticks = np.arange(self._now + 1, self._now + 1 + len(ids))
         self._touch[ids] = ticks
         self._now += len(ids)
         self._last[self._where[ids]] = ticks  # of a segment met again, the later one
         if self._values is not None:
-            self._values.used(stream, ids, self._keys[ids], self._now)
+            behind = self._position[ids] >= usable
+            for these, found in ((ids[~behind], True), (ids[behind], False)):
+                self._values.used(stream, these, self._keys[these], self._now, found=found)
 
     def insert(self, stream: bytes, ids: Blocks) -> None:
         """Store new blocks in this order, evicting as needed."""
