@@ -130,6 +130,11 @@ class FlashConfig:
         0, "Blocks the index holds; 0 means one per 256KiB of flash.", low=0, high=2**31 - 1
     )
     io_threads: int = setting(8, "Threads that read and write flash.", low=1, high=256)
+    eviction: str = setting(
+        "median",
+        "What leaves: median, segments used longest ago by their median block; worth, as learned.",
+        choices=("median", "worth"),
+    )
     group_commit_bytes: int = setting(
         8 * MIB, "Appended bytes that trigger a flush.", low=4 * KIB, high=256 * MIB
     )

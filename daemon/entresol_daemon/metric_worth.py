@@ -48,6 +48,18 @@ class WorthMetrics:
             "From a block's eviction to its being stored again; of the last 65,536 that went.",
             buckets=AGE_BUCKETS_S,
         )
+        self.eviction_worth = make.gauges(
+            "eviction_worth_rules",
+            "1 while the tenant's blocks are evicted by learned worth, 0 while by age "
+            "([flash] eviction).",
+            tenant=tenant,
+        )
+        self.eviction_gain = make.gauges(
+            "eviction_worth_gain_ratio",
+            "Hits per reference that eviction by worth found beyond those of LRU per block, lately "
+            "and in a sample; where it is negative, worth gives way.",
+            tenant=tenant,
+        )
         self.drive_writes = make.counter(
             "flash_drive_writes_total",
             "Wear: times the size of the flash slice that were written, with all overhead.",

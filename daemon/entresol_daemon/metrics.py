@@ -358,9 +358,9 @@ class Metrics:
         self.set_tenants(self.tenant_flash_bytes, flash)
         self.set_tenants(self.tenant_dram_bytes, dram)
 
-    def set_tenants(self, family: Family[Gauge], found: Mapping[str, int]) -> None:
+    def set_tenants(self, family: Family[Gauge], found: Mapping[str, float]) -> None:
         """Show a number of every tenant; those without a label of their own are added up."""
-        sums: dict[str, int] = {}
+        sums: dict[str, float] = {}
         for tenant, count in found.items():
             label = self._tenants.label(tenant)
             sums[label] = sums.get(label, 0) + count

@@ -89,6 +89,16 @@ def follow_worth(metrics: Metrics, shard: Shard) -> None:
 
     metrics.on_refresh(show_budget)
 
+    def show_eviction() -> None:
+        rows = parts.valued.report()
+        names = {stream: account.name for stream, account in parts.accounts.by_stream.items()}
+        known = [(names[stream], rules, gain) for stream, rules, gain in rows if stream in names]
+        metrics.set_tenants(worth.eviction_worth, {name: rules for name, rules, _ in known})
+        metrics.set_tenants(worth.eviction_gain, {name: gain for name, _, gain in known})
+
+    if parts.config.flash.eviction == "worth":
+        metrics.on_refresh(show_eviction)
+
 
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:
     """Connect what is said of the process as a whole."""

@@ -411,9 +411,9 @@ def test_the_policy_is_near_lru_per_block_and_above_segment_lru() -> None:
     found = trace("mooncake_conv_first35min.parquet", rows=4_000)
     results = {
         policy: measure(found, 0.1, Options(policy=policy))
-        for policy in ("lru", "segment-lru", "daemon")
+        for policy in ("lru", "segment-lru", "median")
     }
-    ours = results["daemon"]
+    ours = results["median"]
     assert ours.usable_hit_second_half > results["lru"].usable_hit_second_half - 0.005
     assert ours.usable_hit_second_half > results["segment-lru"].usable_hit_second_half
     assert ours.write_amplification <= 1.15

@@ -53,7 +53,8 @@ def add_parser(subparsers: Any) -> None:
          "(default: 0.02,0.05,0.1,0.2,0.5)"),
         ("plot", "FILE", "draw hit rate, drive life and time saved over capacity (matplotlib)"),
         ("rows", "N", "only the first requests"),
-        ("policy", "NAME", "daemon (default), segment-lru, or lru: per block, the yardstick"),
+        ("policy", "NAME", "median or worth, as [flash] eviction (default: as daemons have by "
+         "default), segment-lru, or lru: per block, the yardstick"),
         ("segment-blocks", "N", "blocks of a segment (default: 64)"),
         ("reinsert-ratio", "SHARE", "of what is put, that may be written again (default: 0.15)"),
         ("write-blocks-per-s", "N", "a write budget, beyond which the second touch is admitted"),

@@ -74,6 +74,17 @@ class SegmentLike(Protocol):
     def oldest_touch(self) -> int: ...
 
 
+class Chooser(Protocol):
+    """Chooses among one tenant's segments in another way than by age (core.worth_ranking)."""
+
+    def coldest(
+        self, segments: Sequence[SegmentLike], *, now_touch: int, room_bytes: int
+    ) -> SegmentLike: ...
+
+
+Choosers = Callable[[bytes, int], "Chooser | None"]  # by stream, and how many blocks it has
+
+
 @dataclass(frozen=True, slots=True)
 class TenantShare:
     """What one tenant uses and may use of flash. A quota of 0 means no limit of its own.
@@ -230,6 +241,7 @@ def choose_victim(
     budget: ReinsertBudget | None = None,
     short: Short = Short.BYTES,
     capacity_blocks: int = 0,
+    choosers: Choosers | None = None,
 ) -> Victim | None:
     """The next segment to free, or None when nothing may be evicted.
 
@@ -238,7 +250,8 @@ def choose_victim(
     their space is of no use until they are freed.
     `capacity_bytes` is what tenants share, `capacity_blocks` where blocks are `short`. Without a
     `ranking`, or while `budget` could not pay for what the ranked victim may keep, the segment
-    whose last touch is oldest is taken (segment LRU), whole.
+    whose last touch is oldest is taken (segment LRU), whole. Where `choosers` has one for the
+    tenant, that one chooses, and keeps.
     """
     sealed: dict[bytes, list[SegmentLike]] = {}
     opened: dict[bytes, SegmentLike] = {}
@@ -256,7 +269,7 @@ def choose_victim(
     tenants = list(shares)
 
     def pick(stream: bytes, reason: VictimReason) -> Victim:
-        chosen, reinsert = _coldest(sealed[stream], ranking, budget)
+        chosen, reinsert = _coldest(sealed[stream], ranking, budget, choosers, now_touch)
         assert chosen.last_touch <= now_touch, "a block was touched in the future"
         return Victim(chosen.segment, reason, stream, reinsert)
 
@@ -288,9 +301,18 @@ def choose_victim(
 
 
 def _coldest(
-    segments: Sequence[SegmentLike], ranking: SegmentRanking | None, budget: ReinsertBudget | None
+    segments: Sequence[SegmentLike],
+    ranking: SegmentRanking | None,
+    budget: ReinsertBudget | None,
+    choosers: Choosers | None,
+    now_touch: int,
 ) -> tuple[SegmentLike, bool]:
     """A tenant's segment to free, and whether to reinsert from it."""
+    if choosers is not None:
+        chooser = choosers(segments[0].stream, sum(each.live_blocks for each in segments))
+        if chooser is not None:
+            room_bytes = budget.room_bytes if budget is not None else 0
+            return chooser.coldest(segments, now_touch=now_touch, room_bytes=room_bytes), True
     if ranking is not None:
         chosen = ranking.coldest(segments)
         if budget is None or budget.room_bytes >= chosen.live_bytes // 2:

@@ -17,7 +17,7 @@ from pathlib import Path
 from entresol_daemon.core.eviction import REINSERT_RATIO
 from entresol_daemon.replay import plot
 from entresol_daemon.replay.run import Assumptions, Result, measure
-from entresol_daemon.replay.store import POLICIES, SEGMENT_BLOCKS_DEFAULT, Options
+from entresol_daemon.replay.store import POLICIES, POLICY_DEFAULT, SEGMENT_BLOCKS_DEFAULT, Options
 from entresol_daemon.replay.traces import TraceError, load
 from entresol_proto.status import EntresolError
 
@@ -98,7 +98,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--rows", type=_whole)
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
+    parser.add_argument("--policy", choices=POLICIES, default=POLICY_DEFAULT)
     parser.add_argument("--segment-blocks", type=_whole, default=SEGMENT_BLOCKS_DEFAULT)
     parser.add_argument("--forward", action="store_true")
     parser.add_argument("--per-tenant", action="store_true")

@@ -84,7 +84,7 @@ def replay(
     for at, ids in enumerate(trace.requests()):
         tell(at, len(trace))
         present = store.present(ids)
-        store.counts.saw(present, second_half=at >= half)
+        usable = store.counts.saw(present, second_half=at >= half)
         stream = (trace.tenants[at] if options.per_tenant else 0).to_bytes(16, "big")
         hits, puts = ids[present], ids[~present]
         if asks:
@@ -94,7 +94,7 @@ def replay(
         if not options.forward:
             hits, puts = tail_first(hits), tail_first(puts)
         if len(hits):
-            store.touch(hits)
+            store.touch(stream, hits, usable=usable)
         store.insert(stream, puts)
     return store.counts
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from entresol_daemon.config import FlashConfig
 from entresol_daemon.core.eviction import (
     REINSERT_RATIO,
     ReinsertBudget,
@@ -22,23 +23,29 @@ from entresol_daemon.core.eviction import (
     keep_blocks,
     median_touch,
 )
+from entresol_daemon.core.valuing import Values
+from entresol_daemon.core.worth import U64
+from entresol_daemon.core.worth_ranking import Columns, WorthRanking
 from entresol_daemon.replay.traces import Blocks, Trace, TraceError
 
 BLOCK_BYTES = 1 << 20  # nominal: all blocks are equal here
-POLICIES = ("daemon", "segment-lru", "lru")
+POLICIES = ("median", "worth", "segment-lru", "lru")
+POLICY_DEFAULT = FlashConfig().eviction  # what daemons do
 SEGMENT_BLOCKS_DEFAULT = 64
+GHOSTS_PER_BLOCK = 4  # of the capacity: as a daemon has with blocks of 1 MiB
+_MIX = np.uint64(0xD6E8FEB86659FD93)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to replay.
 
-    `policy` "daemon" is what the daemon does; "segment-lru" frees segments by their last touch and
-    keeps nothing; "lru" is the yardstick without segments, LRU per block.
+    `policy` "median" and "worth" are the daemon's ([flash] eviction); "segment-lru" frees segments
+    by their last touch and keeps nothing; "lru" is the yardstick without segments, LRU per block.
     """
 
     segment_blocks: int = SEGMENT_BLOCKS_DEFAULT
-    policy: str = "daemon"
+    policy: str = POLICY_DEFAULT
     forward: bool = False  # touch and insert head first, to see what tail first is worth
     per_tenant: bool = False  # a stream per tenant, equal weights, instead of one stream
     reinsert_ratio: float = REINSERT_RATIO
@@ -59,8 +66,8 @@ class Counts:
     reinserted: int = 0
     evictions: int = 0
 
-    def saw(self, present: npt.NDArray[np.bool_], *, second_half: bool) -> None:
-        """Count the lookup of one request."""
+    def saw(self, present: npt.NDArray[np.bool_], *, second_half: bool) -> int:
+        """Count the lookup of one request; returns how many blocks of it are usable."""
         refs = len(present)
         usable = refs if present.all() else int(present.argmin())
         self.refs += refs
@@ -69,6 +76,7 @@ class Counts:
         if second_half:
             self.refs_second_half += refs
             self.usable_second_half += usable
+        return usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +140,12 @@ class Store:
         self._now = 0
         self._budget = ReinsertBudget(ratio=options.reinsert_ratio)
         self._ranking: SegmentRanking | None = None
-        if options.policy == "daemon":
+        self._values: Values | None = None
+        self._keys = _names(trace.distinct)
+        if options.policy == "worth":
+            ghosts = GHOSTS_PER_BLOCK * capacity_blocks
+            self._values = Values(trace.distinct, self._columns_of, ghosts=ghosts)
+        if options.policy in ("median", "worth"):
             self._ranking = SegmentRanking(
                 lambda segment: median_touch(self._touch[self._segments[segment].ids])
             )
@@ -143,12 +156,17 @@ class Store:
         found: npt.NDArray[np.bool_] = self._where[ids] >= 0
         return found
 
-    def touch(self, ids: Blocks) -> None:
-        """Make stored blocks the most recent, the last one most."""
+    def touch(self, stream: bytes, ids: Blocks, *, usable: int) -> None:
+        """Make stored blocks the most recent, the last one most; so many of one request are in
+        the usable prefix."""
         ticks = np.arange(self._now + 1, self._now + 1 + len(ids))
         self._touch[ids] = ticks
         self._now += len(ids)
         self._last[self._where[ids]] = ticks  # of a segment met again, the later one
+        if self._values is not None:
+            behind = self._position[ids] >= usable
+            for these, found in ((ids[~behind], True), (ids[behind], False)):
+                self._values.used(stream, these, self._keys[these], self._now, found=found)
 
     def insert(self, stream: bytes, ids: Blocks) -> None:
         """Store new blocks in this order, evicting as needed."""
@@ -156,6 +174,8 @@ class Store:
         self.counts.inserted += len(ids)
         self._touch[ids] = np.arange(self._now + 1, self._now + 1 + len(ids))
         self._now += len(ids)
+        if self._values is not None:
+            self._values.stored(stream, ids, self._keys[ids], self._now)
         self._append(stream, ids)
 
     def _append(self, stream: bytes, ids: Blocks) -> None:
@@ -196,15 +216,22 @@ class Store:
         self._open = {k: v for k, v in self._open.items() if v is not segment}
         ids = segment.ids
         mask = np.zeros(len(ids), np.bool_)
-        if victim.reinsert:
+        columns = self._columns(ids)
+        room_bytes = self._budget.room_bytes
+        keeper = self._values.keeper(segment.stream) if self._values is not None else None
+        if victim.reinsert and keeper is not None:
+            mask = keeper.keep(columns, now_touch=self._now, room_bytes=room_bytes)
+        elif victim.reinsert:
             mask = keep_blocks(
                 self._touch[ids],
                 self._position[ids],
                 np.full(len(ids), BLOCK_BYTES, np.uint32),
                 now_touch=self._now,
-                budget_bytes=self._budget.room_bytes,
+                budget_bytes=room_bytes,
             )
-        kept = ids[mask]
+        kept, gone = ids[mask], ids[~mask]
+        if self._values is not None:
+            self._values.evicted(segment.stream, gone, self._keys[gone], columns.some_of(~mask))
         self._budget.spend(len(kept) * BLOCK_BYTES)
         self.counts.evictions += 1
         self.counts.reinserted += len(kept)
@@ -212,6 +239,17 @@ class Store:
         self._used[segment.stream] -= len(ids)
         self._free.append(segment.segment)
         self._append(segment.stream, kept[np.argsort(self._touch[kept])])
+
+    def _columns(self, ids: Blocks) -> Columns:
+        sizes = np.full(len(ids), BLOCK_BYTES, np.uint32)
+        uses = np.zeros(len(ids), np.uint8) if self._values is None else self._values.uses[ids]
+        return Columns(self._touch[ids], uses, self._position[ids], sizes)
+
+    def _columns_of(self, number: int) -> Columns:
+        return self._columns(self._segments[number].ids)
+
+    def _chooser(self, stream: bytes, blocks: int) -> WorthRanking | None:
+        return None if self._values is None else self._values.ranking(stream, blocks)
 
     def _victim(self) -> Victim:
         shares = [TenantShare(s, used * BLOCK_BYTES) for s, used in self._used.items()]
@@ -222,6 +260,7 @@ class Store:
             now_touch=self._now,
             ranking=self._ranking,
             budget=self._budget,
+            choosers=self._chooser,
         )
         if victim is None:
             raise TraceError(
@@ -229,3 +268,11 @@ class Store:
                 hint="a larger --capacity, or fewer --segment-blocks",
             )
         return victim
+
+
+def _names(count: int) -> U64:
+    """64 bits that look random for each block, as wire keys do."""
+    names = (np.arange(count, dtype=np.uint64) + np.uint64(1)) * _MIX
+    names = (names ^ (names >> np.uint64(32))) * _MIX
+    mixed: U64 = names ^ (names >> np.uint64(29))
+    return mixed

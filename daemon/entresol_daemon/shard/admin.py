@@ -237,6 +237,7 @@ class ShardAdmin:
             stored = self._shard.removal.namespaces_of(account.stream)
             dropped = self._shard.removal.drop_namespaces(stored)
             await parts.engine.barrier()
+            parts.valued.forget(account.stream)
             parts.accounts.remove(name)
             parts.residency.pool.release_owner(account.stream)
         for secret in secrets:

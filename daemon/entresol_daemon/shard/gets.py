@@ -221,6 +221,7 @@ class GetPath:
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.meters.usefulness.served(hits)
             self._parts.engine.touch(hits)  # tail first: the prefix is most recent
+            self._parts.valued.used(hits)
             for task, window in landing.items():
                 task.cancel()
                 self._undo(job, window.take_waits())  # of one that has not begun, and never will

@@ -111,6 +111,7 @@ def _touch(parts: Parts, namespace: OpenedNamespace, keys: bytes) -> int:
     slots = parts.engine.index.lookup(namespace.namespace_id, keys)
     found = [slot for slot in slots.tolist() if slot >= 0]
     parts.engine.touch(found[::-1])
+    parts.valued.used(found[::-1])
     return len(found)
 
 

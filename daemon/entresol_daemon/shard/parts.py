@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from entresol_daemon.compute import Compute
@@ -29,6 +29,7 @@ from entresol_daemon.shard.choosing import CodecChooser
 from entresol_daemon.shard.meters import Meters
 from entresol_daemon.shard.sessions import Leased
 from entresol_daemon.shard.turns import LoopTurns, SharedTurns
+from entresol_daemon.shard.valued import Valued
 from entresol_proto.ids import TenantName
 
 RETRY_COST = 20  # of the loop: one who waits looks again
@@ -153,3 +154,7 @@ class Parts:
     now_ns: Callable[[], int]
     unix_ns: Callable[[], int]
     sweep: Callable[[], Iterator[None]]  # overwrites freed memory, step by step
+    valued: Valued = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.valued = Valued(self.engine, self.config.flash.eviction)

@@ -213,7 +213,9 @@ class PutPath:
             stored = [pull.reservation for pull, _ in reversed(waits)]
             find = parts.engine.index.find
             slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
-            parts.engine.touch([slot for slot in slots if slot >= 0])
+            slots = [slot for slot in slots if slot >= 0]
+            parts.engine.touch(slots)
+            parts.valued.stored(slots)
             return batch, waits
         finally:
             for pull in window:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.eviction import (
@@ -21,6 +23,7 @@ from entresol_daemon.core.eviction import (
     SegmentRanking,
     Short,
     TenantShare,
+    Victim,
     VictimReason,
     choose_victim,
     keep_blocks,
@@ -153,10 +156,11 @@ class Removal:
             segments, shares, capacity_bytes=engine.capacity_bytes,
             now_touch=engine.index.now_touch, ranking=self._ranking, budget=self._budget,
             short=self._short(), capacity_blocks=engine.index.capacity,
+            choosers=self._parts.valued.choosers,
         )  # fmt: skip
         if victim is None:
             return not alone and await self._evict_open(shares)
-        keep: Keep = self._keep if victim.reinsert else ()
+        keep: Keep = partial(self._keep, victim)
         if victim.reason is VictimReason.CONDEMNED:
             keep = _keep_all
         if victim.reason is VictimReason.OVER_SHARE_OPEN:
@@ -200,13 +204,18 @@ class Removal:
         engine = self._parts.engine
         return median_touch(engine.index.last_touch[engine.segment_slots(segment)])
 
-    def _keep(self, slots: Slots) -> Slots:
-        index = self._parts.engine.index
+    def _keep(self, victim: Victim, slots: Slots) -> Slots:
+        index, valued, stream = self._parts.engine.index, self._parts.valued, victim.charged_stream
         sealed = index.sealed_bytes[slots]
-        mask = keep_blocks(
-            index.last_touch[slots], index.position[slots], sealed,
-            now_touch=index.now_touch, budget_bytes=self._budget.room_bytes,
-        )  # fmt: skip
+        mask: npt.NDArray[np.bool_] | None = np.zeros(len(slots), np.bool_)
+        if victim.reinsert:
+            mask = valued.keep(stream, slots, self._budget.room_bytes)
+        if mask is None:
+            mask = keep_blocks(
+                index.last_touch[slots], index.position[slots], sealed,
+                now_touch=index.now_touch, budget_bytes=self._budget.room_bytes,
+            )  # fmt: skip
+        valued.evicted(stream, slots[~mask])
         kept_bytes = int(sealed[mask].sum())
         self._budget.spend(kept_bytes)
         self._parts.admission.charge(kept_bytes)

@@ -1,0 +1,107 @@
+"""What is known of the use of blocks, per slot and per tenant, for eviction by worth. Pure.
+
+The owner tells of every block that is stored, used and goes; `ranking` then chooses for a tenant,
+or is None while LRU rules: too little is known, worth fell behind, or there are too many tenants.
+
+Invariants: memory is what `memory_bytes` says from the start, and `TENANT_BYTES` for each of at
+most TENANTS_MAX tenants; nothing of it is persistent, so after a start every block is as new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from entresol_daemon.core.worth import (
+    CLASSES,
+    HOLES,
+    LEDGER_BYTES,
+    U8,
+    U64,
+    Ghosts,
+    Ledger,
+)
+from entresol_daemon.core.worth_ranking import Columns, WorthRanking
+
+Slots = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+TENANTS_MAX = 16  # the others' blocks leave by LRU
+TENANT_BYTES = LEDGER_BYTES + 16 * HOLES
+GHOSTS_PER_SLOT = 1  # of 4 bytes
+
+
+class Values:
+    """Of a shard. `columns_of` gives a segment's live blocks; `slots_max` is the index's size;
+    `ghosts` is for how many evicted blocks their use is remembered (0: one per slot)."""
+
+    def __init__(
+        self, slots_max: int, columns_of: Callable[[int], Columns], *, ghosts: int = 0
+    ) -> None:
+        self.uses: U8 = np.zeros(slots_max, np.uint8)
+        self.uses.fill(0)  # pages are taken now, so that memory does not grow later
+        self._ghosts = Ghosts(ghosts or GHOSTS_PER_SLOT * slots_max)
+        self._columns_of = columns_of
+        self._tenants: dict[bytes, WorthRanking] = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Without the tenants'."""
+        return self.uses.nbytes + self._ghosts.memory_bytes
+
+    def _of(self, stream: bytes) -> WorthRanking | None:
+        found = self._tenants.get(stream)
+        if found is None and len(self._tenants) < TENANTS_MAX:
+            found = self._tenants[stream] = WorthRanking(Ledger(), self._columns_of)
+        return found
+
+    def stored(self, stream: bytes, slots: Slots, keys: U64, now_touch: int) -> None:
+        """New blocks of a tenant are in these slots. `keys`: 64 random bits of each one's name."""
+        uses = self._ghosts.uses(keys)
+        self.uses[slots] = uses
+        tenant = self._of(stream)
+        if tenant is not None:
+            tenant.ledger.note(keys, uses, now_touch, found=False)
+
+    def used(
+        self, stream: bytes, slots: Slots, keys: U64, now_touch: int, *, found: bool = True
+    ) -> None:
+        """These blocks were given to a host; or were stored in vain, behind a gap (not `found`)."""
+        uses = np.minimum(self.uses[slots] + np.uint8(1), CLASSES - 1).astype(np.uint8)
+        self.uses[slots] = uses
+        tenant = self._of(stream)
+        if tenant is not None:
+            tenant.ledger.note(keys, uses, now_touch, found=found)
+
+    def evicted(self, stream: bytes, slots: Slots, keys: U64, columns: Columns) -> None:
+        """These are about to go; `columns` are theirs."""
+        self._ghosts.gone(keys, self.uses[slots])
+        tenant = self._tenants.get(stream)
+        if tenant is not None:
+            tenant.holes.cut(columns.last_touch, columns.position)
+
+    def ranking(self, stream: bytes, live_blocks: int) -> WorthRanking | None:
+        """Who chooses among the tenant's segments; it has so many blocks. None: LRU."""
+        tenant = self._tenants.get(stream)
+        if tenant is not None:
+            tenant.ledger.fit(live_blocks)
+        return self.keeper(stream)
+
+    def keeper(self, stream: bytes) -> WorthRanking | None:
+        """Who says what of a chosen segment is kept. None: LRU."""
+        tenant = self._tenants.get(stream)
+        if tenant is None or not (tenant.ledger.ready and tenant.ledger.trial.rules):
+            return None
+        return tenant
+
+    def report(self) -> list[tuple[bytes, bool, float]]:
+        """Of each tenant: its stream, whether worth rules, and hits per reference beyond LRU's."""
+        return [
+            (stream, self.keeper(stream) is not None, tenant.ledger.trial.gain)
+            for stream, tenant in self._tenants.items()
+        ]
+
+    def forget(self, stream: bytes) -> None:
+        """A tenant is gone, and all that was learned of it."""
+        self._tenants.pop(stream, None)

@@ -1,0 +1,304 @@
+"""Eviction by worth: what is learned, what it chooses, when LRU takes over, and its bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entresol_daemon.core import worth
+from entresol_daemon.core.valuing import TENANT_BYTES, TENANTS_MAX, Values
+from entresol_daemon.core.worth import (
+    BINS,
+    CLASSES,
+    LEARN_EVERY,
+    Ghosts,
+    Holes,
+    Ledger,
+    Trial,
+    age_bin,
+    plan,
+    yields,
+)
+from entresol_daemon.core.worth_ranking import LOOKS, Columns, WorthRanking
+from entresol_daemon.flash.model import SegmentInfo, SegmentState
+
+NOW = 100_000
+
+
+def keys(rng: np.random.Generator, count: int) -> worth.U64:
+    return rng.integers(1, 1 << 63, count, dtype=np.uint64)
+
+
+def uses(count: int, value: int = 0) -> worth.U8:
+    return np.full(count, value, np.uint8)
+
+
+# -- worth from what was seen
+
+
+def test_worth_of_a_constant_chance_is_that_chance_at_every_age() -> None:
+    # Half of what is left is used in every tick's length that a bin has: a chance of 1/1000 a tick.
+    edges = np.exp2(np.arange(BINS + 1) / worth.BINS_PER_OCTAVE) - 1
+    left = 1e9 * np.exp(-edges / 1_000)
+    used = np.tile(left[:-1] - left[1:], (CLASSES, 1))
+    found = yields(used, np.zeros_like(used))
+    # By whole bins: a bin that is wider than the time between uses can tell no more than its width.
+    young = found[:, : int(age_bin(np.asarray([500]))[0])]
+    assert np.allclose(young, 1e-3, rtol=0.25), young
+
+
+def test_what_is_used_at_one_age_is_worth_more_the_nearer_it_comes_and_nothing_after() -> None:
+    used = np.zeros((CLASSES, BINS))
+    at = int(age_bin(np.asarray([1_000]))[0])
+    used[0, at] = 500.0
+    lost = np.zeros_like(used)
+    lost[0, at + 10] = 500.0  # the others are never used
+    found = yields(used, lost)[0]
+    assert (np.diff(found[: at + 1]) >= -1e-12).all()
+    assert found[at] > 2 * found[0]
+    assert found[at + 1] < found[0] / 10
+
+
+def test_a_class_that_was_never_seen_is_worth_what_the_whole_is() -> None:
+    used = np.zeros((CLASSES, BINS))
+    used[1, 5:20] = 100.0
+    found = yields(used, np.zeros_like(used))
+    assert np.allclose(found[3], found[2])
+    assert found[3].max() > 0
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50))
+def test_ages_fall_into_bins_in_order(ages: list[int]) -> None:
+    bins = age_bin(np.asarray(sorted(ages)))
+    assert (np.diff(bins) >= 0).all()
+    assert bins.min() >= 0
+    assert bins.max() < BINS
+
+
+def test_the_ledger_learns_who_comes_back() -> None:
+    """Blocks that are used once come back after 200 ticks, the others never."""
+    rng = np.random.default_rng(3)
+    ledger, now = Ledger(), 0
+    ledger.fit(2_000)
+    due: list[tuple[int, worth.U64]] = []
+    while ledger.learned < 8:
+        now += 20
+        fresh = keys(rng, 20)
+        ledger.note(fresh, uses(20), now, found=False)
+        ledger.note(fresh[:4], uses(4, 1), now, found=True)
+        due.append((now + 200, fresh[:4]))
+        if due[0][0] <= now:
+            again = due.pop(0)[1]
+            ledger.note(again, uses(4, 2), now, found=True)
+    touched = np.full(3, NOW, np.uint64)
+    never, once, late = (
+        float(ledger.worth(touched[:1], uses(1, n), NOW + age)[0])
+        for n, age in ((0, 50), (1, 50), (1, 5_000))
+    )
+    assert once > 3 * never, (once, never)
+    assert late < once / 3, (late, once)
+
+
+def test_a_large_store_is_sampled() -> None:
+    ledger = Ledger()
+    ledger.fit(100 * worth.LEDGER_ENTRIES)
+    rng = np.random.default_rng(4)
+    taken = int(ledger._sampled(keys(rng, 100_000)).sum())
+    assert 100_000 / 1_024 < taken < 100_000 / 256
+
+
+def test_tables_never_grow() -> None:
+    rng = np.random.default_rng(5)
+    ledger = Ledger()
+    tables = [each for each in vars(ledger).values() if isinstance(each, np.ndarray)]
+    before = sum(each.nbytes for each in tables)
+    assert before <= worth.LEDGER_BYTES
+    for now in range(0, 5_000, 10):
+        ledger.note(keys(rng, 50), uses(50), now, found=False)
+    after = [each for each in vars(ledger).values() if isinstance(each, np.ndarray)]
+    assert sum(each.nbytes for each in after) == before
+
+
+# -- evicted blocks, cut prefixes
+
+
+def test_ghosts_remember_uses_and_take_few_for_another() -> None:
+    rng = np.random.default_rng(6)
+    ghosts = Ghosts(4_096)
+    gone = keys(rng, 500)
+    ghosts.gone(gone, (np.arange(500) % 3).astype(np.uint8))
+    found = ghosts.uses(gone)
+    assert (found[found > 0] == (np.arange(500) % 3 + 1)[found > 0]).all()
+    assert (found > 0).sum() > 400, "some were overwritten, most were not"
+    assert (ghosts.uses(keys(rng, 10_000)) > 0).sum() <= 1
+    assert ghosts.memory_bytes == 4_096 * 4
+
+
+def test_behind_a_hole_everything_is_useless_until_it_is_used_again() -> None:
+    holes = Holes()
+    # One request of ten blocks, tail first: the first block has the last tick.
+    position = np.arange(10, dtype=np.uint32)
+    touch = (NOW - position).astype(np.uint64)
+    assert not holes.behind(touch, position).any()
+    holes.cut(touch[6:8], position[6:8])
+    assert holes.behind(touch, position).tolist() == [False] * 7 + [True] * 3
+    holes.cut(touch[3:4], position[3:4])
+    assert holes.behind(touch, position).tolist() == [False] * 4 + [True] * 6
+    assert not holes.behind(touch + np.uint64(50), position).any()
+
+
+# -- the plan for one segment
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1), st.integers(0, 50), st.integers(1, 1_000)),
+        min_size=1, max_size=64,
+    ),
+    st.floats(0, 1),
+    st.integers(0, 20_000),
+)  # fmt: skip
+def test_a_plan_keeps_the_best_within_budget_and_half(
+    rows: list[tuple[float, int, int]], bar: float, limit_bytes: int
+) -> None:
+    value, position, size = (np.asarray(each) for each in zip(*rows, strict=True))
+    found = plan(value, position, size, bar=bar, limit_bytes=limit_bytes)
+    kept = int(size[found.kept].sum())
+    assert kept <= limit_bytes
+    assert 2 * kept <= size.sum()
+    assert (value[found.kept] > bar).all()
+    if found.kept.any():
+        assert value[~found.kept].max(initial=0) <= max(bar, value[found.kept].min())
+    assert found.cost >= 0
+
+
+def test_keeping_costs_so_that_equal_blocks_are_not_moved_for_nothing() -> None:
+    one = np.ones(8)
+    low = plan(one, np.arange(8), one, bar=2.0, limit_bytes=100)
+    assert (low.kept.any(), low.cost) == (False, 1.0)
+    few = np.asarray([9.0, 9.0, 0, 0, 0, 0, 0, 0])
+    high = plan(few, np.arange(8), one, bar=2.0, limit_bytes=100)
+    assert high.kept.tolist() == [True] * 2 + [False] * 6
+    assert high.cost == pytest.approx(0.5 * 2.0 * 2 / 6)
+
+
+# -- whose turn it is
+
+
+def trial_of(found: int, lru: int, rounds: int = 10) -> Trial:
+    trial = Trial()
+    for _ in range(rounds):
+        trial.saw(found, lru, 100)
+        trial.judge(100)
+    return trial
+
+
+def test_lru_rules_until_a_full_store_was_learned_of() -> None:
+    trial = Trial()
+    trial.judge(100)
+    trial.saw(0, 50, 99)
+    trial.judge(100)
+    assert not trial.rules
+    trial.saw(0, 50, 1)
+    trial.judge(100)
+    assert (trial.rules, trial.gain) == (True, 0.0)
+
+
+def test_worth_rules_while_it_finds_no_less_than_lru() -> None:
+    assert trial_of(50, 50).rules
+    assert trial_of(60, 50).gain > 0.05
+
+
+def test_worth_that_falls_behind_gives_way_and_each_time_for_longer() -> None:
+    trial = trial_of(40, 50, 4)
+    assert (trial.rules, trial.lost) == (False, 1)
+    rests = []
+    for _ in range(3):
+        rounds = 0
+        while not trial.rules:
+            trial.saw(50, 50, 100)
+            trial.judge(100)
+            rounds += 1
+            assert rounds < 1_000
+        rests.append(rounds)
+        while trial.rules:
+            trial.saw(40, 50, 100)
+            trial.judge(100)
+    assert rests[1] >= 1.5 * rests[0]
+    assert rests[2] >= 1.5 * rests[1]
+
+
+# -- which segment
+
+
+def info(number: int) -> SegmentInfo:
+    return SegmentInfo(
+        number, bytes(16), number + 1, SegmentState.SEALED, 8, 8, 80, number + 1, number
+    )
+
+
+class _Told(Ledger):
+    """A ledger of which it is known what it says: the worth is the touch."""
+
+    def worth(self, last_touch: worth.U64, uses: worth.U8, now: int) -> worth.Floats:
+        return last_touch.astype(np.float64)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200), st.integers(0, 100))
+def test_the_cheapest_of_all_is_found_and_of_many_in_time(costs: list[int], seed: int) -> None:
+    looked = []
+
+    def columns(number: int) -> Columns:
+        looked.append(number)
+        touch = np.full(8, costs[number], np.uint64)
+        return Columns(touch, uses(8), np.zeros(8, np.int64), np.full(8, 10))
+
+    ranking = WorthRanking(_Told(), columns)
+    segments = [info(number) for number in range(len(costs))]
+    rounds = 1 if len(costs) <= LOOKS else 2 + 2 * len(costs) // LOOKS
+    for _ in range(rounds):
+        looked.clear()
+        best = ranking.coldest(segments, now_touch=NOW, room_bytes=0)
+        assert len(set(looked)) <= LOOKS
+    assert costs[best.segment] == min(costs)
+
+
+def test_only_some_blocks_of_a_segment_of_thousands_are_looked_at() -> None:
+    many = np.zeros(10_000, np.uint64)
+    columns = Columns(many, uses(10_000), many.astype(np.int64), many.astype(np.int64))
+    assert 32 <= len(columns.some(64).uses) <= 64
+
+
+# -- all of it, by tenant
+
+
+def test_tenants_beyond_the_limit_leave_by_lru_and_learn_nothing() -> None:
+    values = Values(64, lambda number: pytest.fail("nobody is ranked"))
+    rng = np.random.default_rng(7)
+    for tenant in range(TENANTS_MAX + 1):
+        for _ in range(1 + LEARN_EVERY * worth.LEARNED_MIN // 64):
+            slots = np.arange(64)
+            values.stored(tenant.to_bytes(16, "big"), slots, keys(rng, 64), NOW)
+            values.ranking(tenant.to_bytes(16, "big"), 64)
+    assert values.ranking((0).to_bytes(16, "big"), 64) is not None
+    assert values.ranking(TENANTS_MAX.to_bytes(16, "big"), 64) is None
+    assert len(values.report()) == TENANTS_MAX
+    values.forget((0).to_bytes(16, "big"))
+    assert values.ranking((0).to_bytes(16, "big"), 64) is None
+    assert values.memory_bytes <= 64 * (1 + 4)
+    assert TENANT_BYTES < 512 << 10
+
+
+def test_one_tenants_use_teaches_nothing_about_anothers() -> None:
+    values = Values(64, lambda number: pytest.fail("nobody is ranked"))
+    rng = np.random.default_rng(8)
+    mine, other = bytes(15) + b"a", bytes(15) + b"b"
+    for _ in range(200):
+        values.stored(mine, np.arange(64), keys(rng, 64), NOW)
+        values.ranking(mine, 64)
+    values.stored(other, np.arange(4), keys(rng, 4), NOW)
+    assert values.ranking(mine, 64) is not None
+    assert values.ranking(other, 4) is None
