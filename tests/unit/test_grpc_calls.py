@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import grpc
 import pytest
@@ -11,6 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_grpc import describe, refusal, running
 
 from entresol_proto.ids import TenantName
+from entresol_proto.v1 import entresol_pb2 as pb
+from entresol_proto.v1 import entresol_pb2_grpc as pbg
 
 
 async def never_asked(channel: grpc.aio.Channel, count: int) -> list[grpc.aio.Call]:
@@ -79,3 +82,36 @@ async def test_a_call_takes_a_turn_of_its_tenant(tmp_path):
         pod.backend.event_turn = noted
         await describe(channel)
         assert turns == ["a"]
+
+
+async def test_connections_have_a_bound_and_make_room_again(tmp_path):
+    """Descriptors are the process's: idle connections could keep hosts from its other ports."""
+    loop = asyncio.get_running_loop()
+    async with running(tmp_path, connections_max=3, handshake_deadline_s=60) as pod:
+        silent = [socket.create_connection(("localhost", pod.server.port)) for _ in range(6)]
+        for one in silent:
+            one.setblocking(False)
+        ends = [asyncio.ensure_future(loop.sock_recv(one, 1)) for one in silent]
+        async with asyncio.timeout(10):
+            while sum(end.done() for end in ends) < 3:
+                await asyncio.sleep(0.01)
+        assert sum(end.done() for end in ends) == 3, "those beyond the bound, and no others"
+        for one, end in zip(silent, ends, strict=True):
+            end.cancel()
+            one.close()
+        await asyncio.wait(ends)
+        async with pod.dial(pod.tenant("a")) as channel:
+            reply = pbg.DescribeStub(channel).Describe(pb.DescribeRequest(), wait_for_ready=True)
+            assert (await asyncio.wait_for(reply, 10)).tenant == "a"
+
+
+async def test_a_connection_without_calls_ends(tmp_path):
+    async with (
+        running(tmp_path, connection_idle_max_s=0.2) as pod,
+        pod.dial(pod.tenant("a")) as channel,
+    ):
+        await describe(channel)
+        async with asyncio.timeout(10):
+            while channel.get_state() is grpc.ChannelConnectivity.READY:
+                await asyncio.sleep(0.05)
+        assert (await describe(channel)).tenant == "a", "and comes back with the next one"
