@@ -11,6 +11,9 @@ Invariants owned here:
   (pyverbs calls it when imported).
 - Whoever logs never waits for whoever reads: lines for standard error are written by a thread, at
   most `LINES_WAITING_MAX` wait for it, and what is dropped beyond them is counted and said.
+- A tenant can have a line written for each of its bad requests, and a stranger for each connection.
+  Of lines that are alike only so many are written, and the next one says how many were not; lines
+  of errors, and those of other tenants, are never held back for it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Mapping
 from typing import TextIO
 
 from entresol_proto import ids
@@ -34,6 +38,9 @@ TEXT_SHOWN_MAX = 512  # characters of one field
 MESSAGE_SHOWN_MAX = 4_096  # characters of one message
 TRACE_SHOWN_MAX = 16_384  # characters of one traceback
 TEXT_READ_MAX = 65_536  # characters of anything that are looked at; the rest is dropped
+ALIKE_AT_ONCE_MAX = 200  # lines of one kind, of one tenant; then
+ALIKE_PER_SECOND = 2.0
+KINDS_MAX = 4_096  # of lines that are remembered for it
 LINES_WAITING_MAX = 8_192  # for a reader of standard error that is slow
 LINES_PER_WRITE_MAX = 256
 CLOSE_SECONDS_MAX = 1.0  # how long the last lines may take to leave
@@ -147,6 +154,72 @@ def _safe_argument(value: object) -> object:
     if value is None or isinstance(value, int | float):
         return value  # %d and %x need the number itself
     return _shown_value(value)
+
+
+class _Kind:
+    """A bucket of lines that may be written."""
+
+    __slots__ = ("left", "unsaid", "when_s")
+
+    def __init__(self, when_s: float) -> None:
+        self.left = float(ALIKE_AT_ONCE_MAX)
+        self.when_s = when_s
+        self.unsaid = 0
+
+    def take(self, now_s: float) -> bool:
+        """Whether one may be written now. A clock that goes back stands still."""
+        passed_s = max(0.0, now_s - self.when_s)
+        self.when_s = now_s
+        self.left = min(float(ALIKE_AT_ONCE_MAX), self.left + passed_s * ALIKE_PER_SECOND)
+        if self.left < 1.0:
+            self.unsaid += 1
+            return False
+        self.left -= 1.0
+        return True
+
+
+class FloodFilter(logging.Filter):
+    """Holds back what is below ERROR and comes too often. Lines are of one kind when their logger,
+    their text and the first text among their arguments, the tenant as a rule, are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for a line that is held back; one that is not says how many were before it."""
+        if record.levelno >= logging.ERROR:
+            return True
+        place = _kind_of(record)
+        kind = self._kinds.get(place)
+        if kind is None:
+            kind = self._kinds[place] = _Kind(record.created)
+            if len(self._kinds) > KINDS_MAX:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(place)
+        if not kind.take(record.created):
+            return False
+        if kind.unsaid:
+            _say(record, kind.unsaid)
+            kind.unsaid = 0
+        return True
+
+
+def _kind_of(record: logging.LogRecord) -> Hashable:
+    message = record.msg
+    if isinstance(message, KV):
+        of = message.fields.get("tenant")
+        return record.name, message.event, of if isinstance(of, str) else None
+    args = record.args if isinstance(record.args, tuple) else ()
+    of = next((each for each in args if isinstance(each, str)), None)
+    return record.name, message if isinstance(message, str) else None, of
+
+
+def _say(record: logging.LogRecord, unsaid: int) -> None:
+    if isinstance(record.msg, KV):
+        record.msg = KV(record.msg.event, {**record.msg.fields, "unsaid": unsaid})
+    elif isinstance(record.msg, str) and (record.args is None or isinstance(record.args, tuple)):
+        record.msg, record.args = record.msg + " unsaid=%d", (*(record.args or ()), unsaid)
 
 
 class _Formatter(logging.Formatter):
@@ -315,6 +388,7 @@ def configure(
     handler: logging.Handler
     handler = BackgroundHandler(sys.stderr) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(FORMATTERS[form]())
+    handler.addFilter(FloodFilter())
     handler.addFilter(ContentFilter())
     root = logging.getLogger()
     for old in root.handlers[:]:

@@ -205,6 +205,44 @@ def test_a_daemon_opened_grant_names_the_engine_key(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
+def test_opened_blocks_of_all_sessions_have_one_budget(tmp_path: Path) -> None:
+    """Each session kept its pool until its end: idle ones had all of the machine's memory."""
+
+    async def story(world: World) -> None:
+        writer = await joined(world)
+        await stored(writer, KEYS[:4])
+        memory = world.shard.gets._opened.memory
+        most = world.config.memory.dram_bytes
+        for _ in range(2 * most // world.config.memory.slab_bytes):
+            host = await joined(world, private=True)
+            assert set(await stage(host, KEYS[:4], OpenAt.DAEMON)) == {Status.OK}
+            assert 0 < memory.mapped_bytes <= most
+            await asyncio.sleep(5)  # it is held no longer, and the session stays
+        for host in world.hosts:
+            await host.gone()
+        assert memory.mapped_bytes == 0
+
+    simulate(tmp_path, story)
+
+
+def test_one_tenants_opened_blocks_leave_room_for_anothers(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for tenant in ("alpha", "beta"):
+            writer = await joined(world, tenant=tenant)
+            await stored(writer, KEYS[:2])
+        most = world.config.memory.dram_bytes // world.config.memory.slab_bytes
+        hosts = [await joined(world, private=True) for _ in range(most)]
+        found = [set(await stage(host, KEYS[:2], OpenAt.DAEMON)) for host in hosts]
+        assert found[0] == {Status.OK}
+        assert found[-1] == {Status.BUSY}, "held in the others"
+        other = await joined(world, private=True, tenant="beta")
+        assert set(await stage(other, KEYS[:2], OpenAt.DAEMON)) == {Status.OK}
+        await asyncio.sleep(10)
+        assert set(await stage(hosts[-1], KEYS[:2], OpenAt.DAEMON)) == {Status.OK}
+
+    simulate(tmp_path, story)
+
+
 def test_a_fetch_waits_for_exposures_of_its_earlier_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

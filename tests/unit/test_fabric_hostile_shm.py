@@ -379,6 +379,32 @@ def test_closing_waits_for_a_region_that_is_being_unmapped(
     run(runner, scenario())
 
 
+def test_copies_do_not_wait_for_pages_that_another_has_found_or_freed(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One peer's regions, exposed and revoked without end, kept both threads from the others."""
+    go, busy = threading.Event(), threading.Event()
+
+    def populate(_region: PeerRegion, _begin: int, _end: int) -> None:
+        busy.set()
+        assert go.wait(10)
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path / "a") as (_, greedy):
+            monkeypatch.setattr(PeerRegion, "populate", populate)
+            for rkey in range(3):
+                await mapped(greedy, rkey, 4_096)
+            while not busy.is_set():
+                await asyncio.sleep(0.001)
+            async with raw_session(tmp_path / "b") as (endpoint, peer):
+                await mapped(peer, 1, 2 * MIB)
+                op = ReadOp(RemoteSpan(1, 0, 2 * MIB), memoryview(bytearray(2 * MIB)))
+                assert await endpoint.read([op], soon()) == [Status.OK]
+                go.set()
+
+    run(runner, scenario())
+
+
 @pytest.mark.parametrize("how", ["ends", "is revoked", "its session closes"])
 def test_a_region_is_answered_for_and_read_before_its_pages_are_there(
     runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import certs
 import leaks
@@ -16,8 +17,8 @@ import uvloop
 from tcp_peer import BAD_ANSWERS, raw_session, run, soon, target
 
 from entresol_proto import limits
-from entresol_proto.fabric import framing, registry
-from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer
+from entresol_proto.fabric import datastream, framing, registry
+from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer, RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, HEADER, SPAN, Message
 from entresol_proto.fabric.tcp import TcpFabricServer, _Params
 from entresol_proto.status import FabricError, Status
@@ -272,6 +273,40 @@ def test_spans_of_any_value_are_answered(runner: object) -> None:
                     mine = span[0] == exposure.rkey
                     assert kind == Message.ERROR
                     assert status == (Status.BAD_REQUEST if mine else Status.LEASE_EXPIRED)
+
+    run(runner, scenario())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_many_short_answers_do_not_keep_the_loop(
+    runner: object, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16,384 spans of nothing were answered in one go, which took 22 ms."""
+    goes: list[int] = []
+    answer = datastream.DataStream._answer_next
+    pump = datastream.DataStream._pump_some
+
+    def counted(self: Any, *args: Any) -> int:
+        goes[-1] += 1
+        return answer(self, *args)
+
+    def began(self: Any) -> None:
+        goes.append(0)
+        pump(self)
+
+    monkeypatch.setattr(datastream.DataStream, "_answer_next", counted)
+    monkeypatch.setattr(datastream.DataStream, "_pump_some", began)
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            exposure = await endpoint.expose(memoryview(bytes(10)))
+            rkey = exposure.rkey if known else exposure.rkey ^ 1
+            spans = [RemoteSpan(rkey, 0, 1)] * limits.SPANS_PER_READ_MAX
+            peer.say(*(framing.read(number, spans) for number in range(2)))
+            for _ in range(2 * limits.SPANS_PER_READ_MAX):
+                assert (await peer.hear())[0] == (Message.DATA if known else Message.ERROR)
+            assert sum(goes) == 2 * limits.SPANS_PER_READ_MAX
+            assert max(goes) <= 256
 
     run(runner, scenario())
 

@@ -296,7 +296,7 @@ def test_a_reader_that_stalls_stops_nobody():
         "handler = logs.configure('info', 'kv')\n"
         "log = logging.getLogger('entresol.x')\n"
         "begun = time.monotonic()\n"
-        "for number in range(logs.LINES_WAITING_MAX + 20_000): log.info('number=%d', number)\n"
+        "for number in range(logs.LINES_WAITING_MAX + 20_000): log.info(f'number={number}')\n"
         "print(time.monotonic() - begun, handler.dropped, logs.lines_dropped(), flush=True)\n"
         "sys.stdin.readline()\n"
         "for number in range(3): handler.flush(); log.info('last=%d', number)\n"
@@ -323,7 +323,7 @@ def test_what_was_logged_is_written_before_the_end():
         "import logging\n"
         "from entresol_daemon import logs\n"
         "logs.configure('info', 'json')\n"
-        "for number in range(2_000): logging.getLogger('entresol.x').info('number=%d', number)\n"
+        "for number in range(2_000): logging.getLogger('entresol.x').info(f'number={number}')\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
@@ -347,3 +347,47 @@ def test_nobody_reads_any_more():
         assert handler.dropped == 5
         with contextlib.suppress(BrokenPipeError):
             stream.close()
+
+
+def test_lines_alike_are_held_back_and_counted() -> None:
+    """One tenant's flood of bad requests wrote a line for each, and filled journal and disk."""
+    stream, kept = io.StringIO(), logging.getLogger("entresol.test")
+    logs.configure("info", "kv", stream=stream)
+    for _ in range(logs.ALIKE_AT_ONCE_MAX + 50):
+        kept.info("event=request_refused tenant=%s type=%s", "flooder", "fetch")
+        kept.info(kv("lease_expired", tenant="flooder"))
+    for number in range(3):
+        kept.info("event=request_refused tenant=%s type=%s", "other", "fetch")
+        kept.info(kv("lease_expired", tenant="other"))
+        kept.error("event=request_refused tenant=%s type=%s", "flooder", "fetch")
+        kept.info("event=attached session=%d tenant=%s", number, "flooder")
+    lines = stream.getvalue().splitlines()
+    refused = [line for line in lines if "request_refused tenant=flooder" in line]
+    assert len([one for one in refused if "level=info" in one]) <= logs.ALIKE_AT_ONCE_MAX + 1
+    assert len([one for one in refused if "level=error" in one]) == 3
+    assert len([one for one in lines if "tenant=other" in one]) == 6
+    assert len([one for one in lines if "event=attached" in one]) == 3
+
+
+@pytest.mark.parametrize("form", ["kv", "json"])
+def test_the_next_line_says_how_many_were_held_back(form: str) -> None:
+    stream = io.StringIO()
+    handler = logs.configure("info", form, stream=stream)
+    for message, args in (("event=no name=%s", ("a",)), (kv("no", tenant="a"), ())):
+        for at_s in [0.0] * (logs.ALIKE_AT_ONCE_MAX + 5) + [100.0, 100.0, 50.0]:
+            record = logging.LogRecord("entresol.t", logging.INFO, "f", 1, message, args, None)
+            record.created = at_s
+            handler.handle(record)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 * (logs.ALIKE_AT_ONCE_MAX + 3)
+    said = [line for line in lines if "unsaid" in line]
+    assert len(said) == 2, "once each"
+    assert all("unsaid=5" in line or '"unsaid": 5' in line for line in said)
+
+
+def test_kinds_of_lines_are_bounded() -> None:
+    held = logs.FloodFilter()
+    for number in range(logs.KINDS_MAX + 10):
+        record = logging.LogRecord("e", logging.INFO, "f", 1, "x=%s", (str(number),), None)
+        assert held.filter(record)
+    assert len(held._kinds) == logs.KINDS_MAX

@@ -330,3 +330,16 @@ def test_history_forgets_the_oldest_at_its_limit(limit: int) -> None:
     assert len(history) == limit
     kept = [key for key in keys if history.why(bytes(16), key)[0] is not Reason.NEVER_STORED]
     assert kept == ([keys[0], *keys[2:]] if limit > 1 else keys[1:] if limit else [])
+
+
+def test_an_owners_history_is_not_forgotten_for_anothers() -> None:
+    """How much went away elsewhere showed in what one's own keys read as."""
+    history, ns, few = History(1_000), b"n" * 16, 400
+    for number in range(few):
+        history.record(ns, b"few-%012d" % number, Reason.EVICTED, number, b"few")
+    for number in range(5_000):
+        history.record(b"m" * 16, b"many%012d" % number, Reason.EVICTED, number, b"many")
+        assert len(history) <= 1_000
+    assert all(history.why(ns, b"few-%012d" % n)[0] is Reason.EVICTED for n in range(few))
+    assert history.why(b"m" * 16, b"many%012d" % 4_999) == (Reason.EVICTED, 4_999)
+    assert history.why(b"m" * 16, b"many%012d" % 0) == (Reason.NEVER_STORED, 0)

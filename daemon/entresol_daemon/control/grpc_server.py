@@ -51,6 +51,8 @@ class GrpcLimits:
 
     request_bytes_max: int = 64 * 1024
     calls_max: int = 1_024  # running at once, per server; of one tenant as many as are free
+    connections_max: int = 4_096  # per server: descriptors are the process's
+    connection_idle_max_s: float = 300.0  # without a call
     streams_per_connection_max: int = 64
     handshake_deadline_s: float = 5.0
     request_deadline_s: float = 10.0  # of a call's request, after its headers
@@ -213,6 +215,8 @@ def _options(grpc_limits: GrpcLimits) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # two daemons on one port must fail, not share
         ("grpc.max_receive_message_length", grpc_limits.request_bytes_max),
         ("grpc.max_concurrent_streams", grpc_limits.streams_per_connection_max),
+        ("grpc.max_allowed_incoming_connections", grpc_limits.connections_max),
+        ("grpc.max_connection_idle_ms", int(grpc_limits.connection_idle_max_s * 1_000)),
         ("grpc.server_handshake_timeout_ms", int(grpc_limits.handshake_deadline_s * 1_000)),
         ("grpc.max_connection_age_ms", int(grpc_limits.connection_age_max_s * 1_000)),
         ("grpc.max_connection_age_grace_ms", int(grpc_limits.connection_age_grace_s * 1_000)),

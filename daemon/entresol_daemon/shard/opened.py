@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
-from entresol_daemon.memory.slabs import SlabPool
 from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.plaintext import PLAIN_OWNER, PlainMemory
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, PlainBlock, Session
 from entresol_daemon.shard.turns import compute_in_turns
@@ -30,7 +30,6 @@ from entresol_proto.wire.data import GrantItem, Tier
 
 NO_COMMITMENT = bytes(16)
 EXPOSED_BLOCKS_MAX = limits.REGIONS_PER_SESSION_MAX // 2  # the rest is for slabs
-_PLAIN_OWNER = b"session plaintext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,7 @@ class OpenedBlocks:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._revoking: dict[asyncio.Task[None], Session] = {}
+        self.memory = PlainMemory(parts)
 
     async def open(self, leased: Leased, removal: Removal) -> list[tuple[int, Status]]:
         """Replace a lease's sealed blocks by opened ones; returns what failed.
@@ -90,7 +90,7 @@ class OpenedBlocks:
                 ready.pins += 1
                 leased.plain[index] = ready
                 continue
-            extent = self._pool(session).allocate(_PLAIN_OWNER, resident.plain_bytes)
+            extent = self.memory.pool(session).allocate(PLAIN_OWNER, resident.plain_bytes)
             if extent is None:
                 failed.append((index, Status.BUSY))
                 continue
@@ -194,19 +194,8 @@ class OpenedBlocks:
         """Give up all plaintext of a session; its leases have ended."""
         while mine := [task for task, owner in self._revoking.items() if owner is session]:
             await asyncio.wait(mine)  # not those of other sessions: they never cease
-        if session.plain_pool is not None:
-            session.plain_pool.close()
-            session.plain_pool = None
+        self.memory.close(session)
         session.plain_blocks.clear()
-
-    def _pool(self, session: Session) -> SlabPool:
-        if session.plain_pool is None:
-            config = self._parts.config
-            budget = config.limits.inflight_bytes_per_session_max
-            session.plain_pool = SlabPool(
-                budget, min(config.memory.slab_bytes, budget), self._parts.make_plain_buffer
-            )
-        return session.plain_pool
 
     def _opening(self, session: Session, resident: Resident, block: PlainBlock) -> _Opening:
         block_key = derive_block_key(session.tenant.deks[resident.dek_version], resident.salt)

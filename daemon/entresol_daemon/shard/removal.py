@@ -289,7 +289,7 @@ class Removal:
             parts.census.gone(row.slot, row.stream)
             use = parts.meters.usefulness.gone(row.slot)
             reason = _REASONS[row.reason][0]
-            parts.history.record(row.namespace_id, row.wire_key, reason, now)
+            parts.history.record(row.namespace_id, row.wire_key, reason, now, row.stream)
             place = (row.stream, row.namespace_id, row.reason)
             groups.setdefault(place, []).append(row.wire_key)
             account = parts.accounts.by_stream.get(row.stream)

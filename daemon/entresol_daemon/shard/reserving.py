@@ -169,7 +169,8 @@ class Reserving:
         # Asked last: a block that had no room must not count as touched when it comes again.
         if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
             parts.put_budget.refund(session.account, record_bytes)
-            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns())
+            owner = session.account.stream
+            parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns(), owner)
             return Reserved.Item(Status.NOT_ADMITTED)
         at_host = namespace.host_sealed or not session.data_path().capabilities.private
         version, salt, block_key = 0, b"", None

@@ -29,6 +29,7 @@ from entresol_proto.status import ProtocolError, Status
 _log = logging.getLogger("entresol.fabric")
 
 _PUMP_BYTES_MAX = 8 * limits.MIB  # served in one go before other work of the loop gets its turn
+_PUMP_ANSWERS_MAX = 256  # likewise: short ones, and errors, take the time and not the bytes
 _HIGH_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 2
 _LOW_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 8
 
@@ -423,27 +424,33 @@ class DataStream(asyncio.BufferedProtocol):
             self._pumping = False
 
     def _pump_some(self) -> None:
-        budget = _PUMP_BYTES_MAX
+        budget, answers = _PUMP_BYTES_MAX, _PUMP_ANSWERS_MAX
         while self._serving and not self._paused and self._transport is not None:
             room = limits.DATA_QUEUE_BYTES_MAX - self._transport.get_write_buffer_size()
             if room <= 0 or self._transport.is_closing():
                 return  # resume_writing comes: the high-water mark is below this
-            if budget <= 0:
+            if budget <= 0 or answers <= 0:
                 self._schedule_pump()
                 return
-            budget -= self._write_all(self._next_answers(room))
+            count, out = self._next_answers(room, answers)
+            answers -= count
+            budget -= self._write_all(out)
 
-    def _next_answers(self, bytes_wanted: int) -> list[bytes | memoryview]:
-        """About so many bytes of answers to the peer's requests, in order; headers and views."""
+    def _next_answers(
+        self, bytes_wanted: int, answers_max: int
+    ) -> tuple[int, list[bytes | memoryview]]:
+        """About so many bytes of answers to the peer's requests, in order; how many answers, and
+        their headers and views."""
         out: list[bytes | memoryview] = []
-        size = 0
-        while self._serving and size < bytes_wanted:
+        size = count = 0
+        while self._serving and size < bytes_wanted and count < answers_max:
+            count += 1
             request, serving = next(iter(self._serving.items()))
             size += self._answer_next(serving, out, self._sent_bytes + size)
             if serving.cancelled or serving.index == serving.count:
                 del self._serving[request]
                 self._serving_spans -= serving.count
-        return out
+        return count, out
 
     def _answer_next(
         self, serving: _Serving, out: list[bytes | memoryview], sent_bytes: int

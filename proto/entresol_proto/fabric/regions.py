@@ -181,23 +181,35 @@ class CopyJob:
 
 
 class SharedPool:
-    """The worker threads of every shm endpoint of this process; they end with the last of them."""
+    """The worker threads of every shm endpoint of this process; they end with the last of them.
+
+    Finding and freeing pages has a thread of its own: peers can ask for as much of that as they
+    like, and nobody's copies wait behind it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users: Counter[asyncio.AbstractEventLoop | None] = Counter()  # by loop
-        self._pool: Pool | None = None
+        self._pools: tuple[Pool, Pool] | None = None  # for copies, for pages
 
     def acquire(self) -> None:
         """An endpoint begins to use the pool. Raises: FabricError when there are no threads."""
         with self._lock:
-            if self._pool is None:
+            if self._pools is None:
                 try:
-                    self._pool = Pool(POOL_THREADS, "entresol-shm")
+                    self._pools = self._make()
                 except EntresolError as error:
                     text = Exception.__str__(error)
                     raise FabricError(text, hint=error.hint, status=error.status) from None
             self._users[asyncio._get_running_loop()] += 1
+
+    def _make(self) -> tuple[Pool, Pool]:
+        copies = Pool(POOL_THREADS, "entresol-shm")
+        try:
+            return copies, Pool(1, "entresol-shm-pages")
+        except BaseException:
+            copies.close(wait=False)
+            raise
 
     def release(self) -> None:
         """It no longer does. What was submitted still runs."""
@@ -205,28 +217,34 @@ class SharedPool:
             loop = asyncio._get_running_loop()
             self._users[loop] -= 1
             assert self._users[loop] >= 0
-            if self._users[loop] or self._pool is None:
+            if self._users[loop] or self._pools is None:
                 return
             del self._users[loop]
-            if self._users:
-                self._pool.leave()
-            else:
-                self._pool.close(wait=False)
-                self._pool = None
+            for pool in self._pools:
+                if self._users:
+                    pool.leave()
+                else:
+                    pool.close(wait=False)
+            if not self._users:
+                self._pools = None
 
     def submit(self, function: Callable[..., T], *args: object) -> Job[T]:
         """Run in a worker thread; only between `acquire` and `release`."""
-        with self._lock:
-            assert self._users
-            assert self._pool is not None
-            return self._pool.submit(function, *args)
+        return self._get(0).submit(function, *args)
 
-    def post(self, function: Callable[..., object], *args: object) -> None:
+    def submit_pages(self, function: Callable[..., T], *args: object) -> Job[T]:
+        """The same for what finds or frees pages."""
+        return self._get(1).submit(function, *args)
+
+    def post_pages(self, function: Callable[..., object], *args: object) -> None:
         """The same, and nobody waits for it."""
+        self._get(1).post(function, *args)
+
+    def _get(self, number: int) -> Pool:
         with self._lock:
             assert self._users
-            assert self._pool is not None
-            self._pool.post(function, *args)
+            assert self._pools is not None
+            return self._pools[number]
 
 
 POOL = SharedPool()

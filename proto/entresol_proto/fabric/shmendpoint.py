@@ -165,7 +165,7 @@ class ShmEndpoint:
     async def _fill(self, fd: int, length_bytes: int) -> None:
         """Have all pages, as a daemon wants it, or fail now. Raises: FabricError (BUSY)."""
         mine = os.dup(fd)  # the caller may be cancelled, and close its own
-        job = POOL.submit(allocate, mine, length_bytes)
+        job = POOL.submit_pages(allocate, mine, length_bytes)
         try:
             await job.outcome()
         except asyncio.CancelledError:
@@ -277,7 +277,7 @@ class ShmEndpoint:
             for at in range(0, region.length_bytes, POPULATE_BYTES):
                 if region.revoked or self._closed:
                     return
-                await POOL.submit(region.populate, at, at + POPULATE_BYTES).outcome()
+                await POOL.submit_pages(region.populate, at, at + POPULATE_BYTES).outcome()
         finally:
             self._release([(0, region)])
 
@@ -312,7 +312,7 @@ class ShmEndpoint:
 
     async def _unmap(self, region: PeerRegion) -> None:
         """In a worker: where the peer is gone the kernel frees the pages, 300 us for each MiB."""
-        await POOL.submit(region.unmap).outcome()
+        await POOL.submit_pages(region.unmap).outcome()
 
     def _send(self, message: Message) -> None:
         if self._link is not None:
@@ -396,7 +396,7 @@ class ShmEndpoint:
         try:
             if self._closed:
                 regions = {id(region): region for _, region in users if not region.users}
-                POOL.post(unmap_all, list(regions.values()))
+                POOL.post_pages(unmap_all, list(regions.values()))
                 return {number: Status.DISCONNECTED for number, _ in users}
         finally:
             POOL.release()
@@ -431,7 +431,7 @@ class ShmEndpoint:
         regions, self._regions = list(self._regions.values()), {}
         idle = [region for region in regions if not region.users]
         if idle:  # those in use are unmapped with their last reference
-            POOL.post(unmap_all, idle)
+            POOL.post_pages(unmap_all, idle)
         POOL.release()
         if self._on_closed is not None:
             self._on_closed(self)
