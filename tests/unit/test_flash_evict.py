@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import simloop
-from flashlab import NAMESPACES, SEGMENT, STREAMS, device_bytes, get, key_of, open_engine, put
+from flashlab import (
+    NAMESPACES,
+    OPTIONS,
+    SEGMENT,
+    STREAMS,
+    device_bytes,
+    get,
+    key_of,
+    open_engine,
+    put,
+)
 
 from entresol_daemon.flash.device import BLOCK, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
@@ -153,6 +164,23 @@ def test_a_segment_is_not_freed_before_the_copies_of_a_cancelled_eviction_are_du
 
     for fails in range(APPEND_TRIES_MAX + 1):
         simloop.run(life(fails))
+
+
+def test_a_copy_does_not_make_damage_look_sound() -> None:
+    """Gets that leave the hash to the host's tag must not be how damage gets a hash that fits."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep)
+        engine = await open_engine(device, replace(OPTIONS, verify_reads=False))
+        slots, segment = await filled(engine)
+        place = engine._superblock.segment_at(segment) + engine.index.m_offset[slots[1]] * BLOCK
+        device.poke(place + 200, b"\xff")
+        removed = await engine.evict(segment, slots)
+        assert [(r.slot, r.reason) for r in removed] == [(slots[1], RemoveReason.CORRUPT)]
+        assert await engine.scrub(slots) == []
+        await engine.close()
+
+    simloop.run(life())
 
 
 def test_an_eviction_ends_although_copies_are_refused_for_ever() -> None:
