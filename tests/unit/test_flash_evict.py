@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import simloop
 from flashlab import (
     NAMESPACES,
@@ -109,6 +110,44 @@ def test_a_block_forgotten_after_its_copy_failed_stays_forgotten() -> None:
         assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
         for number in range(1, COUNT):
             assert await get(engine, (NS, key_of(number))) == (Status.OK, data_of(number))
+        await engine.close()
+
+    simloop.run(life())
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_an_evicted_block_that_is_forgotten_does_not_come_back(forgotten: bool) -> None:
+    """Its record lies on flash until the segment is free, which may take as long as the device
+    refuses copies. Without the forget it may come back: it is the block that was stored."""
+
+    async def life() -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(10), plan=plan, sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slots, segment = await filled(engine)
+        plan.at, plan.sticky = {Fault.WRITE_EIO: 1}, True
+        (gone,) = await engine.evict(segment, slots[1:])
+        plan.enabled = False
+        if forgotten:
+            engine.bury_absent(NS, [gone.wire_key])
+        await engine.barrier()
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        found = await get(engine, (NS, key_of(0)))
+        assert found == ((Status.MISS, b"") if forgotten else (Status.OK, data_of(0)))
+        # It stays away as long as the record may lie there, and no longer.
+        assert await engine.evict(segment, lambda live: live) == []
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        if forgotten:
+            await stored(engine, 0)
+        after = after.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert await all_there(engine)
+        before = engine.stats.tombstones
+        engine.bury_absent(NS, [key_of(77)])
+        assert engine.stats.tombstones == before
         await engine.close()
 
     simloop.run(life())

@@ -380,8 +380,8 @@ class Shard:
         """
         namespace = session.namespace(request.handle)
         slots = self.parts.engine.index.lookup(namespace.namespace_id, request.keys)
-        found = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0))
-        count = self.removal.forget(found)
+        count = self.removal.forget(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0))
+        self.removal.forget_evicted(namespace.namespace_id, request.keys, slots)
         await self.parts.engine.barrier()
         return count
 
