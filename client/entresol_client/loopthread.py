@@ -36,7 +36,8 @@ class LoopThread:
         return os.getpid() != self._pid
 
     def call(self, make: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Run a coroutine to its end and give its result; an interrupt cancels it and waits."""
+        """Run a coroutine to its end and give its result; an interrupt cancels it and waits, and a
+        second one does not make this return sooner: buffers are still being written to."""
         if self.forked:
             raise UsageError(
                 "the client was opened before fork", hint="open one in the child process"
@@ -54,13 +55,26 @@ class LoopThread:
             task.add_done_callback(lambda _: done.set())
             tasks.append(task)
 
-        self._loop.call_soon_threadsafe(start)
-        try:
-            done.wait()
-        except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            done.wait()
-            raise
+        def stop() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before it was handed over
+                done.set()
+
+        interrupt: BaseException | None = None
+        steps: list[Callable[[], object]] = [start]  # to be handed over
+        while not done.is_set():
+            try:
+                while steps:
+                    self._loop.call_soon_threadsafe(steps.pop())
+                done.wait()
+            except BaseException as error:
+                if self._loop.is_closed():  # by another thread: nothing runs there any more
+                    raise
+                if interrupt is None:
+                    interrupt, steps = error, [stop]
+        if interrupt is not None:
+            raise interrupt
         return tasks[0].result()
 
     def submit(self, work: Coroutine[Any, Any, R]) -> Future[R]:

@@ -19,6 +19,7 @@ from daemon_lab import (
     DESCRIPTOR,
     FABRICS,
     Raw,
+    Site,
     all_are,
     assert_idle,
     blocks,
@@ -382,3 +383,30 @@ async def test_the_daemons_own_keys_do_not_touch_them(running: Running, key_file
         assert not (await open_book.exists(others)).prefix_blocks
         await running.daemon.admin.tenant_erase("dev")  # type: ignore[arg-type]
     assert len(running.daemon.shard.parts.engine.index) == 0
+
+
+async def test_a_forced_rotation_spares_them_also_where_nobody_knows_what_they_are(
+    tmp_path: Path, key_file: Path
+) -> None:
+    """The file that says what a namespace is was damaged, and the daemon started anew: it has not
+    looked at any block yet."""
+    keys, others = keys_of(5, "host"), keys_of(4, "daemon")
+    site = Site.prepare(tmp_path / "d", fabrics=("shm", "tcp"))
+    site.fix_port()
+    async with (
+        site.running() as running,
+        client_of(running, tenant_key=key_file) as mine,
+        client_of(running) as plain,
+    ):
+        await put(await mine.namespace(DESCRIPTOR), keys, SIZE, ack="durable")
+        await put(await plain.namespace(DESCRIPTOR), others, SIZE, ack="durable")
+        folder = running.daemon.shard.parts.keyring._namespaces.folder
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-20])
+    async with site.running() as running, client_of(running, tenant_key=key_file) as mine:
+        row = await running.daemon.admin.tenant_rotate("dev", force=True)  # type: ignore[arg-type]
+        assert row.dek_version == 2
+        assert all_are(await get(await mine.namespace(DESCRIPTOR), keys, SIZE), Status.OK)
+        index = running.daemon.shard.parts.engine.index
+        await eventually(lambda: len(index) == len(keys), what="the others to be looked at")
+        assert all_are(await get(await mine.namespace(DESCRIPTOR), keys, SIZE), Status.OK)

@@ -181,6 +181,29 @@ class MappedSimEndpoint(SimEndpoint):
             return status
         return peer[span.address : span.address + span.length_bytes].toreadonly()
 
+    def borrow(self, spans: Sequence[RemoteSpan]) -> InPlace:
+        """The other side's bytes in use in place, as long as they stay exposed."""
+        return InPlace(self, spans)
+
+
+class InPlace:
+    """See `base.Borrowed`."""
+
+    def __init__(self, endpoint: MappedSimEndpoint, spans: Sequence[RemoteSpan]) -> None:
+        self.views = [endpoint.map_span(span) for span in spans]
+        self._endpoint = endpoint
+        self._spans = spans
+
+    def give_back(self) -> list[Status]:
+        """A status per span: what a read of it would answer now."""
+        statuses = []
+        for span, view in zip(self._spans, self.views, strict=True):
+            now = self._endpoint.map_span(span) if isinstance(view, memoryview) else view
+            if isinstance(view, memoryview):
+                view.release()
+            statuses.append(now if isinstance(now, Status) else Status.OK)
+        return statuses
+
 
 class SimFabric:
     """The daemon's side of a simulated fabric; hosts come with `connect`, or `bring` a wire."""

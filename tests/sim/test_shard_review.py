@@ -418,6 +418,31 @@ def test_no_room_is_made_on_flash_that_failed(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
+def test_forgetting_what_is_just_being_evicted_is_written_down(tmp_path: Path) -> None:
+    """A crash before its segment is free would bring it back."""
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:3])
+        engine, removal = world.shard.parts.engine, world.shard.removal
+        (namespace_id,) = engine.index.namespaces()
+        keys = [engine.index.key_of(slot) for slot in engine.index.live_slots().tolist()]
+        segment = next(iter(engine._table.open.values())).index
+        evicting = asyncio.ensure_future(engine.evict(segment))
+        while len(engine.index):
+            await asyncio.sleep(1e-6)
+        for _ in range(2):  # each is told once
+            run = b"".join([*keys[:2], keys[0], bytes(16)])
+            removal.forget_evicted(namespace_id, run, engine.index.lookup(namespace_id, run))
+            assert engine.stats.tombstones == 2
+        assert not evicting.done()
+        await evicting
+        run = keys[2]
+        removal.forget_evicted(namespace_id, run, engine.index.lookup(namespace_id, run))
+        assert engine.stats.tombstones == 2, "nothing is left of it"
+
+    simulate(tmp_path, story)
+
+
 # Sessions.
 
 

@@ -18,6 +18,7 @@ import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, serving
 
 from entresol_client import Client, ClientConfig, PutBlock, UsageError
+from entresol_client.loopthread import LoopThread
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
 from entresol_proto.status import Status
 
@@ -162,6 +163,33 @@ def test_an_interrupt_ends_the_call_first(peer: Peer) -> None:
         peer.faults.silent = False
         assert set(into) == {0xA5}
         assert ns.get_into([key(0)], [into]).statuses == [OK]
+
+
+def test_a_second_interrupt_does_not_leave_the_call_running() -> None:
+    """Somebody presses Ctrl-C twice: the buffer may be used again only when nobody writes there."""
+    into = bytearray(6)
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.5)  # as long as a thread opens its block
+            into[:] = b"landed"
+
+    thread = LoopThread()
+    timers = [
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+        for after_s in (0.1, 0.2, 0.3)
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(work)
+    assert into == b"landed"
+    for timer in timers:
+        timer.join()
+    assert thread.call(lambda: asyncio.sleep(0, "goes on")) == "goes on"
+    thread.stop()
 
 
 def test_after_fork_it_refuses_instead_of_hanging(config: ClientConfig) -> None:

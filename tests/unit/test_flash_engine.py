@@ -474,6 +474,39 @@ def test_a_transient_wrong_answer_is_asked_again() -> None:
     play(life())
 
 
+def test_a_block_stored_anew_while_a_read_is_repeated_is_not_mistaken() -> None:
+    """The first answer is wrong; before it is asked again somebody else has dropped the block, and
+    its host has put it again, longer: into the very slot that became free."""
+
+    class Between(SimDevice):
+        meanwhile: Any = None
+
+        async def read(self, ops: Any, check: Check | None = None) -> list[Status]:
+            statuses = await super().read(ops, check)
+            if self.meanwhile is not None:
+                self.meanwhile, work = None, self.meanwhile
+                await work()
+            return statuses
+
+    async def life() -> None:
+        plan = FaultPlan()
+        device = Between(device_bytes(10), plan=plan, sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slot = await stored(engine, 1, b"short")
+
+        async def meanwhile() -> None:
+            engine.remove(slot, FORGOTTEN)
+            assert await stored(engine, 1, bytes(9000)) == slot
+
+        device.meanwhile, plan.at = meanwhile, {Fault.MISDIRECTED_READ: 1}
+        into = aligned_buffer(extent_bytes(5))
+        assert await engine.read([(slot, into)]) == [Status.MISS]
+        assert await get(engine, (NS, key_of(1))) == (Status.OK, bytes(9000))
+        await engine.close()
+
+    play(life())
+
+
 def test_a_scrub_finds_every_planted_error_and_nothing_else() -> None:
     async def life() -> None:
         device, engine = await fresh(segments=20)

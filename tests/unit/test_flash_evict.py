@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import simloop
-from flashlab import NAMESPACES, SEGMENT, STREAMS, device_bytes, get, key_of, open_engine, put
+from flashlab import (
+    NAMESPACES,
+    OPTIONS,
+    SEGMENT,
+    STREAMS,
+    device_bytes,
+    get,
+    key_of,
+    open_engine,
+    put,
+)
 
 from entresol_daemon.flash.device import BLOCK, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
@@ -103,6 +115,44 @@ def test_a_block_forgotten_after_its_copy_failed_stays_forgotten() -> None:
     simloop.run(life())
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_an_evicted_block_that_is_forgotten_does_not_come_back(forgotten: bool) -> None:
+    """Its record lies on flash until the segment is free, which may take as long as the device
+    refuses copies. Without the forget it may come back: it is the block that was stored."""
+
+    async def life() -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(10), plan=plan, sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slots, segment = await filled(engine)
+        plan.at, plan.sticky = {Fault.WRITE_EIO: 1}, True
+        (gone,) = await engine.evict(segment, slots[1:])
+        plan.enabled = False
+        if forgotten:
+            engine.bury_absent(NS, [gone.wire_key])
+        await engine.barrier()
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        found = await get(engine, (NS, key_of(0)))
+        assert found == ((Status.MISS, b"") if forgotten else (Status.OK, data_of(0)))
+        # It stays away as long as the record may lie there, and no longer.
+        assert await engine.evict(segment, lambda live: live) == []
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        if forgotten:
+            await stored(engine, 0)
+        after = after.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert await all_there(engine)
+        before = engine.stats.tombstones
+        engine.bury_absent(NS, [key_of(77)])
+        assert engine.stats.tombstones == before
+        await engine.close()
+
+    simloop.run(life())
+
+
 class FreedTooSoon(SimDevice):
     """Fails the first write of copies; looks whether FREE is written over blocks that are durable
     nowhere else."""
@@ -153,6 +203,23 @@ def test_a_segment_is_not_freed_before_the_copies_of_a_cancelled_eviction_are_du
 
     for fails in range(APPEND_TRIES_MAX + 1):
         simloop.run(life(fails))
+
+
+def test_a_copy_does_not_make_damage_look_sound() -> None:
+    """Gets that leave the hash to the host's tag must not be how damage gets a hash that fits."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep)
+        engine = await open_engine(device, replace(OPTIONS, verify_reads=False))
+        slots, segment = await filled(engine)
+        place = engine._superblock.segment_at(segment) + engine.index.m_offset[slots[1]] * BLOCK
+        device.poke(place + 200, b"\xff")
+        removed = await engine.evict(segment, slots)
+        assert [(r.slot, r.reason) for r in removed] == [(slots[1], RemoveReason.CORRUPT)]
+        assert await engine.scrub(slots) == []
+        await engine.close()
+
+    simloop.run(life())
 
 
 def test_an_eviction_ends_although_copies_are_refused_for_ever() -> None:

@@ -371,6 +371,13 @@ class Engine:
         self._bury(TombstoneKind.NAMESPACE, namespace_id, bytes(16), self._table.sequence)
         return removed
 
+    def bury_absent(self, namespace_id: bytes, keys: Sequence[bytes]) -> None:
+        """A crash after `barrier` brings none of these back, which left the index before: what an
+        eviction dropped lies on flash until its segment is free."""
+        if any(segment.shadows for segment in self._table.used()):
+            for key in keys:
+                self._bury(TombstoneKind.BLOCK, namespace_id, key, 0)
+
     def _unhand(self, slot: int) -> None:
         """A block leaves the index while its record is on the way."""
         pending = self._writer.pending.pop(slot, None)

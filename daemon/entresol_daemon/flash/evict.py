@@ -184,7 +184,9 @@ class Evictor:
             end = at + extent_bytes(expected.sealed_bytes)
             items.append((slot, expected, scratch[at:end]))
             at = end
-        statuses = await self._reader.read([(slot, view) for slot, _, view in items])
+        ops = [(slot, view) for slot, _, view in items]
+        # Hashed whatever `verify_reads` says: the copy gets a hash of what is here, for good.
+        statuses = await self._reader.read(ops, payloads=True)
         removed: list[Removed] = []
         moving: list[tuple[int, asyncio.Future[Status]]] = []
         for (slot, expected, view), status in zip(items, statuses, strict=True):

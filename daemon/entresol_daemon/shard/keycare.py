@@ -263,7 +263,7 @@ class KeyCare:
         """Forget every block of a tenant whose key version is gone, a namespace at a time.
 
         Those found at start and not looked at yet are older than the only version, if there is but
-        one; otherwise their turn comes when they are counted.
+        one and they are known to be sealed here; otherwise their turn comes when they are counted.
         """
         parts = self._parts
         info = parts.keyring.info(name)
@@ -278,7 +278,8 @@ class KeyCare:
             if isinstance(described, HostSealedNamespace):
                 continue
             slots = parts.engine.index.slots_of(namespace_id)
-            doomed = slots[~np.isin(parts.census.codes(slots), kept)].tolist()
+            spared = kept if described is not None else [*kept, NOT_COUNTED]
+            doomed = slots[~np.isin(parts.census.codes(slots), spared)].tolist()
             dropped += len(doomed)
             if len(doomed) == len(slots):
                 parts.engine.drop_namespace(namespace_id, RemoveReason.UNREADABLE)

@@ -6,12 +6,11 @@ loop a tenant's turn at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_daemon.shard.turns import (
     KEY_COST_SHIFT,
@@ -115,10 +114,9 @@ def _touch(parts: Parts, namespace: OpenedNamespace, keys: bytes) -> int:
     return len(found)
 
 
-async def forget(
-    parts: Parts, session: Session, request: Forget, drop: Callable[[Iterable[int]], int]
-) -> int:
-    """`drop` the blocks of these keys, some in each turn on the loop; returns how many."""
+async def forget(parts: Parts, session: Session, request: Forget, removal: Removal) -> int:
+    """Drop the blocks of these keys, some in each turn on the loop; returns how many. What was
+    evicted lately does not come back with a crash either."""
     namespace, loop_turns = session.namespace(request.handle), parts.turns.loop
     keys = request.keys
     dropped = at = 0
@@ -130,8 +128,10 @@ async def forget(
         slots = parts.engine.index.lookup(namespace.namespace_id, part)
         found = np.flatnonzero(slots >= 0)[: max(1, stretch // REMOVAL_COST)]
         more = len(found) == max(1, stretch // REMOVAL_COST)  # behind them, looked up again
-        at += (int(found[-1]) + 1) * _KEY if more else len(part)
-        dropped += drop(dict.fromkeys(slots[found].tolist()))
+        count = int(found[-1]) + 1 if more else len(slots)
+        dropped += removal.forget(dict.fromkeys(slots[found].tolist()))
+        removal.forget_evicted(namespace.namespace_id, part[: count * _KEY], slots[:count])
+        at += count * _KEY
     return dropped
 
 

@@ -121,7 +121,7 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
 
 
 @contextlib.contextmanager
-def borrowed(session: Session, window: Sequence[Pull]) -> Iterator[None]:
+def borrowed(session: Session, window: Sequence[Pull], now_ns: int) -> Iterator[None]:
     """The plaintext of these, in place. What the host took back meanwhile, by revoking or by
     leaving, is not kept: it may have written something else there."""
     if not window:
@@ -133,7 +133,7 @@ def borrowed(session: Session, window: Sequence[Pull]) -> Iterator[None]:
         for pull, view in zip(window, lent.views, strict=True):
             if isinstance(view, Status):
                 pull.status = view
-            elif time.monotonic_ns() >= pull.reservation.deadline_ns:
+            elif now_ns >= pull.reservation.deadline_ns:
                 pull.status = Status.DEADLINE
             else:
                 pull.in_place = view

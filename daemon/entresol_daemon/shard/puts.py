@@ -197,7 +197,8 @@ class PutPath:
                         pull.status = check_sealed(pull)
                 meters = self._parts.meters
                 meters.pulled(account.name, sum(pull.span.length_bytes for pull in here))
-                with borrowed(session, [pull for pull in here if pull.stays]):
+                stay = [pull for pull in here if pull.stays]
+                with borrowed(session, stay, parts.now_ns()):
                     ready = [p for p in here if p.status is Status.OK]
                     await self._seal(account, [p for p in ready if not p.reservation.at_host])
             finally:

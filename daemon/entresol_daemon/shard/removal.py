@@ -36,6 +36,7 @@ from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason, SegmentState
 from entresol_daemon.shard.parts import Parts
+from entresol_proto import limits
 from entresol_proto.ids import TenantName, short
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Reason
@@ -49,6 +50,8 @@ _REASONS = {
     RemoveReason.IO_ERROR: (Reason.LOST, events.Reason.LOST),
     RemoveReason.NO_SPACE: (Reason.LOST, events.Reason.LOST),
 }
+
+_MAY_RETURN = frozenset({Reason.EVICTED, Reason.CORRUPT, Reason.LOST})  # perhaps no tombstone
 
 SPARE_SEGMENTS_MAX = 4  # kept free ahead of need
 SEGMENTS_PER_SPARE = 16  # of a small data file fewer
@@ -228,6 +231,17 @@ class Removal:
             self._parts.engine.remove(slot, RemoveReason.FORGOTTEN)
             count += 1
         return count
+
+    def forget_evicted(self, namespace_id: bytes, keys: bytes, slots: Slots) -> None:
+        """Of what is not here, what was evicted lately: a crash brings it back no more either, once
+        `engine.barrier` returned. `slots` belong to the 16-byte keys; each key is told once."""
+        history, size, doomed = self._parts.history, limits.WIRE_KEY_BYTES, []
+        for at in np.flatnonzero(slots < 0).tolist():
+            key = keys[size * at : size * (at + 1)]
+            if history.why(namespace_id, key)[0] in _MAY_RETURN:
+                history.record(namespace_id, key, Reason.FORGOTTEN, self._parts.unix_ns())
+                doomed.append(key)
+        self._parts.engine.bury_absent(namespace_id, doomed)
 
     def corrupt(self, resident: Resident, *, where: str) -> None:
         """Drop a block that failed verification; counted, published, never served again."""

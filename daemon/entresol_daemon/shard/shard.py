@@ -378,7 +378,7 @@ class Shard:
 
         Also when none was found: an earlier try may have failed with its tombstones on the way.
         """
-        count = await lookups.forget(self.parts, session, request, self.removal.forget)
+        count = await lookups.forget(self.parts, session, request, self.removal)
         await self.parts.engine.barrier()
         return count
 
