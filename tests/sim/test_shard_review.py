@@ -17,19 +17,16 @@ from entresol_daemon.control.listener import _Connection
 from entresol_daemon.shard import gets, lookups, opened
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.dispatch import (
-    BACKLOG_BYTES_MAX,
     READ_COST_SHIFT,
     READ_FREE_COST,
     SessionHandler,
 )
-from entresol_daemon.shard.turns import LOOP_TURN_COST, LoopTurns
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, ReadOp
 from entresol_proto.ids import TenantName, engine_key_digest
 from entresol_proto.status import EntresolError, FabricError, Status
-from entresol_proto.wire import data, opening
-from entresol_proto.wire.data import Ack, OpenAt, Reason
-from entresol_proto.wire.frames import FrameType, encode_frame
+from entresol_proto.wire import data
+from entresol_proto.wire.data import Ack, OpenAt
 from tests import simloop
 from tests.sim.shardlab import SECOND_NS, Host, Oracle, World
 
@@ -514,209 +511,6 @@ def test_a_silent_connection_ends_although_its_timer_fires_early(tmp_path: Path)
         )
         connection._watch_handshake()
         await asyncio.wait_for(closed.wait(), 6)
-
-    simulate(tmp_path, story)
-
-
-def contend(world: World) -> None:
-    """Another tenant uses the loop, and has used up this round of it."""
-    accounts, loop_turns = world.shard.parts.accounts.by_name, world.shard.parts.turns.loop
-    for name in ("alpha", "beta"):
-        loop_turns.enter(accounts[name], LOOP_TURN_COST)
-    assert loop_turns.contended
-
-
-def piece_of(host: Host, length_bytes: int) -> bytes:
-    """Requests of a host that come in one piece, just longer than that."""
-    keys, raw = names(host, KEYS), b""
-    while len(raw) <= length_bytes:
-        raw += host._machine.send(data.Exists(host.handle, keys))[1]
-    return raw
-
-
-async def listening(world: World) -> tuple[Host, list[bool]]:
-    """A host, and what its connection is told about reading."""
-    host, reads = await joined(world), []
-    await joined(world, tenant="beta")
-    await asyncio.sleep(1)
-    host._handler._read_on = reads.append
-    return host, reads
-
-
-def test_much_that_is_read_at_a_time_takes_a_turn(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        host, reads = await listening(world)
-        contend(world)
-        host._handler._unpaid = host._handler._unpaid_bytes = 0  # of opening the session
-        host._handler.receive(piece_of(host, 0))
-        assert reads == [], "little is free"
-        await asyncio.sleep(1)
-        for _ in range(3):
-            contend(world)
-            host._handler.receive(piece_of(host, READ_FREE_BYTES))
-            assert reads == [False], "no more until it is its turn"
-            await asyncio.sleep(1)
-            assert reads == [False, True]
-            assert host._handler._holds == 0
-            reads.clear()
-
-    simulate(tmp_path, story)
-
-
-def test_two_reasons_not_to_read_are_one_for_the_connection(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        host, reads = await listening(world)
-        contend(world)
-        host._handler.receive(piece_of(host, READ_FREE_BYTES))
-        host._handler._wait_for(BACKLOG_BYTES_MAX + 1)
-        assert (reads, host._handler._holds) == ([False], 2)
-        await asyncio.sleep(1)
-        assert (reads, host._handler._holds) == ([False], 1)
-        host._handler._wait_for(-BACKLOG_BYTES_MAX - 1)
-        assert (reads, host._handler._holds) == ([False, True], 0)
-
-    simulate(tmp_path, story)
-
-
-def test_what_comes_before_reading_stops_is_kept_in_order(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        host, reads = await listening(world)
-        contend(world)
-        whole = piece_of(host, 3 * READ_FREE_BYTES)
-        asked = len(host._machine.in_flight)
-        for at in range(0, len(whole), 10_000):
-            host._handler.receive(whole[at : at + 10_000])
-        assert reads == [False]
-        await asyncio.sleep(2)
-        assert (reads[-1], host._handler._holds, len(host._handler._unread)) == (True, 0, 0)
-        assert asked > 0
-        assert not host._machine.in_flight, "each was answered"
-
-    simulate(tmp_path, story)
-
-
-UNASKED = {
-    "releases": (FrameType.RELEASE, data.Release(()).encode()),
-    "pings": (FrameType.PING, bytes(8)),
-    "goodbyes": (FrameType.GOODBYE, opening.Goodbye().encode()),
-}
-
-
-@pytest.mark.parametrize("kind", list(UNASKED))
-def test_messages_that_take_no_turn_are_not_a_way_to_have_the_loop(
-    tmp_path: Path, kind: str
-) -> None:
-    """A piece of 30 kB had the loop for 24 ms with releases in it, at no charge."""
-    frame_type, payload = UNASKED[kind]
-
-    async def story(world: World) -> None:
-        host, reads = await listening(world)
-        seen = []
-        dispatch = host._handler._dispatch
-        host._handler._dispatch = lambda item: (seen.append(item), dispatch(item))
-        host._handler._write = lambda _raw: None
-        contend(world)
-        numbers = range(1, 201) if frame_type is FrameType.PING else [0] * 200
-        pieces = [encode_frame(frame_type, number, payload) for number in numbers]
-        host._handler.receive(b"".join(pieces))
-        assert reads == [False]
-        assert len(seen) < 60, "about a millisecond of work"
-        for _ in range(20):
-            contend(world)
-            await asyncio.sleep(0.1)
-        assert (len(seen), reads[-1]) == (200, True)
-
-    simulate(tmp_path, story)
-
-
-def test_decoding_a_long_reserve_is_paid_for(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        host, reads = await listening(world)
-        contend(world)
-        items = (data.PutItem(bytes(16), b"k" * 8, 1, 0, b"", ()),) * 1_000
-        host._handler.receive(host._machine.send(data.Reserve(99, Ack.ACCEPTED, 10**9, items))[1])
-        assert reads == [False]
-        await asyncio.sleep(1)
-        assert reads == [False, True]
-
-    simulate(tmp_path, story)
-
-
-def long_requests(host: Host) -> list[Any]:
-    many = names(host, KEYS) * 100
-    absent = tuple(b"nowhere-%09d" % number for number in range(1_000))
-    own = tuple(KEYS[number % len(KEYS)] for number in range(1_000))
-    return [
-        data.Touch(host.handle, many), data.Explain(host.handle, absent),
-        data.Explain(host.handle, own), data.Forget(host.handle, many),
-    ]  # fmt: skip
-
-
-def test_long_requests_take_the_loop_a_turn_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """EXPLAIN of 4,096 keys was 44 ms in one go, TOUCH and FORGET of 65,536 were 26."""
-    turns = []
-    take = LoopTurns.take
-
-    async def counted(self: LoopTurns, account: Any, cost: int, rank: int = 0) -> None:
-        turns.append(account.name)
-        await take(self, account, cost, rank)
-
-    async def story(world: World) -> None:
-        host = await joined(world)
-        await joined(world, tenant="beta")
-        await stored(host, KEYS)
-        monkeypatch.setattr(LoopTurns, "take", counted)
-        for request in long_requests(host):
-            turns.clear()
-            contend(world)
-            await host._call(request)
-            assert turns.count("alpha") >= 10, request.TYPE.name
-        left = await host._call(data.Exists(host.handle, names(host, KEYS)))
-        assert not any(left.bitmap)
-
-    simulate(tmp_path, story)
-
-
-def test_requests_in_parts_answer_as_in_one(tmp_path: Path) -> None:
-    """Of what is forgotten in several turns everything is gone, and nothing is counted twice."""
-
-    async def story(world: World) -> None:
-        host = await joined(world)
-        await joined(world, tenant="beta")
-        await stored(host, KEYS[::2])
-        mixed = names(host, KEYS) * 20
-        contend(world)
-        assert (await host._call(data.Touch(host.handle, mixed))).count == 20 * len(KEYS) // 2
-        contend(world)
-        found = await host._call(data.Explain(host.handle, tuple(KEYS)))
-        assert [row[0] for row in found.rows[::2]] == [Reason.IN_MEMORY] * (len(KEYS) // 2)
-        assert [row[0] for row in found.rows[1::2]] == [Reason.NEVER_STORED] * (len(KEYS) // 2)
-        contend(world)
-        assert (await host._call(data.Forget(host.handle, mixed))).count == len(KEYS) // 2
-        assert (await host._call(data.Forget(host.handle, mixed))).count == 0
-
-    simulate(tmp_path, story)
-
-
-def test_a_session_that_ends_before_its_turn_to_read_holds_nothing(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        host, reads = await listening(world)
-        loop_turns = world.shard.parts.turns.loop
-        account = world.shard.parts.accounts.by_name["alpha"]
-        contend(world)
-        ahead = [asyncio.ensure_future(loop_turns.take(account, 1_000)) for _ in range(50)]
-        await asyncio.sleep(0)
-        host._handler.receive(piece_of(host, READ_FREE_BYTES))
-        await asyncio.sleep(0)
-        assert not ahead[-1].done(), "its turn is after those"
-        await host._handler.finish()
-        await asyncio.sleep(0)
-        assert (reads, host._handler._holds) == ([False, True], 0)
-        assert not host._handler._tasks
-        await asyncio.gather(*ahead)
-        assert loop_turns.waiting == 0
 
     simulate(tmp_path, story)
 
