@@ -17,8 +17,6 @@ from entresol_daemon.control.listener import _Connection
 from entresol_daemon.shard import gets, lookups, opened
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.dispatch import (
-    READ_COST_SHIFT,
-    READ_FREE_COST,
     SessionHandler,
 )
 from entresol_proto import limits
@@ -30,7 +28,6 @@ from entresol_proto.wire.data import Ack, OpenAt
 from tests import simloop
 from tests.sim.shardlab import SECOND_NS, Host, Oracle, World
 
-READ_FREE_BYTES = (READ_FREE_COST + 1) << READ_COST_SHIFT
 KEYS = [b"review-%09d" % number for number in range(64)]
 Story = Callable[[World], Coroutine[Any, Any, None]]
 
