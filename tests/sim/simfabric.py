@@ -181,6 +181,28 @@ class MappedSimEndpoint(SimEndpoint):
             return status
         return peer[span.address : span.address + span.length_bytes].toreadonly()
 
+    def borrow(self, spans: Sequence[RemoteSpan]) -> SimBorrowed:
+        """See `base.MappedEndpoint.borrow`."""
+        return SimBorrowed(self, spans)
+
+
+class SimBorrowed:
+    """Spans of the other side in use in place; what became of them meanwhile shows at the end."""
+
+    def __init__(self, endpoint: MappedSimEndpoint, spans: Sequence[RemoteSpan]) -> None:
+        self._endpoint = endpoint
+        self._spans = spans
+        self.views = [endpoint.map_span(span) for span in spans]
+
+    def give_back(self) -> list[Status]:
+        """See `base.Borrowed.give_back`."""
+        ended = []
+        for span, view in zip(self._spans, self.views, strict=True):
+            now = self._endpoint.map_span(span)
+            found = view if isinstance(view, Status) else now
+            ended.append(found if isinstance(found, Status) else Status.OK)
+        return ended
+
 
 class SimFabric:
     """The daemon's side of a simulated fabric; hosts come with `connect`, or `bring` a wire."""
