@@ -369,7 +369,7 @@ async def test_a_get_that_fails_and_is_cut_in_the_same_moment_holds_nothing(
             away = [key for key in keys if key not in here]
             request = Fetch(
                 namespace.handle, OpenAt.HOST, False, 10**10,
-                run_of(namespace, [*away[:3], *here[:3]]),
+                run_of(namespace, [*here[-3:], *away[:3]]),
             )  # fmt: skip
             fetching = asyncio.create_task(shard.gets.fetch(session, request, lambda _grant: None))
 
