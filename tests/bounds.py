@@ -416,6 +416,8 @@ CHECKS: dict[str, Check] = {
     "SPANS_PER_STREAM_MAX": Test(_HOSTILE_TCP + "test_more_requests_than_allowed_end_the_session"),
     "MAPPED_BYTES_PER_SESSION_MAX":
         Test(_HOSTILE_SHM + "test_memory_and_regions_of_a_peer_are_bounded"),
+    "SHM_REGIONS_PER_HOST_MAX":
+        Test(_HOSTILE_SHM + "test_memory_and_regions_of_a_peer_are_bounded"),
     "SHM_MESSAGES_QUEUED_MAX":
         Test(_HOSTILE_SHM + "test_a_peer_that_does_not_receive_its_answers_is_cut_off"),
     "EXPOSE_DEADLINE_NS":
