@@ -613,6 +613,8 @@ async def test_memory_used_in_place_is_given_back_before_its_owner_has_it(
 ) -> None:
     async with session(fabric, tmp_path) as pair:
         if not isinstance(pair.host, MappedEndpoint):
+            assert not pair.host.capabilities.maps
+            assert not hasattr(pair.host, "borrow")
             return
         with filled(b"0123456789") as first, filled(b"abcdefghij") as second:
             one, two = await pair.daemon.expose(first), await pair.daemon.expose(second)
