@@ -66,8 +66,13 @@ def snapshot(base: Path) -> Path:
     return tree
 
 
-def build(person: Person, source: Path, base: Path, epoch: str = EPOCH) -> dict[str, bytes]:
-    """Wheel and sdist by name. Raises: RuntimeError with the builder's last words."""
+def build(
+    person: Person, source: Path, base: Path, epoch: str = EPOCH, *, only: str = ""
+) -> dict[str, bytes]:
+    """Wheel and sdist by name, or one of them (`only`: "wheel" or "sdist").
+
+    Raises: RuntimeError with the builder's last words.
+    """
     tree, out = base / person.folder / "tree", base / person.folder / "out"
     shutil.copytree(source, tree)
     for path in tree.rglob("*"):
@@ -79,7 +84,7 @@ def build(person: Person, source: Path, base: Path, epoch: str = EPOCH) -> dict[
         "from hatchling.cli import hatchling; sys.exit(hatchling())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "build", "-d", str(out)],
+        [sys.executable, "-c", script, "build", "-d", str(out), *(["-t", only] if only else [])],
         cwd=tree, capture_output=True, text=True, timeout=BUILD_DEADLINE_S, check=False,
         env={**os.environ, **person.environment, "SOURCE_DATE_EPOCH": epoch},
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Finding the blocks again at opening: from the checkpoint, else from footers and scans.
 
-Invariants: recovery only reads; what it cannot verify it leaves out and counts; it never raises for
-damaged content. A segment is sealed when its header and trailer agree on the sequence, and scanned
-when they do not. Memory is bounded by RECOVERY_BATCH_BYTES, one segment, and 64 bytes per record.
+Invariants: recovery only reads, and writes again what no flush is known to cover (`renewing`); what
+it cannot verify it leaves out and counts; it never raises for damaged content. A segment is sealed
+when its header and trailer agree on the sequence, and scanned when they do not. Memory is bounded
+by RECOVERY_BATCH_BYTES, one segment, and 64 bytes per record.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from entresol_daemon.flash.model import (
     RecoveryReport,
     SegmentState,
 )
-from entresol_daemon.flash.resolve import resolve
+from entresol_daemon.flash.renewing import renew_free, renew_records
+from entresol_daemon.flash.resolve import distinct, resolve
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     ROW,
@@ -37,14 +39,12 @@ from entresol_daemon.flash.segment import (
     Tombstone,
     Trailer,
     decode_header,
-    decode_record_header,
     decode_table,
-    decode_tombstones,
     decode_trailer,
     extent_bytes,
     footer_bytes,
-    payload_hash,
     scan_segment,
+    tombstones_in,
 )
 from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
 from entresol_proto.status import Status
@@ -73,22 +73,6 @@ def _decode_edges(
         )
         for n, (head, tail) in enumerate(zip(headers, trailers, strict=True))
     ]
-
-
-def _payload_of(
-    superblock: Superblock, sequence: int, offset: int, raw: memoryview
-) -> list[Tombstone] | None:
-    """The tombstones of a record read whole, None when it does not verify."""
-    header = decode_record_header(raw, superblock.check_key)
-    if (
-        header is None
-        or header.kind is not RecordKind.TOMBSTONES
-        or (header.sequence, header.offset) != (sequence, offset)
-        or header.extent_bytes != raw.nbytes
-        or payload_hash(raw, header.sealed_bytes) != header.payload_hash
-    ):
-        return None
-    return decode_tombstones(raw[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + header.sealed_bytes])
 
 
 class Recovery:
@@ -182,6 +166,7 @@ class Recovery:
             heads = await self._blocks(starts)
             tails = await self._blocks([start + end for start in starts])
             edges = await self._compute.run(_decode_edges, self._superblock, first, heads, tails)
+            await self._renew_free(first, heads, edges)
             for n, (header, trailer) in enumerate(edges):
                 segment = self._table.segments[first + n]
                 if not self._classify(
@@ -194,6 +179,17 @@ class Recovery:
         self._collect_free()
         self._build()
         return self._found
+
+    async def _renew_free(
+        self, first: int, heads: Sequence[bytes | None], edges: Sequence[_Edges]
+    ) -> None:
+        free = [
+            (first + n, head)
+            for n, (head, (header, _)) in enumerate(zip(heads, edges, strict=True))
+            if head and header is not None and header.state is HeaderState.FREE
+        ]
+        if free and not await renew_free(self._device, self._superblock, free):
+            self._log.warning("event=free_headers_not_renewed segments=%d", len(free))
 
     def _classify(
         self,
@@ -303,7 +299,7 @@ class Recovery:
                 ]
             )
             for sequence, offset, start, end in batch:
-                entries = _payload_of(self._superblock, sequence, offset, buffer[start:end])
+                entries = tombstones_in(self._superblock, sequence, offset, buffer[start:end])
                 if entries is None:
                     self._report.records_damaged += 1
                 else:
@@ -316,17 +312,20 @@ class Recovery:
         size = self._superblock.segment_bytes
         buffer = aligned_buffer(size)
         for segment, sequence in segments:
-            scan, whole = await self._scan_once(segment, sequence, buffer)
+            scan, whole = held, _ = await self._scan_once(segment, sequence, buffer)
             if whole and (scan.damaged or not scan.table):
                 # What is not found now is freed, or left out of the footer: ask twice.
-                again, whole = await self._scan_once(segment, sequence, buffer)
-                scan = again if len(again.table) > len(scan.table) else scan
+                held, whole = await self._scan_once(segment, sequence, buffer)
+                scan = held if len(held.table) > len(scan.table) else scan
             self._report.segments_scanned += 1
             self._report.records_damaged += scan.damaged
             self._tombstones += scan.tombstones
             table = bytes(scan.table)
             self._take_rows(segment, np.frombuffer(table, dtype=ROW))
             segment.used_bytes = scan.used_bytes
+            if held.table:  # what `buffer` has
+                place = (self._superblock, segment.index)
+                whole &= await renew_records(self._device, *place, buffer, held.table)
             if not whole:
                 self._leave_alone(segment)
             elif not segment.row_count:
@@ -403,8 +402,8 @@ class Recovery:
         pairs = np.empty((len(rows), 2), np.uint64)
         pairs[:, 0], pairs[:, 1] = rows["ns0"], rows["ns1"]
         names = np.ascontiguousarray(pairs).view("V16").ravel()
-        distinct, inverse = _distinct(pairs)
-        numbers = [self._index.intern(names[row].tobytes()) for row in distinct]
+        firsts, inverse = distinct(pairs)
+        numbers = [self._index.intern(names[row].tobytes()) for row in firsts]
         return np.array(numbers, np.uint32)[inverse]
 
     def _assign(self, slots: Slots) -> None:
@@ -482,14 +481,3 @@ def _decode_tables(
     superblock: Superblock, batch: list[tuple[Trailer, int, int]], buffer: memoryview
 ) -> list[Rows | None]:
     return [decode_table(superblock, trailer, buffer[start:end]) for trailer, start, end in batch]
-
-
-def _distinct(pairs: U64) -> tuple[list[int], Slots]:
-    """Row numbers of the distinct pairs and, for every row, which of them it is."""
-    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
-    ordered = pairs[order]
-    new = np.ones(len(pairs), bool)
-    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    inverse = np.empty(len(pairs), np.int64)
-    inverse[order] = np.cumsum(new) - 1
-    return order[new].tolist(), inverse

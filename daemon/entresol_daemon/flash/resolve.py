@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from entresol_daemon.flash.index import U32, U64
+from entresol_daemon.flash.index import U32, U64, Slots
 from entresol_daemon.flash.segment import Rows, Tombstone, TombstoneKind
 
 Name = tuple[int, int, int, int]  # namespace id and key as four integers
@@ -124,3 +124,14 @@ def resolve(
     survivors = np.flatnonzero(alive)
     shadowed = np.unique(segment[~alive & ~covered]).tolist()
     return Resolved(survivors[np.argsort(lsn[survivors], kind="stable")], duplicates, shadowed)
+
+
+def distinct(pairs: U64) -> tuple[list[int], Slots]:
+    """Row numbers of the distinct pairs and, for every row, which of them it is."""
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
+    ordered = pairs[order]
+    new = np.ones(len(pairs), bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    inverse = np.empty(len(pairs), np.int64)
+    inverse[order] = np.cumsum(new) - 1
+    return order[new].tolist(), inverse

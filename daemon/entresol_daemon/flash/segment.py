@@ -438,3 +438,19 @@ def scan_segment(superblock: Superblock, sequence: int, raw: memoryview) -> Scan
             found.tombstones += decode_tombstones(extent[RECORD_HEADER_BYTES:tail])
             found.tombstone_offsets.append(block)
     return found
+
+
+def tombstones_in(
+    superblock: Superblock, sequence: int, offset: int, raw: memoryview
+) -> list[Tombstone] | None:
+    """The tombstones of a record read whole, None when it does not verify."""
+    header = decode_record_header(raw, superblock.check_key)
+    if (
+        header is None
+        or header.kind is not RecordKind.TOMBSTONES
+        or (header.sequence, header.offset) != (sequence, offset)
+        or header.extent_bytes != raw.nbytes
+        or payload_hash(raw, header.sealed_bytes) != header.payload_hash
+    ):
+        return None
+    return decode_tombstones(raw[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + header.sealed_bytes])

@@ -1,0 +1,86 @@
+"""Writing again, at opening, what is only believed because it can be read.
+
+Who died, or whose flush failed, may have left bytes that every read shows and no later flush saves:
+a page cache drops its claim on them with the first failure. Recovery must not build on those: it
+lists records in footers, forgets tombstones once segments are free, and answers that a block is
+there for good. So what no flush is known to cover is written once more, at its place, before the
+superblocks are written and flushed; nothing is served before that.
+
+Invariant: only bytes that were verified a moment ago are written, where they were read.
+(A failed fsync: Rebello et al., "Can Applications Recover from fsync Failures?", ATC 2020.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.segment import ROW, Superblock, decode_header, extent_bytes
+from entresol_proto import limits
+from entresol_proto.status import DeviceError
+
+TRIES_MAX = 3  # of a write that fails
+OP_BYTES_MAX = limits.MIB
+BATCH_BYTES_MAX = 16 * limits.MIB
+
+
+async def renew_records(
+    device: Device, superblock: Superblock, number: int, raw: memoryview, table: bytes | bytearray
+) -> bool:
+    """Write a segment's header and the records that `table` lists (rows, as a scan of `raw` found
+    them), from `raw`, the whole segment. False when the device does not take all of it."""
+    ends = [BLOCK] if decode_header(superblock, number, bytes(raw[:BLOCK])) is not None else [0]
+    runs = [0]  # start, end, start, end...
+    rows = np.frombuffer(bytes(table), dtype=ROW)
+    for offset, sealed in zip(rows["offset"].tolist(), rows["sealed"].tolist(), strict=True):
+        start = offset * BLOCK
+        if start != ends[-1]:
+            runs.append(start)
+            ends.append(start)
+        ends[-1] = start + extent_bytes(sealed)
+    base = superblock.segment_at(number)
+    ops = [
+        IoOp(base + at, raw[at : min(end, at + OP_BYTES_MAX)])
+        for start, end in zip(runs, ends, strict=True)
+        for at in range(start, end, OP_BYTES_MAX)
+    ]
+    return await _write(device, ops)
+
+
+async def renew_free(
+    device: Device, superblock: Superblock, heads: Sequence[tuple[int, bytes]]
+) -> bool:
+    """Write the FREE headers of these segments: number, and the block as it was read."""
+    buffer = aligned_buffer(BLOCK * len(heads))
+    ops = []
+    for at, (number, raw) in enumerate(heads):
+        view = buffer[BLOCK * at : BLOCK * (at + 1)]
+        view[:] = raw
+        ops.append(IoOp(superblock.segment_at(number), view))
+    return await _write(device, ops)
+
+
+async def _write(device: Device, ops: Sequence[IoOp]) -> bool:
+    """In batches, each tried a few times."""
+    batch: list[IoOp] = []
+    length_bytes = 0
+    for op in ops:
+        if batch and length_bytes + op.view.nbytes > BATCH_BYTES_MAX:
+            if not await _write_batch(device, batch):
+                return False
+            batch, length_bytes = [], 0
+        batch.append(op)
+        length_bytes += op.view.nbytes
+    return not batch or await _write_batch(device, batch)
+
+
+async def _write_batch(device: Device, batch: Sequence[IoOp]) -> bool:
+    for _ in range(TRIES_MAX):
+        try:
+            await device.write(batch)
+        except DeviceError:
+            continue
+        return True
+    return False
