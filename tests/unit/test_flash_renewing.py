@@ -152,7 +152,7 @@ def test_only_what_was_verified_is_written() -> None:
         raw = aligned_buffer(superblock.segment_bytes)
         start = superblock.segment_at(number)
         raw[:] = device.image_at(start, superblock.segment_bytes)
-        assert segment.stream == STREAMS[0] and segment.row_count == 4
+        assert (segment.stream, segment.row_count) == (STREAMS[0], 4)
         row = len(table) // segment.row_count
         kept = table[:row] + table[2 * row :]  # the second record was not found
         first_after = 1 + 3  # blocks: a header, and three of the first record

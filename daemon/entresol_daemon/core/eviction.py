@@ -264,8 +264,10 @@ def choose_victim(
             sealed.setdefault(each.stream, []).append(each)
         elif state == _CONDEMNED:
             condemned.append(each)
-        elif state == _OPEN and each.live_blocks:
-            opened[each.stream] = each
+        elif state == _OPEN and each.live_blocks:  # of two of a tenant's the fuller one
+            other = opened.get(each.stream)
+            if other is None or each.live_blocks > other.live_blocks:
+                opened[each.stream] = each
     tenants = list(shares)
 
     def pick(stream: bytes, reason: VictimReason) -> Victim:

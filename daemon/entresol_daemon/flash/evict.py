@@ -36,7 +36,7 @@ from entresol_daemon.flash.segment import (
     extent_bytes,
     payload_hash,
 )
-from entresol_daemon.flash.space import COPY_RESERVE, Segment, SegmentTable
+from entresol_daemon.flash.space import Segment, SegmentTable
 from entresol_daemon.flash.writer import Writer
 from entresol_proto.status import DeviceError, Status
 
@@ -223,7 +223,7 @@ class Evictor:
     ) -> asyncio.Future[Status] | None:
         """Place a copy; the slot stays, its location changes. None when nothing has room."""
         size = view.nbytes
-        target = self._table.open_for(segment.stream, size, COPY_RESERVE)
+        target = self._table.open_for_copy(segment.stream, size)
         if target is None:
             return None
         lsn = self._table.next_lsn()

@@ -31,6 +31,7 @@ from entresol_daemon.flash.segment import (
 
 NO_STREAM = bytes(16)
 COPY_RESERVE = 1  # free segments that the engine's own copies leave for tombstones
+SEGMENTS_PER_OPEN = 16  # there are at least, where copies have segments of their own
 _SEQUENCE_BITS = 32
 _LSN_BITS = 40
 _REFRESH_PER_CALL = 64  # segments whose oldest_touch one `infos` call recomputes
@@ -45,6 +46,7 @@ class Segment:
         "footer_due",
         "header_written",
         "index",
+        "kept",
         "last_touch",
         "leaving",
         "live_blocks",
@@ -76,6 +78,7 @@ class Segment:
         self.state = state
         self.stream = stream
         self.sequence = sequence
+        self.kept = False  # for copies of what evictions kept, not for what comes new
         self.used_bytes = BLOCK
         self.rows = bytearray()
         self.row_count = 0
@@ -110,6 +113,11 @@ class Segment:
             await waiter
 
 
+def keeps_apart(open_segments: int, segments: int) -> bool:
+    """Whether one more may be open beside these, for what evictions keep of a stream."""
+    return (open_segments + 1) * SEGMENTS_PER_OPEN <= segments
+
+
 class SegmentTable:
     """All segments of the file, and the counters that number them."""
 
@@ -120,7 +128,8 @@ class SegmentTable:
         self.superblock = superblock
         self.segments = [Segment(number) for number in range(superblock.segment_count)]
         self.free: deque[int] = deque()
-        self.open: OrderedDict[bytes, Segment] = OrderedDict()  # least recently appended first
+        # By stream and `kept`, the least recently appended first.
+        self.open: OrderedDict[tuple[bytes, bool], Segment] = OrderedDict()
         self.closed: list[Segment] = []  # full, their footers not handed to the writer yet
         self.extent_bytes_max = record_bytes_max(superblock.segment_bytes)
         self._options = options
@@ -156,17 +165,19 @@ class SegmentTable:
 
     def has_room(self, stream: bytes, extent_bytes: int, reserve: int) -> bool:
         """True when `open_for` would give a segment."""
-        segment = self.open.get(stream)
+        segment = self.open.get((stream, False))
         if segment is not None and self.fits(segment, extent_bytes):
             return True
         return len(self.free) > reserve and extent_bytes <= self.extent_bytes_max
 
-    def open_for(self, stream: bytes, extent_bytes: int, reserve: int) -> Segment | None:
+    def open_for(
+        self, stream: bytes, extent_bytes: int, reserve: int, *, kept: bool = False
+    ) -> Segment | None:
         """The stream's open segment with room for the extent, opening one if more than `reserve`
         segments are free. A full one is closed; too many open ones close the idlest."""
-        segment = self.open.get(stream)
+        segment = self.open.get((stream, kept))
         if segment is not None and self.fits(segment, extent_bytes):
-            self.open.move_to_end(stream)
+            self.open.move_to_end((stream, kept))
             return segment
         if len(self.free) <= reserve or extent_bytes > self.extent_bytes_max:
             return None
@@ -177,13 +188,25 @@ class SegmentTable:
         fresh = self.segments[self.free.popleft()]
         self._sequence += 1
         fresh.reset(SegmentState.OPEN, stream, self._sequence)
-        self.open[stream] = fresh
+        fresh.kept = kept
+        self.open[stream, kept] = fresh
         self._stats.opened_segments += 1
         return fresh
 
+    def open_for_copy(self, stream: bytes, extent_bytes: int) -> Segment | None:
+        """A place for a block that an eviction keeps: beside others of those, which will leave when
+        it does; not between new ones, which are younger. Where that would leave too many segments
+        half empty, or none is free, in the stream's own."""
+        others = len(self.open) - ((stream, True) in self.open)
+        if keeps_apart(others, len(self.segments)):
+            found = self.open_for(stream, extent_bytes, COPY_RESERVE, kept=True)
+            if found is not None:
+                return found
+        return self.open_for(stream, extent_bytes, COPY_RESERVE)
+
     def open_anywhere(self, stream: bytes, extent_bytes: int) -> Segment | None:
         """A place for the engine's own record: any open segment, the stream's first."""
-        first = self.open.get(stream)
+        first = self.open.get((stream, False))
         for segment in ([first] if first is not None else []) + list(self.open.values()):
             if self.fits(segment, extent_bytes):
                 return segment
@@ -242,7 +265,7 @@ class SegmentTable:
     def close(self, segment: Segment) -> None:
         """No more appends; its footer is written once its records are durable."""
         assert segment.state is SegmentState.OPEN, "only an open segment can be closed"
-        del self.open[segment.stream]
+        del self.open[segment.stream, segment.kept]
         segment.state = SegmentState.SEALED
         segment.footer_due = True
         self.closed.append(segment)
@@ -250,7 +273,7 @@ class SegmentTable:
     def condemn(self, segment: Segment) -> None:
         """A flush it needed failed: nothing more is written to it, nothing unflushed is trusted."""
         if segment.state is SegmentState.OPEN:
-            del self.open[segment.stream]
+            del self.open[segment.stream, segment.kept]
         if segment.state is not SegmentState.CONDEMNED:
             self._stats.condemned += 1
         segment.state = SegmentState.CONDEMNED
@@ -261,7 +284,7 @@ class SegmentTable:
         """Nothing in it lives any more; its FREE header is about to be written."""
         assert segment.live_blocks == 0, "a segment with live blocks is being freed"
         if segment.state is SegmentState.OPEN:
-            del self.open[segment.stream]
+            del self.open[segment.stream, segment.kept]
         segment.state = SegmentState.FREEING
         segment.footer_due = False
         segment.shadows = True

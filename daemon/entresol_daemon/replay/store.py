@@ -26,6 +26,7 @@ from entresol_daemon.core.eviction import (
 from entresol_daemon.core.valuing import Values
 from entresol_daemon.core.worth import U64
 from entresol_daemon.core.worth_ranking import Columns, WorthRanking
+from entresol_daemon.flash.space import keeps_apart
 from entresol_daemon.replay.traces import Blocks, Trace, TraceError
 
 BLOCK_BYTES = 1 << 20  # nominal: all blocks are equal here
@@ -129,7 +130,8 @@ class Store:
         self._capacity_bytes = count * self._size * BLOCK_BYTES
         self._last = np.zeros(count, np.int64)
         self._segments: dict[int, Segment] = {}
-        self._open: dict[bytes, Segment] = {}
+        self._open: dict[tuple[bytes, bool], Segment] = {}  # by stream, and whether of kept blocks
+        self._count = count
         self._used: dict[bytes, int] = {}  # blocks per stream
         self._sequence = 0
         self._where = np.full(trace.distinct, -1, np.int32)
@@ -178,11 +180,11 @@ class Store:
             self._values.stored(stream, ids, self._keys[ids], self._now)
         self._append(stream, ids)
 
-    def _append(self, stream: bytes, ids: Blocks) -> None:
+    def _append(self, stream: bytes, ids: Blocks, *, kept: bool = False) -> None:
         while len(ids):
-            segment = self._open.get(stream)
+            segment = self._open.get((stream, kept))
             if segment is None or len(segment.ids) == self._size:
-                segment = self._open_segment(stream, int(self._touch[ids[0]]))
+                segment = self._open_segment((stream, kept), int(self._touch[ids[0]]))
             room = self._size - len(segment.ids)
             taken, ids = ids[:room], ids[room:]
             segment.ids = np.concatenate([segment.ids, taken])
@@ -193,21 +195,21 @@ class Store:
             self._where[taken] = number
             self._used[stream] = self._used.get(stream, 0) + len(taken)
 
-    def _open_segment(self, stream: bytes, touch: int) -> Segment:
-        full = self._open.pop(stream, None)
+    def _open_segment(self, place: tuple[bytes, bool], touch: int) -> Segment:
+        full = self._open.pop(place, None)
         if full is not None:
             full.state = _SEALED
         while not self._free:
             self._evict()
-            again = self._open.get(stream)
-            if again is not None:  # reinserted blocks opened one
+            again = self._open.get(place)
+            if again is not None and len(again.ids) < self._size:  # reinserted blocks opened one
                 return again
         self._sequence += 1
         number = self._free.pop()
         self._last[number] = touch
-        segment = Segment(number, stream, self._sequence, touch, self._last)
+        segment = Segment(number, place[0], self._sequence, touch, self._last)
         self._segments[number] = segment
-        self._open[stream] = segment
+        self._open[place] = segment
         return segment
 
     def _evict(self) -> None:
@@ -238,7 +240,9 @@ class Store:
         self._where[ids] = -1
         self._used[segment.stream] -= len(ids)
         self._free.append(segment.segment)
-        self._append(segment.stream, kept[np.argsort(self._touch[kept])])
+        others = len(self._open) - ((segment.stream, True) in self._open)
+        apart = keeps_apart(others, self._count)
+        self._append(segment.stream, kept[np.argsort(self._touch[kept])], kept=apart)
 
     def _columns(self, ids: Blocks) -> Columns:
         sizes = np.full(len(ids), BLOCK_BYTES, np.uint32)
