@@ -241,8 +241,34 @@ class Oracle:
         return not (self.wrong or self.lost or self.resurrected)
 
 
+def stock_faults(engine: Engine) -> list[str]:
+    """What `engine.stock` has otherwise than a look at every segment."""
+    where: dict[int, str] = {}
+    for info in engine.segments():
+        state, alive = info.state, info.live_blocks > 0
+        if state is SegmentState.CONDEMNED:
+            where[info.segment] = "condemned"
+        elif state is SegmentState.SEALED:
+            where[info.segment] = f"sealed {info.stream.hex()}" if alive else "empty"
+        elif state is SegmentState.OPEN and alive:
+            where[info.segment] = f"opened {info.stream.hex()}"
+    stock, has = engine.stock, dict[int, str]()
+    has |= dict.fromkeys(stock.condemned, "condemned") | dict.fromkeys(stock.empty, "empty")
+    for name, shelves in (("sealed", stock.sealed), ("opened", stock.opened)):
+        for stream, shelf in shelves.items():
+            has |= dict.fromkeys(shelf, f"{name} {stream.hex()}")
+            if not shelf:
+                has[-1] = f"nothing under {name} {stream.hex()}"
+    return [
+        f"segment {number} is {where.get(number)}, in stock as {has.get(number)}"
+        for number in sorted(where.keys() | has.keys())
+        if where.get(number) != has.get(number)
+    ]
+
+
 def victims(engine: Engine) -> list[int]:
     """Segments that an eviction may choose, condemned and oldest first."""
+    assert not stock_faults(engine), stock_faults(engine)
     chosen = [
         info
         for info in engine.segments()

@@ -44,6 +44,7 @@ from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import EntresolError, ProtocolError, Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.session import ClientSession, State
+from tests.flashlab import stock_faults
 from tests.simloop import SimLoop
 
 SEGMENT_BYTES = 1 << 20
@@ -311,6 +312,7 @@ class World:
         assert parts.put_budget.used_blocks == 0, "a put is left"
         assert parts.put_budget.used_bytes == 0, "put bytes are left"
         assert self.shard.gets.loading == 0, "a load is left"
+        assert not stock_faults(parts.engine), stock_faults(parts.engine)
         index = parts.engine.index
         for slot in index.live_slots().tolist():
             resident = parts.residency.get(slot)

@@ -32,6 +32,7 @@ from entresol_daemon.shard.shard import Shard, Surroundings
 from entresol_proto.fabric.base import FabricKind
 from entresol_proto.ids import EngineKey, NamespaceDescriptor, wire_key
 from entresol_proto.status import Status
+from tests.flashlab import stock_faults
 from tests.sim.oracle import SALTS, Name, space_of
 from tests.sim.shardlab import SimBuffer
 from tests.sim.simfabric import Fabrics, SimFabric
@@ -316,6 +317,7 @@ class SimDaemon:
             resident = parts.residency.get(slot)
             if resident is not None and resident.pins:
                 wrong.append(f"{self.name}: a pin is left")
+        wrong += [f"{self.name}: {text}" for text in stock_faults(parts.engine)]
         segments = parts.engine.segments()
         for account in parts.accounts.by_name.values():
             live = sum(each.live_bytes for each in segments if each.stream == account.stream)

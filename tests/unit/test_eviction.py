@@ -27,6 +27,7 @@ from entresol_daemon.core.eviction import (
     tail_first,
 )
 from entresol_daemon.flash.model import SegmentInfo, SegmentState
+from entresol_daemon.flash.stock import Stock
 from entresol_daemon.replay.run import measure
 from entresol_daemon.replay.store import Options
 from entresol_daemon.replay.traces import Trace, load
@@ -81,7 +82,21 @@ def info(
 def choose(
     segments: list[SegmentInfo], shares: list[TenantShare], capacity: int = 1_000, **more: object
 ) -> eviction.Victim | None:
-    return choose_victim(segments, shares, capacity_bytes=capacity, now_touch=NOW, **more)  # type: ignore[arg-type]
+    more.setdefault("ranking", SegmentRanking(lambda number: 0))
+    return choose_victim(
+        stock_of(segments),
+        shares,
+        capacity_bytes=capacity,
+        now_touch=NOW,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def stock_of(segments: list[SegmentInfo]) -> Stock[SegmentInfo]:
+    stock: Stock[SegmentInfo] = Stock()
+    for each in segments:
+        stock.put(each)
+    return stock
 
 
 # -- who pays
@@ -253,7 +268,7 @@ def test_ranking_finds_the_least_median_however_blocks_are_touched(
             info(n, live=len(each), last=max(each), oldest=min(each))
             for n, each in enumerate(touches)
         ]
-        best = ranking.coldest(segments)
+        best = ranking.coldest(stock_of(segments), stream(0))
         assert median(best.segment) == min(median(n) for n in range(len(touches)))
 
 
@@ -261,19 +276,18 @@ def test_ranking_forgets_the_median_of_a_segment_that_was_freed_and_used_again()
     medians = {0: 500, 1: 400}
     ranking = SegmentRanking(lambda number: medians[number])
     first = [info(0), info(1, oldest=300)]
-    assert ranking.coldest(first).segment == 1
+    stock = stock_of(first)
+    assert ranking.coldest(stock, stream(0)).segment == 1
     medians[0] = 100
-    again = [
-        SegmentInfo(0, stream(0), 99, SegmentState.SEALED, 8, 8, 80, 100, 50),
-        info(1, oldest=300),
-    ]
-    assert ranking.coldest(again).segment == 0
+    stock.drop(0)
+    stock.put(SegmentInfo(0, stream(0), 99, SegmentState.SEALED, 8, 8, 80, 100, 50))
+    assert ranking.coldest(stock, stream(0)).segment == 0
 
 
 def test_ranking_computes_few_medians() -> None:
     ranking = SegmentRanking(lambda number: 10 * number + 5)
     segments = [info(n, oldest=10 * n) for n in range(100)]
-    assert ranking.coldest(segments).segment == 0
+    assert ranking.coldest(stock_of(segments), stream(0)).segment == 0
     assert ranking.medians_computed == 1
 
 
@@ -549,10 +563,7 @@ def test_whoever_fills_the_index_pays_for_its_entries() -> None:
         TenantShare(stream(2), used_bytes=500_000, used_blocks=50),
     ]
     for short, payer in ((Short.BLOCKS, stream(1)), (Short.BYTES, stream(2))):
-        victim = choose_victim(
-            [tiny, large], shares, capacity_bytes=600_000, capacity_blocks=950, now_touch=NOW,
-            short=short,
-        )  # fmt: skip
+        victim = choose([tiny, large], shares, 600_000, capacity_blocks=950, short=short)
         assert victim is not None
         assert victim.charged_stream == payer
         assert victim.reason is VictimReason.OVER_SHARE
@@ -571,9 +582,6 @@ def test_whoever_fills_the_index_from_one_open_segment_pays_with_that() -> None:
         TenantShare(stream(1), used_bytes=9_000, used_blocks=901),
         TenantShare(stream(2), used_bytes=500_000, used_blocks=50),
     ]
-    victim = choose_victim(
-        [filler, other], shares, capacity_bytes=600_000, capacity_blocks=950, now_touch=NOW,
-        short=Short.BLOCKS,
-    )  # fmt: skip
+    victim = choose([filler, other], shares, 600_000, capacity_blocks=950, short=Short.BLOCKS)
     assert victim is not None
     assert (victim.segment, victim.reason) == (1, VictimReason.OVER_SHARE_OPEN)

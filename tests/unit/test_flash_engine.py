@@ -207,34 +207,6 @@ def test_evict_keeps_what_it_is_told_in_the_same_slots() -> None:
     play(life())
 
 
-@pytest.mark.parametrize(("segments", "apart"), [(10, False), (40, True)])
-def test_what_evictions_keep_lies_apart_where_there_are_segments(
-    segments: int, apart: bool
-) -> None:
-    async def life() -> None:
-        _, engine = await fresh(segments)
-        index = engine.index
-        olds = []
-        for victim in range(2):  # two full segments, of which a block each is kept
-            first = await stored(engine, 10 * victim, bytes(20_000))
-            await stored(engine, 10 * victim + 1, bytes(30_000))
-            olds.append((index.m_segment[first], first))
-        new = await stored(engine, 99, bytes(9_000))
-        for number, slot in olds:
-            await engine.evict(number, (slot,))
-            assert state(engine, number) is SegmentState.FREE
-        homes = {index.m_segment[slot] for _, slot in olds}
-        assert (index.m_segment[new] in homes) is not apart
-        assert len(homes) == 1 or not apart
-        for slot in (*(slot for _, slot in olds), new):
-            assert await get(engine, (NS, index.key_of(slot))) == (
-                Status.OK, bytes(index.m_sealed_bytes[slot]),
-            )  # fmt: skip
-        await engine.close()
-
-    play(life())
-
-
 def test_evicting_nothing_twice_and_unknown_slots() -> None:
     async def life() -> None:
         _, engine = await fresh()

@@ -258,3 +258,37 @@ def test_an_eviction_ends_although_copies_are_refused_for_ever() -> None:
         await engine.close()
 
     simloop.run(life())
+
+
+@pytest.mark.parametrize(("segments", "apart"), [(10, False), (40, True)])
+def test_what_evictions_keep_lies_apart_where_there_are_segments(
+    segments: int, apart: bool
+) -> None:
+    async def life() -> None:
+        engine = await open_engine(SimDevice(device_bytes(segments), sleep=asyncio.sleep))
+        index = engine.index
+
+        async def sized(number: int, length: int) -> int:
+            slot, future = put(engine, (NS, key_of(number)), bytes(length))
+            assert await future is Status.OK
+            return slot
+
+        olds = []
+        for victim in range(2):  # two full segments, of which a block each is kept
+            slot = await sized(10 * victim, 20_000)
+            await sized(10 * victim + 1, 30_000)
+            olds.append((index.m_segment[slot], slot))
+        new = await sized(99, 9_000)
+        for number, slot in olds:
+            await engine.evict(number, (slot,))
+            assert engine.segment_info(number).state is SegmentState.FREE
+        homes = {index.m_segment[slot] for _, slot in olds}
+        assert (index.m_segment[new] in homes) is not apart
+        assert len(homes) == 1 or not apart
+        for slot in (*(slot for _, slot in olds), new):
+            assert await get(engine, (NS, index.key_of(slot))) == (
+                Status.OK, bytes(index.m_sealed_bytes[slot]),
+            )  # fmt: skip
+        await engine.close()
+
+    simloop.run(life())

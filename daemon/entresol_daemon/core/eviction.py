@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +38,7 @@ REINSERT_WINDOW_BYTES = 64 << 30  # inserted bytes whose unused grant may be sav
 
 Slots = TypeVar("Slots", list[int], npt.NDArray[np.int32], npt.NDArray[np.int64])
 
-_OPEN = "open"
-_SEALED = "sealed"
-_CONDEMNED = "condemned"
+HEAPS_SPARE = 64  # so many entries that are of no use any more are not worth tidying up
 
 
 class StateLike(Protocol):
@@ -72,6 +70,20 @@ class SegmentLike(Protocol):
     def last_touch(self) -> int: ...
     @property
     def oldest_touch(self) -> int: ...
+
+
+class StockLike(Protocol):
+    """Segments that can be freed, by number; see flash.stock.Stock."""
+
+    @property
+    def sealed(self) -> Mapping[bytes, Mapping[int, SegmentLike]]: ...
+    @property
+    def opened(self) -> Mapping[bytes, Mapping[int, SegmentLike]]: ...
+    @property
+    def empty(self) -> Mapping[int, SegmentLike]: ...
+    @property
+    def condemned(self) -> Mapping[int, SegmentLike]: ...
+    def stamp_of(self, number: int) -> int: ...
 
 
 class Chooser(Protocol):
@@ -183,43 +195,85 @@ class ReinsertBudget:
         self._room_bytes -= length_bytes
 
 
-class SegmentRanking:
-    """Finds the segment with the least recent median touch, computing few medians.
+class Coldest:
+    """Of each stream the sealed segment with the least `key`, without looking at all of them.
 
-    `median_of` gives the median touch of a segment's live blocks (see `median_touch`). Touches only
-    grow, so a median seen once is a lower bound from then on: medians are computed in the order of
-    their bounds until one turns out to be the least. Where blocks are removed one by one a median
+    Keys only grow, so one seen once is a lower bound from then on: keys are computed in the order
+    of their bounds until one turns out to be the least. Where blocks are removed one by one a key
     may fall below its bound; such a segment merely waits until its bound comes up.
     """
 
-    def __init__(self, median_of: Callable[[int], int]) -> None:
-        self._median_of = median_of
-        self._seen: dict[int, tuple[int, int]] = {}  # segment -> (sequence, median)
-        self.medians_computed = 0
+    def __init__(
+        self, key: Callable[[SegmentLike], int], bound: Callable[[SegmentLike], int]
+    ) -> None:
+        """`bound` is at most `key`, and cheap: it is asked once, for each segment that comes."""
+        self._key = key
+        self._bound = bound
+        self._heaps: dict[bytes, list[tuple[int, int, int]]] = {}  # bound, sequence, number
+        self._stamps: dict[bytes, int] = {}  # of the segment that came last
+        self.keys_computed = 0
 
-    def coldest(self, segments: Sequence[SegmentLike]) -> SegmentLike:
-        """The segment to free among these (at least one); the older one of equals.
-
-        Takes time linear in their number, plus the medians.
-        """
-        seen = self._seen
-        heap = []
-        for at, each in enumerate(segments):
-            sequence, bound = seen.get(each.segment, (-1, 0))
-            if sequence != each.sequence:
-                bound = each.oldest_touch
-            heap.append((bound, each.sequence, at, False))
-        heapq.heapify(heap)
+    def of(self, stock: StockLike, stream: bytes) -> SegmentLike:
+        """The segment of a stream that has one; the older one of equals."""
+        shelf = stock.sealed[stream]
+        heap = self._with_new(stock, stream, shelf)
+        known: dict[int, int] = {}
         while True:
-            _, sequence, at, exact = heap[0]
-            best = segments[at]
-            if exact:
-                seen.pop(best.segment, None)
-                return best
-            median = self._median_of(best.segment)
-            self.medians_computed += 1
-            seen[best.segment] = (sequence, median)
-            heapq.heapreplace(heap, (median, sequence, at, True))
+            bound, sequence, number = heap[0]
+            each = shelf.get(number)
+            if each is None or each.sequence != sequence:
+                heapq.heappop(heap)  # it was freed
+            elif known.get(number) == bound:
+                return each
+            else:
+                key = known[number] = self._key(each)
+                self.keys_computed += 1
+                heapq.heapreplace(heap, (key, sequence, number))
+
+    def _with_new(
+        self, stock: StockLike, stream: bytes, shelf: Mapping[int, SegmentLike]
+    ) -> list[tuple[int, int, int]]:
+        if len(self._heaps) > 2 * len(stock.sealed) + HEAPS_SPARE:  # of tenants that are gone
+            for gone in self._heaps.keys() - stock.sealed.keys():
+                del self._heaps[gone], self._stamps[gone]
+        heap, last = self._heaps.setdefault(stream, []), self._stamps.get(stream, 0)
+        if len(heap) > 2 * len(shelf) + HEAPS_SPARE:  # of segments that are gone
+            heap.clear()
+            last = 0
+        for number in reversed(cast("dict[int, SegmentLike]", shelf)):
+            if stock.stamp_of(number) <= last:
+                break
+            each = shelf[number]
+            heapq.heappush(heap, (self._bound(each), each.sequence, number))
+            self._stamps[stream] = max(self._stamps.get(stream, 0), stock.stamp_of(number))
+        return heap
+
+
+class SegmentRanking:
+    """Finds a stream's segment with the least recent median touch, computing few medians, and the
+    one whose last touch is oldest.
+
+    `median_of` gives the median touch of a segment's live blocks (see `median_touch`).
+    """
+
+    def __init__(self, median_of: Callable[[int], int]) -> None:
+        self._by_median = Coldest(
+            lambda each: median_of(each.segment), lambda each: each.oldest_touch
+        )
+        self._by_last_touch = Coldest(lambda each: each.last_touch, lambda each: each.oldest_touch)
+
+    @property
+    def medians_computed(self) -> int:
+        """Since the start."""
+        return self._by_median.keys_computed
+
+    def coldest(self, stock: StockLike, stream: bytes) -> SegmentLike:
+        """The segment to free, by the median; the older one of equals."""
+        return self._by_median.of(stock, stream)
+
+    def least_recent(self, stock: StockLike, stream: bytes) -> SegmentLike:
+        """The segment to free, by its last touch; the older one of equals."""
+        return self._by_last_touch.of(stock, stream)
 
 
 def median_touch(last_touch: npt.NDArray[np.unsignedinteger]) -> int:
@@ -232,16 +286,17 @@ def median_touch(last_touch: npt.NDArray[np.unsignedinteger]) -> int:
 
 
 def choose_victim(
-    segments: Iterable[SegmentLike],
-    shares: Iterable[TenantShare],
+    stock: StockLike,
+    shares: Collection[TenantShare],
     *,
     capacity_bytes: int,
     now_touch: int,
-    ranking: SegmentRanking | None = None,
+    ranking: SegmentRanking,
     budget: ReinsertBudget | None = None,
     short: Short = Short.BYTES,
     capacity_blocks: int = 0,
     choosers: Choosers | None = None,
+    only: bytes | None = None,
 ) -> Victim | None:
     """The next segment to free, or None when nothing may be evicted.
 
@@ -249,77 +304,72 @@ def choose_victim(
     where these are short, that has nothing but its open one, and condemned ones, which go first:
     their space is of no use until they are freed.
     `capacity_bytes` is what tenants share, `capacity_blocks` where blocks are `short`. Without a
-    `ranking`, or while `budget` could not pay for what the ranked victim may keep, the segment
-    whose last touch is oldest is taken (segment LRU), whole. Where `choosers` has one for the
-    tenant, that one chooses, and keeps.
+    `budget` nothing is written again; while it could not pay for what the ranked victim may keep,
+    the segment whose last touch is oldest is taken (segment LRU), whole. Where `choosers` has one
+    for the tenant, that one chooses, and keeps. `only` names a stream that gives up its own.
     """
-    sealed: dict[bytes, list[SegmentLike]] = {}
-    opened: dict[bytes, SegmentLike] = {}
-    condemned: list[SegmentLike] = []
-    for each in segments:
-        state = each.state.value
-        if state == _SEALED:
-            if not each.live_blocks:
-                return Victim(each.segment, VictimReason.EMPTY, each.stream)
-            sealed.setdefault(each.stream, []).append(each)
-        elif state == _CONDEMNED:
-            condemned.append(each)
-        elif state == _OPEN and each.live_blocks:  # of two of a tenant's the fuller one
-            other = opened.get(each.stream)
-            if other is None or each.live_blocks > other.live_blocks:
-                opened[each.stream] = each
-    tenants = list(shares)
-
-    def pick(stream: bytes, reason: VictimReason) -> Victim:
-        chosen, reinsert = _coldest(sealed[stream], ranking, budget, choosers, now_touch)
-        assert chosen.last_touch <= now_touch, "a block was touched in the future"
-        return Victim(chosen.segment, reason, stream, reinsert)
-
-    if condemned:
-        worst = min(condemned, key=lambda each: (each.live_bytes, each.segment))
+    mine = [each for each in stock.empty.values() if only in (None, each.stream)]
+    if mine:
+        return Victim(mine[0].segment, VictimReason.EMPTY, mine[0].stream)
+    bad = [each for each in stock.condemned.values() if only in (None, each.stream)]
+    if bad:
+        worst = min(bad, key=lambda each: (each.live_bytes, each.segment))
         return Victim(worst.segment, VictimReason.CONDEMNED, worst.stream, reinsert=True)
-    orphans = sealed.keys() - {tenant.stream for tenant in tenants}
-    if orphans:
+    tenants = [each for each in shares if only in (None, each.stream)]
+
+    def pick(tenant: TenantShare, reason: VictimReason) -> Victim:
+        chosen, reinsert = _coldest(stock, tenant, ranking, budget, choosers, now_touch)
+        assert chosen.last_touch <= now_touch, "a block was touched in the future"
+        return Victim(chosen.segment, reason, tenant.stream, reinsert)
+
+    orphans = stock.sealed.keys() - {tenant.stream for tenant in shares}
+    if orphans and only is None:
         stream = min(orphans)
-        return Victim(sealed[stream][0].segment, VictimReason.ORPHAN, stream)
+        return Victim(next(iter(stock.sealed[stream])), VictimReason.ORPHAN, stream)
     over_quota = [tenant for tenant in tenants if tenant.over_quota]
     for tenant in sorted(over_quota, key=lambda t: (-t.of_quota, t.stream)):
-        if tenant.stream in sealed:
-            return pick(tenant.stream, VictimReason.OVER_QUOTA)
-        if tenant.stream in opened:
-            segment = opened[tenant.stream].segment
-            return Victim(segment, VictimReason.OVER_QUOTA_OPEN, tenant.stream)
+        if tenant.stream in stock.sealed:
+            return pick(tenant, VictimReason.OVER_QUOTA)
+        if tenant.stream in stock.opened:
+            return Victim(_fullest(stock, tenant), VictimReason.OVER_QUOTA_OPEN, tenant.stream)
     capacity = capacity_bytes if short is Short.BYTES else capacity_blocks
     for tenant in sorted(tenants, key=lambda t: (-t.used(short) / t.weight, t.stream)):
-        over = tenant.used(short) > fair_share(tenant, tenants, capacity, short)
-        if tenant.stream in sealed:
-            reason = VictimReason.OVER_SHARE if over else VictimReason.PRESSURE
-            return pick(tenant.stream, reason)
-        if over and short is Short.BLOCKS and tenant.stream in opened:
+        over = tenant.used(short) > fair_share(tenant, shares, capacity, short)
+        if tenant.stream in stock.sealed:
+            return pick(tenant, VictimReason.OVER_SHARE if over else VictimReason.PRESSURE)
+        if over and short is Short.BLOCKS and tenant.stream in stock.opened:
             # Tiny blocks fill the index before they fill a segment.
-            segment = opened[tenant.stream].segment
-            return Victim(segment, VictimReason.OVER_SHARE_OPEN, tenant.stream)
+            return Victim(_fullest(stock, tenant), VictimReason.OVER_SHARE_OPEN, tenant.stream)
     return None
 
 
+def _fullest(stock: StockLike, tenant: TenantShare) -> int:
+    """Of a tenant's open segments."""
+    found = stock.opened[tenant.stream].values()
+    return max(found, key=lambda each: (each.live_blocks, each.segment)).segment
+
+
 def _coldest(
-    segments: Sequence[SegmentLike],
-    ranking: SegmentRanking | None,
+    stock: StockLike,
+    tenant: TenantShare,
+    ranking: SegmentRanking,
     budget: ReinsertBudget | None,
     choosers: Choosers | None,
     now_touch: int,
 ) -> tuple[SegmentLike, bool]:
     """A tenant's segment to free, and whether to reinsert from it."""
+    stream = tenant.stream
     if choosers is not None:
-        chooser = choosers(segments[0].stream, sum(each.live_blocks for each in segments))
+        chooser = choosers(stream, tenant.used_blocks)
         if chooser is not None:
+            segments = list(stock.sealed[stream].values())
             room_bytes = budget.room_bytes if budget is not None else 0
             return chooser.coldest(segments, now_touch=now_touch, room_bytes=room_bytes), True
-    if ranking is not None:
-        chosen = ranking.coldest(segments)
-        if budget is None or budget.room_bytes >= chosen.live_bytes // 2:
+    if budget is not None:
+        chosen = ranking.coldest(stock, stream)
+        if budget.room_bytes >= chosen.live_bytes // 2:
             return chosen, True
-    return min(segments, key=lambda each: (each.last_touch, each.sequence)), False
+    return ranking.least_recent(stock, stream), False
 
 
 def fair_share(

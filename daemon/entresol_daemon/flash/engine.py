@@ -98,6 +98,7 @@ class Engine:
         self._log = log
         self._closing = False
         self._table = SegmentTable(superblock, options, self.index, self.stats)
+        self.stock = self._table.stock  # what can be freed, to look at
         self._writer = Writer(
             device, superblock, options, compute, self.index, self._table, self.stats, log
         )

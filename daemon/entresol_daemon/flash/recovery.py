@@ -147,6 +147,7 @@ class Recovery:
             last_touch=checkpoint.last_touch,
         )
         self._assign(slots)
+        self._table.restock()
         self._report.kind = RecoveryKind.CHECKPOINT
         return ""
 
@@ -178,6 +179,7 @@ class Recovery:
         await self._scan(to_scan)
         self._collect_free()
         self._build()
+        self._table.restock()
         return self._found
 
     async def _renew_free(

@@ -28,6 +28,7 @@ from entresol_daemon.flash.segment import (
     pack_row,
     record_bytes_max,
 )
+from entresol_daemon.flash.stock import Stock
 
 NO_STREAM = bytes(16)
 COPY_RESERVE = 1  # free segments that the engine's own copies leave for tombstones
@@ -98,6 +99,11 @@ class Segment:
         self.shadows = False
         self.evict_tries = 0
 
+    @property
+    def segment(self) -> int:
+        """Its number, as policies call it."""
+        return self.index
+
     def changed(self) -> None:
         """Wake whoever waits in `quiet`."""
         for waiter in self.waiters:
@@ -128,6 +134,7 @@ class SegmentTable:
         self.superblock = superblock
         self.segments = [Segment(number) for number in range(superblock.segment_count)]
         self.free: deque[int] = deque()
+        self.stock: Stock[Segment] = Stock()
         # By stream and `kept`, the least recently appended first.
         self.open: OrderedDict[tuple[bytes, bool], Segment] = OrderedDict()
         self.closed: list[Segment] = []  # full, their footers not handed to the writer yet
@@ -245,12 +252,16 @@ class SegmentTable:
         segment.last_touch = max(segment.last_touch, touch)
         if segment.oldest_touch == 0 or touch < segment.oldest_touch:
             segment.oldest_touch = touch
+        if segment.live_blocks == 1:
+            self.stock.put(segment)
 
     def add_dead(self, segment: Segment, extent_bytes: int) -> None:
         """One of the segment's blocks died or moved away."""
         segment.live_blocks -= 1
         segment.live_bytes -= extent_bytes
         assert segment.live_blocks >= 0, "more blocks died than lived in a segment"
+        if not segment.live_blocks:
+            self.stock.put(segment)
 
     def bring_home(self, slot: int, extent_bytes: int, home: Segment, offset: int) -> None:
         """A block lives again where it was copied from: its copy did not become durable."""
@@ -259,6 +270,8 @@ class SegmentTable:
         self._index.m_flags[slot] &= ~PENDING & 0xFF
         home.live_blocks += 1
         home.live_bytes += extent_bytes
+        if home.live_blocks == 1:
+            self.stock.put(home)
 
     # -- life
 
@@ -267,6 +280,7 @@ class SegmentTable:
         assert segment.state is SegmentState.OPEN, "only an open segment can be closed"
         del self.open[segment.stream, segment.kept]
         segment.state = SegmentState.SEALED
+        self.stock.put(segment)
         segment.footer_due = True
         self.closed.append(segment)
 
@@ -277,6 +291,7 @@ class SegmentTable:
         if segment.state is not SegmentState.CONDEMNED:
             self._stats.condemned += 1
         segment.state = SegmentState.CONDEMNED
+        self.stock.put(segment)
         segment.footer_due = False
         segment.shadows = True
 
@@ -286,6 +301,7 @@ class SegmentTable:
         if segment.state is SegmentState.OPEN:
             del self.open[segment.stream, segment.kept]
         segment.state = SegmentState.FREEING
+        self.stock.drop(segment.index)
         segment.footer_due = False
         segment.shadows = True
 
@@ -293,6 +309,11 @@ class SegmentTable:
         """Its FREE header is durable."""
         segment.reset(SegmentState.FREE, NO_STREAM, segment.sequence)
         self.free.append(segment.index)
+
+    def restock(self) -> None:
+        """All of them have changed: they were found at opening."""
+        for segment in self.segments:
+            self.stock.put(segment)
 
     # -- views
 

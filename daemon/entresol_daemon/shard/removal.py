@@ -34,7 +34,7 @@ from entresol_daemon.core.usefulness import Use
 from entresol_daemon.events import types as events
 from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
-from entresol_daemon.flash.model import Removed, RemoveReason, SegmentState
+from entresol_daemon.flash.model import Removed, RemoveReason
 from entresol_daemon.shard.parts import Parts
 from entresol_proto import limits
 from entresol_proto.ids import TenantName, short
@@ -151,15 +151,13 @@ class Removal:
             )
             for each in self._parts.accounts.by_name.values()
         ]
-        segments = engine.segments()
+        # Whatever its own segments look like: a quota costs nobody else anything.
         alone = not self.within_quota(account, record_bytes)
-        if alone:  # whatever its own segments look like: a quota costs nobody else anything
-            segments = [each for each in segments if each.stream == account.stream]
         victim = choose_victim(
-            segments, shares, capacity_bytes=engine.capacity_bytes,
+            engine.stock, shares, capacity_bytes=engine.capacity_bytes,
             now_touch=engine.index.now_touch, ranking=self._ranking, budget=self._budget,
             short=self._short(), capacity_blocks=engine.index.capacity,
-            choosers=self._parts.valued.choosers,
+            choosers=self._parts.valued.choosers, only=account.stream if alone else None,
         )  # fmt: skip
         if victim is None:
             return not alone and await self._evict_open(shares)
@@ -183,11 +181,8 @@ class Removal:
         """
         engine = self._parts.engine
         weighed = {each.stream: each.used(self._short()) / each.weight for each in shares}
-        opened = [
-            each
-            for each in engine.segments()
-            if each.state is SegmentState.OPEN and each.live_blocks and each.stream in weighed
-        ]
+        shelves = [shelf for stream, shelf in engine.stock.opened.items() if stream in weighed]
+        opened = [each for shelf in shelves for each in shelf.values()]
         if not opened:
             return False
         chosen = max(opened, key=lambda each: (weighed[each.stream], each.segment))
