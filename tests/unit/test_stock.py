@@ -123,3 +123,22 @@ def test_asking_again_and_again_looks_at_few_and_forgets_who_is_gone() -> None:
     stock.put(Seg(1, b"last", 1, SegmentState.SEALED, 1))
     assert ranking.coldest(stock, b"last").segment == 1
     assert len(ranking._by_median._heaps) <= HEAPS_SPARE + 2, "of 200 tenants that are gone"
+
+
+def test_what_was_there_at_the_start_is_taken_in_before_anybody_asks() -> None:
+    stock: Stock[Seg] = Stock()
+    bounds = []
+
+    def bound(each: Seg) -> int:
+        bounds.append(each.segment)
+        return each.oldest_touch
+
+    for number in range(300):
+        stock.put(Seg(number, b"a", 1, SegmentState.SEALED, 1, oldest_touch=300 - number))
+    coldest = Coldest(lambda each: each.oldest_touch, bound)  # type: ignore[arg-type]
+    coldest.prepare(stock)
+    assert sorted(bounds) == list(range(300))
+    bounds.clear()
+    stock.put(Seg(300, b"a", 1, SegmentState.SEALED, 1, oldest_touch=7))
+    assert coldest.of(stock, b"a").segment == 299
+    assert bounds == [300]

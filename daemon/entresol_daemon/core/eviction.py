@@ -213,6 +213,11 @@ class Coldest:
         self._stamps: dict[bytes, int] = {}  # of the segment that came last
         self.keys_computed = 0
 
+    def prepare(self, stock: StockLike) -> None:
+        """Take in what is there: of a hundred thousand that takes long, once."""
+        for stream, shelf in stock.sealed.items():
+            self._with_new(stock, stream, shelf)
+
     def of(self, stock: StockLike, stream: bytes) -> SegmentLike:
         """The segment of a stream that has one; the older one of equals."""
         shelf = stock.sealed[stream]
@@ -240,12 +245,20 @@ class Coldest:
         if len(heap) > 2 * len(shelf) + HEAPS_SPARE:  # of segments that are gone
             heap.clear()
             last = 0
+        new = []
         for number in reversed(cast("dict[int, SegmentLike]", shelf)):
             if stock.stamp_of(number) <= last:
                 break
             each = shelf[number]
-            heapq.heappush(heap, (self._bound(each), each.sequence, number))
-            self._stamps[stream] = max(self._stamps.get(stream, 0), stock.stamp_of(number))
+            new.append((self._bound(each), each.sequence, number))
+        if new:
+            self._stamps[stream] = stock.stamp_of(new[0][2])
+        if len(new) > HEAPS_SPARE:
+            heap += new
+            heapq.heapify(heap)
+        else:
+            for entry in new:
+                heapq.heappush(heap, entry)
         return heap
 
 
@@ -261,6 +274,11 @@ class SegmentRanking:
             lambda each: median_of(each.segment), lambda each: each.oldest_touch
         )
         self._by_last_touch = Coldest(lambda each: each.last_touch, lambda each: each.oldest_touch)
+
+    def prepare(self, stock: StockLike) -> None:
+        """Take in what is there, so that the first eviction need not."""
+        self._by_median.prepare(stock)
+        self._by_last_touch.prepare(stock)
 
     @property
     def medians_computed(self) -> int:

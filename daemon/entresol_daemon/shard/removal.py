@@ -67,6 +67,7 @@ class Removal:
         self._making_room = asyncio.Lock()
         self._budget = ReinsertBudget()
         self._ranking = SegmentRanking(self._median_of)
+        self._ranking.prepare(parts.engine.stock)
         self._reported_by_host = False
         self._ahead: asyncio.Task[None] | None = None
         self._stopped = False
