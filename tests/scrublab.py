@@ -105,8 +105,10 @@ class ScrubWorld:
         elif way == "zeros":
             device.poke(sector, bytes(BLOCK))
         elif way == "another block":
-            other = rng.choice([each for each in self.places if each.key != place.key])
-            device.poke(place.at, device.image_at(other.at, min(size, BLOCK)))
+            own, others = device.image_at(place.at, min(size, BLOCK)), self.places
+            while (found := device.image_at(rng.choice(others).at, len(own))) == own:
+                pass  # itself, or one that has got this one's bytes before: no damage
+            device.poke(place.at, found)
         elif way == "older bytes":  # of the block's own first sector, with another sequence
             head = bytearray(device.image_at(place.at, BLOCK))
             head[8] ^= 1
