@@ -375,13 +375,15 @@ def test_a_quota_never_evicts_what_others_stored(tmp_path: Path) -> None:
         mine, other = await joined(world), await joined(world, tenant="beta")
         await stored(other, KEYS[:40])
         parts = world.shard.parts
-        parts.engine._table.close(parts.engine._table.open[parts.accounts.by_name["beta"].stream])
+        parts.engine._table.close(
+            parts.engine._table.open[parts.accounts.by_name["beta"].stream, False]
+        )
         await stored(mine, KEYS[:1])
         account = parts.accounts.by_name["alpha"]
         account.flash_quota_bytes = account.flash_bytes
         # Its only segment is neither open nor sealed: a failed flush has condemned it.
         before = parts.accounts.by_name["beta"].flash_bytes
-        segment = parts.engine._table.open[account.stream]
+        segment = parts.engine._table.open[account.stream, False]
         parts.engine._table.condemn(segment)
         await asyncio.wait_for(world.shard.removal.make_room(account, 4096), 10)
         account.flash_quota_bytes = 1

@@ -51,10 +51,13 @@ def cost_of(message: Any) -> tuple[int, int]:
 def reading_cost_of(message: Any) -> int:
     """About how long a message takes the loop that no turn is taken for: to decode it, where that
     is long, and to do what is done at once."""
-    if isinstance(message, data.Reserve):
+    kind = type(message)
+    if kind is data.Fetch:
+        return 0
+    if kind is data.Reserve:
         tokens = sum(len(item.token_ids) for item in message.items)
         return len(message.items) * DECODE_ITEM_COST + (tokens >> DECODE_TOKENS_SHIFT)
-    if isinstance(message, data.Release):
+    if kind is data.Release:
         return MESSAGE_COST + len(message.lease_ids) + 2 * len(message.reports)
     if isinstance(message, opening.Ping | opening.Goodbye):
         return MESSAGE_COST

@@ -100,24 +100,29 @@ class SessionHandler:
         """Take bytes of the host; a protocol error ends the connection."""
         if self._finished or self._machine.state is State.CLOSED:
             return
-        self._unread += raw
-        if not self._awaits_turn:
-            self._read()
+        if self._awaits_turn:
+            self._unread += raw
+        else:
+            self._read(raw)
 
-    def _read(self) -> None:
+    def _read(self, raw: bytes | bytearray | memoryview) -> None:
         """Take what has come, message by message; for many of them the tenant's turns are taken.
         Otherwise those that ask for no turn would be its own way to have all of the loop."""
-        raw, self._unread = memoryview(self._unread), bytearray()
-        at = 0
-        while at < len(raw) and self._machine.state is not State.CLOSED:
-            end = at + max(READ_BYTES, self._machine.missing_bytes)
+        at, size = 0, len(raw)
+        if size > READ_BYTES:
+            raw = memoryview(raw)
+        while at < size and self._machine.state is not State.CLOSED:
+            end = size
+            if size - at > READ_BYTES:
+                end = min(size, at + max(READ_BYTES, self._machine.missing_bytes))
+            piece = raw[at:end] if end - at < size else raw
             try:
-                received = self._machine.receive(raw[at:end], self._shard.parts.now_ns())
+                received = self._machine.receive(piece, self._shard.parts.now_ns())
             except ProtocolError as error:
                 self._refuse(error)
                 return
-            self._unpaid_bytes += min(end, len(raw)) - at
-            at = min(end, len(raw))
+            self._unpaid_bytes += end - at
+            at = end
             for item in received:
                 self._dispatch(item)
                 self._unpaid += reading_cost_of(item.message)
@@ -150,7 +155,8 @@ class SessionHandler:
         self._tasks.discard(task)
         self._awaits_turn = False
         if not self._finished:
-            self._read()
+            raw, self._unread = self._unread, bytearray()
+            self._read(raw)
         self._hold(-1)
 
     def say_goodbye(self, status: Status, message: str) -> None:
