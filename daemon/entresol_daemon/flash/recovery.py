@@ -185,10 +185,10 @@ class Recovery:
     async def _renew_free(
         self, first: int, heads: Sequence[bytes | None], edges: Sequence[_Edges]
     ) -> None:
-        free = [
+        free = [  # where the other end says so, too: it is not the read that was wrong
             (first + n, head)
-            for n, (head, (header, _)) in enumerate(zip(heads, edges, strict=True))
-            if head and header is not None and header.state is HeaderState.FREE
+            for n, (head, (header, trailer)) in enumerate(zip(heads, edges, strict=True))
+            if head and header and header.state is HeaderState.FREE and trailer is None
         ]
         if free and not await renew_free(self._device, self._superblock, free):
             self._log.warning("event=free_headers_not_renewed segments=%d", len(free))
