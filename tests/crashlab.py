@@ -163,7 +163,11 @@ class ImageDevice:
             if self.log is not None:
                 self.log.append(Logged("write", op.offset_bytes, data))
             for at in range(0, len(data), BLOCK):
-                self._sectors[(op.offset_bytes + at) // BLOCK] = data[at : at + BLOCK]
+                start, piece = op.offset_bytes + at, data[at : at + BLOCK]
+                if piece == self._base[start : start + BLOCK]:  # who damages the base means these
+                    self._sectors.pop(start // BLOCK, None)
+                else:
+                    self._sectors[start // BLOCK] = piece
 
     async def flush(self) -> None:
         if self.log is not None:
