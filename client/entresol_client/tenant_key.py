@@ -276,17 +276,18 @@ class KeyFile:
         with self._lock:
             if now_ns - self._looked_ns < LOOK_NS:
                 return
-            self._looked_ns = now_ns
             try:
                 found = os.stat(self.path)
                 if (found.st_ino, found.st_size, found.st_mtime_ns) == self._stamp:
                     return
                 key, stamp = _load(self.path)
                 self._check_successor(key)
+                self._key, self._stamp = key, stamp
             except (KeyringError, OSError) as error:
                 log.warning("event=tenant_key_not_reloaded reason=%r", str(error))
                 return
-            self._key, self._stamp = key, stamp
+            finally:  # last: who comes meanwhile waits for what is found
+                self._looked_ns = now_ns
             log.info("event=tenant_key_reloaded version=%d", key.active)
 
     def _check_successor(self, key: TenantKey) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +145,32 @@ def test_a_newer_file_is_taken_over_and_a_bad_one_is_not(path: Path) -> None:
     second.retired(1).save(path)
     follower.active()
     assert follower.find(1) is None
+
+
+def test_who_comes_while_the_file_is_read_waits_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by K4, seed 1, on a busy machine: one of many blocks opened at once was LOCKED."""
+    monkeypatch.setattr(tenant_key, "LOOK_NS", 50_000_000)
+    keys = KeyFile(path)
+    newer = TenantKey.load(path).rotated(2_000)
+    newer.save(path)
+    reading, go_on, load = threading.Event(), threading.Event(), tenant_key._load
+
+    def slow(of: Path) -> tuple[TenantKey, tuple[int, int, int]]:
+        reading.set()
+        assert go_on.wait(30)
+        return load(of)
+
+    monkeypatch.setattr(tenant_key, "_load", slow)
+    time.sleep(0.06)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(keys.find, newer.active)
+        assert reading.wait(30)
+        second = pool.submit(keys.find, newer.active)
+        time.sleep(0.05)
+        go_on.set()
+        assert first.result(30) == second.result(30) == newer.versions[newer.active].secret
 
 
 def test_another_key_under_the_same_name_is_not_taken_over(path: Path) -> None:
