@@ -35,7 +35,7 @@ from tests.proof.line import Line, Size, Slice, Tally
 FAIR = 0.9
 SLOWER, PUTS_SLOWER = 2.0, 2.5
 CONTEST_S = 0.6
-STORM_S = {Size.COMMIT: 1.5, Size.NIGHTLY: 4.0, Size.RELEASE: 6.0}
+STORM_S = {Size.COMMIT: 2.0, Size.NIGHTLY: 4.0, Size.RELEASE: 6.0}
 CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1, 1, 1)),
             (floods.FlashGets, (1, 2, 3, 1, 1)))  # fmt: skip
 
