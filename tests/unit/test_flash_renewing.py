@@ -40,8 +40,8 @@ def play(life: Coroutine[Any, Any, None]) -> None:
     simloop.run(life)
 
 
-def fail_next(device: SimDevice, fault: Fault, *, times: int = 1) -> None:
-    device.plan = FaultPlan(at={fault: 1}, sticky=times > 1)
+def fail_next(device: SimDevice, fault: Fault) -> None:
+    device.plan = FaultPlan(at={fault: 1})
 
 
 async def written_and_dropped(device: SimDevice) -> None:
