@@ -50,35 +50,55 @@ def clear_on_free() -> None:
 
 
 def sweep() -> Iterator[None]:
-    """Take and zero free memory; run it to its end, with other work between the steps."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    """Take and zero free memory; run it to its end, with other work between the steps.
+
+    A step takes or frees BATCH_BYTES. What was taken is given back to the system at the end: the
+    process is not left larger for it.
+    """
+    _trim()
     yield
+    held: list[list[bytes]] = []  # freed again, larger ones would be the next size's
     for size in range(SMALL_BYTES_MIN, SMALL_BYTES_MAX + 1, 16):
-        _take(size, SWEEP_BYTES_MAX)
-        yield
-    held: list[list[bytes]] = []  # freed again, they would be the next one's
+        yield from _take(size, SWEEP_BYTES_MAX, held)
+        yield from _let_go(held)
     for size in range(SMALL_BYTES_MAX + 8, CACHED_BYTES_MAX + 1, 16):
         held.append([b"\0" * (size - _OBJECT_BYTES) for _ in range(CACHED_COUNT)])
-    yield
+        yield
     for size in LARGE_BYTES:
-        held.append(_take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES)))
+        yield from _take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES), held)
+    yield from _let_go(held)
+    _trim()
+
+
+def _trim() -> None:
+    """Give whole pages of freed memory back to the system."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _take(size_bytes: int, bytes_max: int, held: list[list[bytes]]) -> Iterator[None]:
+    """Add objects of one size to `held`, until they come from memory new to the process.
+
+    What the process grows by between the steps is not theirs, and is not counted.
+    """
+    length = size_bytes - _OBJECT_BYTES
+    count = max(1, BATCH_BYTES // size_bytes)
+    grown = seen = 0
+    while seen < bytes_max:
+        before = _resident_bytes()
+        held.append([b"\0" * length for _ in range(count)])
+        seen += count * size_bytes
+        grown += _resident_bytes() - before
+        if grown > NEW_MEMORY_BYTES or (not before and seen > BLIND_BYTES):
+            break
         yield
 
 
-def _take(size_bytes: int, bytes_max: int) -> list[bytes]:
-    """Objects of one size, until they come from memory that is new to the process."""
-    length = size_bytes - _OBJECT_BYTES
-    count = max(1, BATCH_BYTES // size_bytes)
-    taken: list[bytes] = []
-    began, seen = _resident_bytes(), 0
-    while seen < bytes_max:
-        taken += [b"\0" * length for _ in range(count)]
-        seen += count * size_bytes
-        now = _resident_bytes()
-        if now - began > NEW_MEMORY_BYTES or (not now and seen > BLIND_BYTES):
-            break
-    return taken
+def _let_go(held: list[list[bytes]]) -> Iterator[None]:
+    """Free them, batch by batch."""
+    while held:
+        held.pop()
+        yield
 
 
 def _resident_bytes() -> int:
