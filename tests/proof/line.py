@@ -148,7 +148,7 @@ class Line:
         run: does the units of a slice. May raise: that is a crash with the slice's seed, but for
             NotRunError.
         canary: plants a bug and returns if the line's own run found it. Raises: AssertionError
-            when it did not; NotRunError.
+            when it did not; NotRunError. Lines that name the same function share it: it runs once.
         alone: nothing runs beside it, for lines that compare times.
         in_memory: its folder need not be on a disk, where one was only slow: what the line says of
             disks it says of simulated ones.

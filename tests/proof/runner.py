@@ -75,10 +75,13 @@ class Run:
         return Scorecard(self.size, list(self.rows.values()), time.monotonic() - self.began_s)
 
     def _canaries(self, lines: Sequence[Line]) -> Iterator[tuple[Line, int, int]]:
-        """Slices without units, of those not done before."""
+        """Slices without units, of those not done before; one for lines that share theirs."""
+        begun = set()
         for line in lines:
-            if self.canaries and line.canary is not None:
-                yield from self._unless_done(line, 0, 0)
+            if self.canaries and line.canary is not None and line.canary not in begun:
+                for slice_ in self._unless_done(line, 0, 0):
+                    begun.add(line.canary)
+                    yield slice_
 
     def _todo(self, lines: Sequence[Line]) -> Iterator[tuple[Line, int, int]]:
         """(line, seed, units) of the slices not done before."""
@@ -110,16 +113,23 @@ class Run:
                     if tally is None:
                         continue
                     children.remove(child)
-                    # A failure is tried again by the next run, and so is what could not be done.
-                    if tally.clean and not tally.not_run:
-                        self.journal.note(
-                            child.line, self.size, child.seed, child.units, seconds, tally
-                        )
-                    self._take(child.line, child.units, seconds, tally)
+                    self._ended(child, seconds, tally)
                 self._say(children, len(todo))
         finally:
             for child in children:
                 child.discard()
+
+    def _ended(self, child: Child, seconds: float, tally: Tally) -> None:
+        """Note and count a slice; a canary for every line whose it is."""
+        sharing = [child.line] if child.units else [
+            line for line in self.lines
+            if line.canary is child.line.canary and not self.rows[line.id].not_run
+        ]  # fmt: skip
+        for line in sharing:
+            # A failure is tried again by the next run, and so is what could not be done.
+            if tally.clean and not tally.not_run:
+                self.journal.note(line, self.size, child.seed, child.units, seconds, tally)
+            self._take(line, child.units, seconds / len(sharing), replace(tally))
 
     def _take(self, line: Line, units: int, seconds: float, tally: Tally) -> None:
         row = self.rows[line.id if units else CANARIES]

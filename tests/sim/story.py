@@ -140,6 +140,8 @@ class Story:
         self._due: dict[int, list[Mishap]] = {}  # by the call they follow
         self._hosts: list[SimHost] = []
         self._at_work: list[asyncio.Task[None]] = []  # restarts and rotations
+        self._sick = False
+        self._starting = 0  # daemons
 
     async def live(self) -> None:
         """All of it."""
@@ -193,9 +195,14 @@ class Story:
             self.plan.seed, same_machine=plan.same_machine, on_end=self.call_ended,
         )  # fmt: skip
 
+    def _set_media(self) -> None:
+        """Faulty, unless all is healed or a daemon is starting."""
+        self.media.enabled = self._sick and not self._starting
+
     def _sicken(self) -> None:
         self.media.rates = self.plan.media
-        self.media.enabled = True
+        self._sick = True
+        self._set_media()
         faults = self.network.faults
         for name, chance in self.plan.network.items():
             setattr(faults, name, chance)
@@ -241,9 +248,11 @@ class Story:
         else:
             await daemon.stop()
         await asyncio.sleep(min(one.seconds, 2.0))
-        was, self.media.enabled = self.media.enabled, False  # a start that fails is systemd's
+        self._starting += 1  # a start that fails is systemd's
+        self._set_media()
         await daemon.start(TENANTS)
-        self.media.enabled = was
+        self._starting -= 1
+        self._set_media()
         self._look_at_indexes()
 
     def _look_at_indexes(self) -> None:
@@ -269,7 +278,8 @@ class Story:
     ) -> None:  # fmt: skip
         oracle, loop = self.oracle, self.loop
         oracle.note(f"{loop.time():.6f} healing")
-        self.media.enabled = False
+        self._sick = False
+        self._set_media()
         self.network.faults.heal()
         for daemon in self.daemons:
             self.network.thaw(daemon.name)

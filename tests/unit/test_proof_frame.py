@@ -49,7 +49,8 @@ LINES = """
         time.sleep(60)
 
     def found():
-        pass
+        with open(os.environ["ENTRESOL_PROOF_JOURNALS"] + ".found", "a") as file:
+            file.write("x")
 
     def missed():
         raise AssertionError("nobody saw it")
@@ -103,6 +104,8 @@ def test_slices_add_up_to_rows_and_the_file_has_them(proof, tmp_path: Path) -> N
         "id", "name", "seed", "tried", "survived", "wrong_bytes", "durable_lost", "crashes",
         "seconds", "not_run",
     }  # fmt: skip
+    assert rows["C1"]["tried"] == 2  # one canary, which two lines share
+    assert (tmp_path / "journals.found").read_text() == "x"
     assert "NOT RUN: no such device" in done.stdout
     assert "max_seed=10 slices=3" in done.stdout
     assert "ALL HELD" in done.stdout

@@ -123,7 +123,7 @@ def test_a_sweep_gives_back_what_it_took() -> None:
     grown = subprocess.run(
         [sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True
     )
-    assert int(grown.stdout) < sweeping.NEW_MEMORY_BYTES // 4
+    assert int(grown.stdout) < 2 << 20  # 50 MB, where it gave nothing back
 
 
 def test_a_sweep_ends_where_the_process_cannot_see_its_size(
@@ -131,21 +131,4 @@ def test_a_sweep_ends_where_the_process_cannot_see_its_size(
 ) -> None:
     monkeypatch.setattr(sweeping, "_resident_bytes", lambda: 0)
     monkeypatch.setattr(sweeping, "BLIND_BYTES", 1 << 20)
-    sizes = 28 + len(sweeping.LARGE_BYTES)
-    batches = sizes * ((1 << 20) // sweeping.BATCH_BYTES + 2) + 33  # and those kept by exact size
-    assert sizes < sum(1 for _ in sweeping.sweep()) < 2 * batches
-
-
-def test_what_others_grow_by_ends_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the steps of a sweep, the process grows as by a get's buffers."""
-    size = 1 << 30
-
-    def resident() -> int:
-        return size
-
-    monkeypatch.setattr(sweeping, "_resident_bytes", resident)
-    held: list[list[bytes]] = []
-    steps = sweeping._take(1024, 4 << 20, held)
-    for _ in steps:
-        size += sweeping.NEW_MEMORY_BYTES
-    assert len(held) == (4 << 20) // sweeping.BATCH_BYTES
+    assert sum(1 for _ in sweeping.sweep()) == 1 + 28 + 1 + len(sweeping.LARGE_BYTES)

@@ -19,9 +19,9 @@ import os
 from collections.abc import Iterator
 
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
-NEW_MEMORY_BYTES = 8 * 1024 * 1024  # the process grew by so much: what was free is taken
+BATCH_BYTES = 1024 * 1024  # about a millisecond, and more than Linux is wrong by about a size
+NEW_BATCHES = 2  # in a row by which the process grew: what was free is taken
 BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see its own size
-BATCH_BYTES = 256 * 1024
 SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
 SMALL_BYTES_MIN = 80  # an object with 32 bytes in it is in this class
 CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their exact size
@@ -52,21 +52,23 @@ def clear_on_free() -> None:
 def sweep() -> Iterator[None]:
     """Take and zero free memory; run it to its end, with other work between the steps.
 
-    A step takes or frees BATCH_BYTES. What was taken is given back to the system at the end: the
-    process is not left larger for it.
+    What was taken is given back to the system at the end: the process is not left larger for it.
+    Small objects are held within one step only. What others were given meanwhile would lie in new
+    memory and keep it: the interpreter gives back nothing smaller than its arenas.
     """
     _trim()
     yield
-    held: list[list[bytes]] = []  # freed again, larger ones would be the next size's
     for size in range(SMALL_BYTES_MIN, SMALL_BYTES_MAX + 1, 16):
-        yield from _take(size, SWEEP_BYTES_MAX, held)
-        yield from _let_go(held)
+        _take(size, SWEEP_BYTES_MAX)
+        yield
+    held: list[list[bytes]] = []  # freed again, they would be the next one's
     for size in range(SMALL_BYTES_MAX + 8, CACHED_BYTES_MAX + 1, 16):
         held.append([b"\0" * (size - _OBJECT_BYTES) for _ in range(CACHED_COUNT)])
-        yield
+    yield
     for size in LARGE_BYTES:
-        yield from _take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES), held)
-    yield from _let_go(held)
+        held += _take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES))
+        yield
+    held.clear()
     _trim()
 
 
@@ -76,29 +78,20 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _take(size_bytes: int, bytes_max: int, held: list[list[bytes]]) -> Iterator[None]:
-    """Add objects of one size to `held`, until they come from memory new to the process.
-
-    What the process grows by between the steps is not theirs, and is not counted.
-    """
+def _take(size_bytes: int, bytes_max: int) -> list[list[bytes]]:
+    """Objects of one size, until they come from memory that is new to the process."""
     length = size_bytes - _OBJECT_BYTES
     count = max(1, BATCH_BYTES // size_bytes)
-    grown = seen = 0
+    taken: list[list[bytes]] = []
+    new = seen = 0
     while seen < bytes_max:
         before = _resident_bytes()
-        held.append([b"\0" * length for _ in range(count)])
+        taken.append([b"\0" * length for _ in range(count)])
         seen += count * size_bytes
-        grown += _resident_bytes() - before
-        if grown > NEW_MEMORY_BYTES or (not before and seen > BLIND_BYTES):
+        new = new + 1 if _resident_bytes() - before > BATCH_BYTES // 2 else 0
+        if new == NEW_BATCHES or (not before and seen > BLIND_BYTES):
             break
-        yield
-
-
-def _let_go(held: list[list[bytes]]) -> Iterator[None]:
-    """Free them, batch by batch."""
-    while held:
-        held.pop()
-        yield
+    return taken
 
 
 def _resident_bytes() -> int:

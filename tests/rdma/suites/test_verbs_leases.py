@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(500)
 
 SEED = int(os.environ.get("ENTRESOL_PROOF_SEED", "1"))
 UNITS = int(os.environ.get("ENTRESOL_PROOF_UNITS", "1"))
-CANARY = os.environ.get("ENTRESOL_PROOF_CANARY", "")  # a bug to plant: "no revoke"
+CANARY = os.environ.get("ENTRESOL_PROOF_CANARY", "").split(",")  # bugs to plant: "no revoke"
 VERBS = FABRICS["verbs"]
 ATTEMPTS = 6  # of each kind, per unit
 SIZE = 3 * 4096
@@ -39,7 +39,7 @@ PAINT = b"\xa5"
 @pytest.fixture(autouse=True)
 def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary: a lease's end that takes nothing away."""
-    if CANARY == "no revoke":
+    if "no revoke" in CANARY:
 
         async def revoke(self: VerbsEndpoint, exposure: Any) -> None:
             """Nothing."""
