@@ -87,6 +87,8 @@ class Job(Generic[R]):
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._again
             raise
+        finally:
+            del self  # which has the error, which has this frame
 
     def _taken(self) -> bool:
         try:
@@ -107,7 +109,9 @@ class Job(Generic[R]):
         except StopIteration as error:  # no future takes it
             self._error = RuntimeError(f"the call raised {error!r}")
         except BaseException as error:
-            self._error = error
+            # Without this frame, which has the job, which has the error.
+            assert error.__traceback__ is not None
+            self._error = error.with_traceback(error.__traceback__.tb_next)
         self._fn, self._args = None, ()
         self._home.ended(self)
 
@@ -334,21 +338,30 @@ async def all_outcomes(jobs: Sequence[Job[R]]) -> list[R]:
     cancelled: asyncio.CancelledError | None = None
 
     def cancel_all() -> None:
-        for job in jobs:
-            job.cancel()
+        for each in left:
+            each.cancel()
 
-    for job in jobs:
+    left = deque(jobs)
+    jobs = ()
+    while left:
         try:
-            results.append(await job.outcome(cancel_all))
+            results.append(await left[0].outcome(cancel_all))
         except asyncio.CancelledError as error:
             cancelled = cancelled or error
             cancel_all()
         except Exception as error:
             errors.append(error)
-    if cancelled is not None:
-        raise cancelled
-    if errors:
-        raise errors[0]
+        left.popleft()
+    try:
+        if cancelled is not None:
+            raise cancelled
+        if errors:
+            raise errors[0]
+    finally:
+        # An error holds this frame, which must hold neither it nor its job: with them all that
+        # the callers have, buffers among it, would wait for the garbage collector.
+        cancelled = None
+        errors.clear()
     return results
 
 

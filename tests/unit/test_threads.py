@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -105,6 +106,36 @@ async def test_a_job_that_no_thread_began_is_cancelled_and_never_runs(pool: Pool
     await all_outcomes(jobs)
     await pool.run(int)
     assert ran == []
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_who_is_cut_short_leaves_no_buffer_in_a_cycle(pool: Pool, how: str) -> None:
+    class Buffer:
+        """What a caller holds."""
+
+    gate, jobs = await begun_on(pool, 3)
+    held: weakref.ref[Buffer]
+
+    async def caller() -> None:
+        nonlocal held
+        buffer = Buffer()
+        held = weakref.ref(buffer)
+        await all_outcomes([*jobs, pool.submit(int, "not a number" if how == "failed" else "1")])
+
+    waiting = asyncio.ensure_future(caller())
+    await asyncio.sleep(0)
+    if how == "cancelled":
+        waiting.cancel()
+    gate.set()
+    gc.disable()
+    try:
+        with pytest.raises((asyncio.CancelledError, ValueError)):
+            await waiting
+        del waiting
+        await asyncio.sleep(0)
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_cancelled_caller_waits_for_its_thread(pool: Pool) -> None:

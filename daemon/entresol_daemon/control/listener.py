@@ -140,6 +140,7 @@ class _Connection(asyncio.Protocol):
             self._listener.finishing.add(self.finished)
             self.finished.add_done_callback(self._listener.finishing.discard)
         self._listener.connections.discard(self)
+        self._transport = None  # which has this, and large buffers
 
     def close(self) -> None:
         """Send what is buffered, then end the connection."""

@@ -55,6 +55,10 @@ def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
 
 
+def _gone(*_: object) -> None:
+    """In the place of a connection that is no more."""
+
+
 class SessionHandler:
     """The daemon's end of one session. Call `finish` exactly once, when the connection is gone."""
 
@@ -177,8 +181,13 @@ class SessionHandler:
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self._withdraw(None)
-        if self.session is not None:
-            await self._shard.close_session(self.session)
+        try:
+            if self.session is not None:
+                await self._shard.close_session(self.session)
+        finally:
+            # They are the connection's, which has this: with its buffers, both would stay until
+            # the collector looks at what is old, which is seldom.
+            self._write = self._close = self._read_on = _gone
 
     def _refuse(self, error: ProtocolError) -> None:
         metrics = self._shard.parts.metrics

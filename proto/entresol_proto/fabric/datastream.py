@@ -121,6 +121,7 @@ class DataStream(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = self._socket = None
         self._end_lander()
+        self._reader.close()
         self._serving.clear()
         owner, self._owner = self._owner, None
         if owner is not None:

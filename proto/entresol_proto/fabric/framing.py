@@ -90,6 +90,11 @@ class FrameReader:
             return self._sink
         return self._scratch[: self._need]
 
+    def close(self) -> None:
+        """No more will come: let go of the memory."""
+        self._scratch = memoryview(b"")
+        self._sink = self._body = None
+
     @property
     def between_payloads(self) -> bool:
         """Whether nothing but a part of a header, if anything, has come since the last message."""

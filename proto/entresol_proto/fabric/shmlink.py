@@ -131,11 +131,13 @@ class ShmLink:
             if fd >= 0:
                 os.close(fd)
         self._queue.clear()
+        self._on_message = self._on_lost = _closed  # whose have this: no cycle is left behind
 
     def _lose(self, error: Exception | None) -> None:
         if self._open:
+            on_lost = self._on_lost
             self.close()
-            self._on_lost(error)
+            on_lost(error)
 
     def _try_send(self, packet: bytes, fd: int) -> bool:
         """False when the kernel has no room now. Ends the link on any other failure."""
@@ -188,6 +190,10 @@ class ShmLink:
             except ProtocolError as error:
                 self._lose(error)
                 return
+
+
+def _closed(_: object) -> None:
+    """Nobody listens any more."""
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
