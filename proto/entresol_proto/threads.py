@@ -110,8 +110,7 @@ class Job(Generic[R]):
             self._error = RuntimeError(f"the call raised {error!r}")
         except BaseException as error:
             # Without this frame, which has the job, which has the error.
-            assert error.__traceback__ is not None
-            self._error = error.with_traceback(error.__traceback__.tb_next)
+            self._error = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
         self._fn, self._args = None, ()
         self._home.ended(self)
 

@@ -150,6 +150,7 @@ class Line:
         canary: plants a bug and returns if the line's own run found it. Raises: AssertionError
             when it did not; NotRunError. Lines that name the same function share it: it runs once.
         alone: nothing runs beside it, for lines that compare times.
+        canary_alone: nor beside its canary, whose bug shows in times only.
         in_memory: its folder need not be on a disk, where one was only slow: what the line says of
             disks it says of simulated ones.
         slice_deadline_s: a slice that takes longer is killed, and counts as a crash.
@@ -164,6 +165,7 @@ class Line:
     run: Callable[[Slice], Tally]
     canary: Callable[[], None] | None
     alone: bool = False
+    canary_alone: bool = False
     in_memory: bool = False
     slice_deadline_s: float = 300.0
     not_run: Callable[[], str] = _always

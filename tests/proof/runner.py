@@ -68,10 +68,14 @@ class Run:
         if self.canaries:
             self.rows[CANARIES] = Row(CANARIES, "planted bugs that a line found", self.seed)
         able = [line for line in self.lines if not self.rows[line.id].not_run]
-        # A planted bug must be found on a busy machine too.
-        together = [*self._canaries(able), *self._todo([x for x in able if not x.alone])]
+        # A planted bug must be found on a busy machine too, unless it shows in times only.
+        together = [
+            *self._canaries([x for x in able if not x.canary_alone]),
+            *self._todo([x for x in able if not x.alone]),
+        ]
         self._work(together, self.jobs)
-        self._work(list(self._todo([line for line in able if line.alone])), 1)
+        apart = self._canaries([x for x in able if x.canary_alone])
+        self._work([*apart, *self._todo([x for x in able if x.alone])], 1)
         return Scorecard(self.size, list(self.rows.values()), time.monotonic() - self.began_s)
 
     def _canaries(self, lines: Sequence[Line]) -> Iterator[tuple[Line, int, int]]:

@@ -244,6 +244,6 @@ LINES = (
     Line(
         id="Q5", name="a flood against the real daemon", unit="floods",
         units={Size.COMMIT: 1, Size.NIGHTLY: 4, Size.RELEASE: 8}, slice_units=1,
-        run=run_real, canary=canary_real, alone=True,
+        run=run_real, canary=canary_real, alone=True, canary_alone=True,
     ),
 )  # fmt: skip
