@@ -60,6 +60,12 @@ class WorthMetrics:
             "and in a sample; where it is negative, worth gives way.",
             tenant=tenant,
         )
+        self.eviction_promise = make.gauges(
+            "eviction_worth_promise_ratio",
+            "The same for a store of the sampled keys alone that always evicts by worth, whoever "
+            "rules: only above 0.001 does worth take over.",
+            tenant=tenant,
+        )
         self.drive_writes = make.counter(
             "flash_drive_writes_total",
             "Wear: times the size of the flash slice that were written, with all overhead.",

@@ -90,11 +90,14 @@ def follow_worth(metrics: Metrics, shard: Shard) -> None:
     metrics.on_refresh(show_budget)
 
     def show_eviction() -> None:
-        rows = parts.valued.report()
         names = {stream: account.name for stream, account in parts.accounts.by_stream.items()}
-        known = [(names[stream], rules, gain) for stream, rules, gain in rows if stream in names]
-        metrics.set_tenants(worth.eviction_worth, {name: rules for name, rules, _ in known})
-        metrics.set_tenants(worth.eviction_gain, {name: gain for name, _, gain in known})
+        rows = {names[row.stream]: row for row in parts.valued.report() if row.stream in names}
+        for gauge, values in (
+            (worth.eviction_worth, {name: float(row.rules) for name, row in rows.items()}),
+            (worth.eviction_gain, {name: row.gain for name, row in rows.items()}),
+            (worth.eviction_promise, {name: row.promise for name, row in rows.items()}),
+        ):
+            metrics.set_tenants(gauge, values)
 
     if parts.config.flash.eviction == "worth":
         metrics.on_refresh(show_eviction)

@@ -299,22 +299,24 @@ class Driver:
     async def do_watch(self, on: bool) -> Any:
         """Follow every tenant's events as the operator, or stop; how many have come so far."""
         if on and self._watching is None:
-            self._watching = asyncio.create_task(asyncio.to_thread(self._watch))
+            _, pb, stubs = rpc.modules()
+            open_ = contextlib.ExitStack()
+            channel = open_.enter_context(rpc.operator_channel(self._folder / "run" / "admin.sock"))
+            # Made here, so that what is cancelled below is always the call that is followed.
+            self._watch_call = stubs.EventsStub(channel).Watch(pb.WatchRequest())
+            self._watching = asyncio.create_task(
+                asyncio.to_thread(self._follow, open_, self._watch_call)
+            )
         elif not on and self._watching is not None:
-            if self._watch_call is not None:
-                self._watch_call.cancel()
+            self._watch_call.cancel()
             await asyncio.wait((self._watching,))
             self._watching = None
         return self._events
 
-    def _watch(self) -> None:
-        grpc, pb, stubs = rpc.modules()
-        with (
-            contextlib.suppress(grpc.RpcError),
-            rpc.operator_channel(self._folder / "run" / "admin.sock") as channel,
-        ):
-            self._watch_call = stubs.EventsStub(channel).Watch(pb.WatchRequest())
-            for reply in self._watch_call:
+    def _follow(self, open_: contextlib.ExitStack, call: Any) -> None:
+        grpc, _, _ = rpc.modules()
+        with open_, contextlib.suppress(grpc.RpcError):
+            for reply in call:
                 self._events += len(reply.events)
 
     async def do_stats(self, tenant: str = "dev") -> Any:

@@ -41,9 +41,9 @@ async def story(world: World) -> None:
     await host.open()
     await fill(world, host, 60)
     parts = world.shard.parts
-    ((stream, rules, gain),) = parts.valued.report()
-    assert stream == parts.accounts.by_name[TenantName("alpha")].stream
-    assert rules, f"seed {SEED}: worth never ruled, gain {gain}"
+    (standing,) = parts.valued.report()
+    assert standing.stream == parts.accounts.by_name[TenantName("alpha")].stream
+    assert standing.rules, f"seed {SEED}: worth never ruled: {standing}"
     assert parts.engine.stats.evicted_segments > 2 * SEGMENTS
     assert parts.engine.stats.copied_bytes <= 0.15 * parts.engine.stats.appended_bytes
     assert (await host.get(HOT, OpenAt.HOST)).count(Status.OK) >= len(HOT) - 2

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from keyring_lab import open_ring, seeded
 
 from entresol_daemon.keys import sweeping
+from entresol_daemon.shard.keycare import wipe_from_memory
+from entresol_proto.ids import TenantName
 from entresol_proto.seal.keys import derive_block_key
 from entresol_proto.seal.wiping import wipe
 from entresol_proto.status import SealError, Status
@@ -109,6 +115,8 @@ def test_a_sweep_overwrites_what_was_freed() -> None:
 
 GROWTH = """
 from entresol_daemon.keys import sweeping
+from entresol_daemon.shard.keycare import wipe_from_memory
+from entresol_proto.ids import TenantName
 held = [bytes(1000 + at % 3000) for at in range(8_000)]  # about 20 MB, with holes
 del held[::3]
 sweeping._trim()
@@ -132,3 +140,25 @@ def test_a_sweep_ends_where_the_process_cannot_see_its_size(
     monkeypatch.setattr(sweeping, "_resident_bytes", lambda: 0)
     monkeypatch.setattr(sweeping, "BLIND_BYTES", 1 << 20)
     assert sum(1 for _ in sweeping.sweep()) == 1 + 28 + 1 + len(sweeping.LARGE_BYTES)
+
+
+class Ring:
+    """Keeps itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+async def test_what_only_a_cycle_keeps_goes_with_a_tenant_however_old_it_is() -> None:
+    """What was in use while another tenant was erased is old by then: a call of gRPC, a watch."""
+    ring = Ring()
+    seen = weakref.ref(ring)
+    gc.collect()
+    del ring
+    gc.collect(1)
+    assert seen() is not None, "it is old"
+    parts: Any = SimpleNamespace(
+        keyring=SimpleNamespace(wipe_destroyed=lambda name: None), sweep=lambda: iter(())
+    )
+    await wipe_from_memory(parts, TenantName("acme"))
+    assert seen() is None

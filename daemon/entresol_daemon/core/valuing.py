@@ -10,9 +10,9 @@ most TENANTS_MAX tenants; nothing of it is persistent, so after a start every bl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from entresol_daemon.core.worth import (
     CLASSES,
@@ -23,25 +23,37 @@ from entresol_daemon.core.worth import (
     Ghosts,
     Ledger,
 )
-from entresol_daemon.core.worth_ranking import Columns, WorthRanking
-
-Slots = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+from entresol_daemon.core.worth_ranking import Columns, Slots, WorthRanking
 
 TENANTS_MAX = 16  # the others' blocks leave by LRU
 TENANT_BYTES = LEDGER_BYTES + 16 * HOLES
-GHOSTS_PER_SLOT = 1  # of 4 bytes
+GHOSTS_PER_SLOT = 4  # of 2 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a tenant's blocks are chosen: whether worth rules, and what was really found, and what
+    worth alone would find, beyond LRU's, in hits per reference."""
+
+    stream: bytes
+    rules: bool
+    gain: float
+    promise: float
 
 
 class Values:
-    """Of a shard. `columns_of` gives a segment's live blocks; `slots_max` is the index's size;
-    `ghosts` is for how many evicted blocks their use is remembered (0: one per slot)."""
+    """Of a shard. `slots_of` gives a segment's live blocks, `columns_of` what is known of them;
+    `slots_max` is the index's size; `ghosts` is for how many evicted blocks their use is remembered
+    (0: GHOSTS_PER_SLOT for each slot)."""
 
     def __init__(
-        self, slots_max: int, columns_of: Callable[[int], Columns], *, ghosts: int = 0
-    ) -> None:
+        self, slots_max: int, slots_of: Callable[[int], Slots],
+        columns_of: Callable[[Slots], Columns], *, ghosts: int = 0,
+    ) -> None:  # fmt: skip
         self.uses: U8 = np.zeros(slots_max, np.uint8)
         self.uses.fill(0)  # pages are taken now, so that memory does not grow later
         self._ghosts = Ghosts(ghosts or GHOSTS_PER_SLOT * slots_max)
+        self._slots_of = slots_of
         self._columns_of = columns_of
         self._tenants: dict[bytes, WorthRanking] = {}
 
@@ -53,7 +65,7 @@ class Values:
     def _of(self, stream: bytes) -> WorthRanking | None:
         found = self._tenants.get(stream)
         if found is None and len(self._tenants) < TENANTS_MAX:
-            found = self._tenants[stream] = WorthRanking(Ledger(), self._columns_of)
+            found = self._tenants[stream] = WorthRanking(Ledger(), self._slots_of, self._columns_of)
         return found
 
     def stored(self, stream: bytes, slots: Slots, keys: U64, now_touch: int) -> None:
@@ -95,12 +107,15 @@ class Values:
             return None
         return tenant
 
-    def report(self) -> list[tuple[bytes, bool, float]]:
-        """Of each tenant: its stream, whether worth rules, and hits per reference beyond LRU's."""
+    def report(self) -> list[Standing]:
+        """Of each tenant."""
         return [
-            (stream, self.keeper(stream) is not None, tenant.ledger.trial.gain)
+            Standing(
+                stream, self.keeper(stream) is not None, tenant.ledger.trial.gain,
+                tenant.ledger.trial.promise,
+            )
             for stream, tenant in self._tenants.items()
-        ]
+        ]  # fmt: skip
 
     def forget(self, stream: bytes) -> None:
         """A tenant is gone, and all that was learned of it."""

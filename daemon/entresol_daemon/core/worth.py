@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from entresol_daemon.core.trial import Shadow, Trial, shadow_bytes
+
 U64 = npt.NDArray[np.uint64]
-U32 = npt.NDArray[np.uint32]
+U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -31,17 +33,13 @@ BINS_PER_OCTAVE = 3
 OCTAVES = 24  # ages of 16 million ticks and more are one
 BINS = BINS_PER_OCTAVE * OCTAVES
 LEDGER_ENTRIES = 16_384
-LEDGER_BYTES = LEDGER_ENTRIES * (8 + 8 + 1) + 3 * CLASSES * BINS * 8
+LEDGER_BYTES = LEDGER_ENTRIES * (8 + 8 + 1) + 3 * CLASSES * BINS * 8 + shadow_bytes(LEDGER_ENTRIES)
 TURNOVERS = 4  # an entry is overwritten after about as many times what the store holds
 LEARN_EVERY = 1_024  # sampled events
 DECAY = 0.92  # of what was learned, each time
 PRIOR = 20.0  # blocks of the whole, mixed into every class
-GHOST_TAG_BITS = 30
+GHOST_TAG_BITS = 14
 LEARNED_MIN = 4  # times, before anything is judged by worth
-TRIAL_TURNOVERS = 2  # of the store, the first of which does not count
-REST_TURNOVERS = 4  # that LRU rules after worth fell behind, the first time
-REST_DOUBLINGS_MAX = 8
-LOSS_MAX = 0.002  # hits per reference that worth may be behind
 HOLES = 8_192  # batches of which it is remembered that they were cut
 
 _EDGES: Floats = np.exp2(np.arange(BINS + 1) / BINS_PER_OCTAVE) - 1
@@ -86,54 +84,6 @@ def yields(used: Floats, lost: Floats) -> Floats:
     return found
 
 
-class Trial:
-    """Worth against LRU, on one tenant's sampled keys: uses found against those that LRU per block
-    would have found, which is exact, because it depends on a block's age alone.
-
-    LRU rules first, while ages are learned that a full store has. Then worth does until it falls
-    behind, then LRU again for a while, which doubles each time.
-    """
-
-    def __init__(self) -> None:
-        self.rules = False
-        self.lost = 0  # how often worth fell behind
-        self._found = self._lru = self._seen = 0.0
-        self._put = 0  # sampled blocks put since the last change
-        self._rest = 1
-
-    @property
-    def gain(self) -> float:
-        """Uses found beyond those that LRU would have found, per reference."""
-        return (self._found - self._lru) / max(1.0, self._seen)
-
-    def saw(self, found: int, lru: int, put: int) -> None:
-        """References to sampled blocks: found, those LRU would have found, and put."""
-        self._found += found
-        self._lru += lru
-        self._seen += found + put
-        self._put += put
-
-    def judge(self, turnover: int) -> None:
-        """Now and then; `turnover` is how many sampled blocks the store holds."""
-        if self.rules and self._put < TRIAL_TURNOVERS * turnover:
-            if self._put < turnover:  # what is stored was not chosen by worth yet
-                self._found = self._lru = self._seen = 0.0
-            return
-        if not self.rules and self._put < self._rest * turnover:
-            return
-        behind = self.rules and self.gain < -LOSS_MAX
-        if behind:
-            self.lost += 1
-            self._rest = REST_TURNOVERS << min(self.lost - 1, REST_DOUBLINGS_MAX)
-        if behind or not self.rules:
-            self.rules = not self.rules
-            self._put = 0
-            self._found = self._lru = self._seen = 0.0
-        else:  # half of what was seen stays
-            self._found, self._lru, self._seen = self._found / 2, self._lru / 2, self._seen / 2
-            self._put = turnover
-
-
 class Ledger:
     """When a sample of one tenant's keys was used, whether stored or not. Direct-mapped: a new key
     takes the place of an old one, of which nothing more is known then."""
@@ -151,6 +101,7 @@ class Ledger:
         self._lru_age = np.inf  # up to this age LRU would have kept a block
         self.learned = 0  # how often the worth was computed
         self.trial = Trial()
+        self._shadow = Shadow(LEDGER_ENTRIES)
 
     @property
     def ready(self) -> bool:
@@ -164,6 +115,7 @@ class Ledger:
         if want > self._shift or want < self._shift - 1:
             self._shift = want
             self._keys[~self._sampled(self._keys)] = 0
+            self._shadow.keep(self._keys != 0)
 
     def _sampled(self, keys: U64) -> npt.NDArray[np.bool_]:
         mask = np.uint64((1 << self._shift) - 1)
@@ -186,11 +138,25 @@ class Ledger:
         lost = ~known & (there != 0)
         np.add.at(self._lost, (classes[lost], bins[lost]), 1)
         kept = int((known & (ages <= self._lru_age)).sum())
-        self.trial.saw(len(keys) if found else 0, kept, 0 if found else len(keys))
+        shadow = self._shadow.asked(at, known)
+        self.trial.saw(len(keys) if found else 0, kept, 0 if found else len(keys), shadow)
         self._keys[at], self._touch[at], self._uses[at] = keys, now, uses
+        self._shadow.fit(self._room, lambda held: self._by_worth(held, now))
         self._events += len(keys)
         if self._events >= LEARN_EVERY:
             self._learn(now)
+
+    @property
+    def _room(self) -> int:
+        """How many of the sampled blocks the store holds."""
+        return self._live_blocks >> self._shift
+
+    def _by_worth(self, held: Ints, now: int) -> Ints:
+        """Entries, those worth least in front; of equals, the oldest."""
+        last = self._touch[held]
+        worth = self.worth(last, self._uses[held], now)
+        ordered: Ints = held[np.lexsort((last, worth))]
+        return ordered
 
     def _learn(self, now: int) -> None:
         self._events = 0
@@ -201,7 +167,7 @@ class Ledger:
         self._worth = yields(self._used, self._lost + still)
         self._used *= DECAY
         self._lost *= DECAY
-        would = self._live_blocks >> self._shift
+        would = self._room
         self._lru_age = float(np.partition(ages, would)[would]) if would < len(ages) else np.inf
         self.learned += 1
         if self.learned >= LEARNED_MIN and would:
@@ -215,12 +181,13 @@ class Ledger:
 
 
 class Ghosts:
-    """How often blocks that were evicted had been used, as far as one table of 32-bit entries
-    remembers: `entries` (rounded up to a power of two) of the latest."""
+    """How often blocks that were evicted had been used, as far as one table of 16-bit entries
+    remembers: `entries` (rounded up to a power of two) of the latest. Of 16,384 new blocks one is
+    taken for an evicted one: it is then thought a little better of."""
 
     def __init__(self, entries: int) -> None:
         bits = max(4, (max(1, entries) - 1).bit_length())
-        self._table: U32 = np.zeros(1 << bits, np.uint32)
+        self._table: U16 = np.zeros(1 << bits, np.uint16)
         self._table.fill(0)  # pages are taken now, so that memory does not grow later
         self._at = np.uint64(64 - bits)
 
@@ -228,22 +195,22 @@ class Ghosts:
     def memory_bytes(self) -> int:
         return self._table.nbytes
 
-    def _places(self, keys: U64) -> tuple[Ints, U32]:
+    def _places(self, keys: U64) -> tuple[Ints, U16]:
         mixed = keys * _MIX
-        tags = (keys >> np.uint64(64 - GHOST_TAG_BITS)).astype(np.uint32) << np.uint32(2)
+        tags = (keys >> np.uint64(64 - GHOST_TAG_BITS)).astype(np.uint16) << np.uint16(2)
         return (mixed >> self._at).astype(np.int64), tags
 
     def gone(self, keys: U64, uses: U8) -> None:
         """These were evicted."""
         at, tags = self._places(keys)
-        self._table[at] = tags | np.minimum(uses, CLASSES - 1).astype(np.uint32)
+        self._table[at] = tags | np.minimum(uses, CLASSES - 1).astype(np.uint16)
 
     def uses(self, keys: U64) -> U8:
         """Of blocks that are put: 0 for new ones, else one more than when they were evicted."""
         at, tags = self._places(keys)
         found = self._table[at]
-        known = ((found ^ tags) >> np.uint32(2) == 0) & (found != 0)
-        before = (found & np.uint32(3)).astype(np.uint8) + np.uint8(1)
+        known = ((found ^ tags) >> np.uint16(2) == 0) & (found != 0)
+        before = (found & np.uint16(3)).astype(np.uint8) + np.uint8(1)
         return np.where(known, np.minimum(before, CLASSES - 1), 0).astype(np.uint8)
 
 
@@ -281,26 +248,30 @@ class Holes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What freeing one segment comes to: worth lost per freed byte, and which blocks are kept."""
+    """What freeing each of some segments comes to: worth lost per freed byte, by segment, and which
+    blocks are kept."""
 
-    cost: float
+    cost: Floats
     kept: npt.NDArray[np.bool_]
 
 
 def plan(
     worth: Floats, position: npt.NDArray[np.integer], size_bytes: npt.NDArray[np.integer],
-    *, bar: float, limit_bytes: int,
+    counts: Ints, *, bar: float, limit_bytes: int,
 ) -> Plan:  # fmt: skip
-    """Keep what is worth more than `bar`, the best first, as far as `limit_bytes` and half of the
-    segment go; `bar` is also what half of a rewrite costs, per byte."""
+    """Of blocks in order of their segments, `counts` of each: keep what is worth more than `bar`,
+    the best of a segment first, as far as `limit_bytes` and half of the segment go; `bar` is also
+    what half of a rewrite costs, per byte."""
+    many = len(counts)
+    segment = np.repeat(np.arange(many), counts)
     sizes = size_bytes.astype(np.float64)
+    total = np.bincount(segment, sizes, many)
+    order = np.lexsort((position, -worth, segment))  # keeps the segments' order
+    taken = np.cumsum(sizes[order]) - np.repeat(np.cumsum(total) - total, counts)
+    room = np.minimum(limit_bytes, total / 2)[segment]
     kept = np.zeros(len(worth), np.bool_)
-    order = np.lexsort((position, -worth))
-    order = order[worth[order] > bar]
-    total = float(sizes.sum())
-    fits = np.cumsum(sizes[order]) <= min(limit_bytes, total / 2)
-    kept[order[fits]] = True
-    rewritten = float(sizes[kept].sum())
-    lost = float((worth * sizes)[~kept].sum())
-    charge = 0.5 * bar * rewritten if rewritten else 0.0
-    return Plan((lost + charge) / max(1.0, total - rewritten), kept)
+    kept[order] = (worth[order] > bar) & (taken <= room)
+    rewritten = np.bincount(segment, sizes * kept, many)
+    lost = np.bincount(segment, worth * sizes * ~kept, many)
+    charge = 0.5 * bar * rewritten if np.isfinite(bar) else 0.0
+    return Plan((lost + charge) / np.maximum(1.0, total - rewritten), kept)

@@ -14,12 +14,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.core.eviction import SegmentLike
-from entresol_daemon.core.worth import Holes, Ledger, Plan, plan
+from entresol_daemon.core.worth import Holes, Ints, Ledger, Plan, plan
+
+Slots = npt.NDArray[np.signedinteger[Any]]
 
 LOOKS = 48
 LOOK_BLOCKS = 64
@@ -42,22 +45,22 @@ class Columns:
             self.last_touch[mask], self.uses[mask], self.position[mask], self.size_bytes[mask]
         )
 
-    def some(self, most: int) -> Columns:
-        """An even selection of at most so many."""
-        step = -(-len(self.uses) // most)
-        if step <= 1:
-            return self
-        return Columns(
-            self.last_touch[::step], self.uses[::step], self.position[::step],
-            self.size_bytes[::step],
-        )  # fmt: skip
+
+def some_of(slots: Slots, most: int) -> Slots:
+    """An even selection of at most so many."""
+    return slots[:: max(1, -(-len(slots) // most))]
 
 
 class WorthRanking:
-    """Of one tenant."""
+    """Of one tenant. `slots_of` gives a segment's live blocks, `columns_of` what is known of
+    them."""
 
-    def __init__(self, ledger: Ledger, columns_of: Callable[[int], Columns]) -> None:
+    def __init__(
+        self, ledger: Ledger, slots_of: Callable[[int], Slots],
+        columns_of: Callable[[Slots], Columns],
+    ) -> None:  # fmt: skip
         self.ledger = ledger
+        self._slots_of = slots_of
         self._columns_of = columns_of
         self._costs: dict[int, tuple[int, float]] = {}  # segment -> (sequence, cost when last seen)
         self.holes = Holes()
@@ -68,27 +71,32 @@ class WorthRanking:
         self, segments: Sequence[SegmentLike], *, now_touch: int, room_bytes: int
     ) -> SegmentLike:
         """The segment to free among these (at least one)."""
-        best, least = segments[0], float("inf")
-        for each in self._candidates(segments):
-            cost = self._plan(
-                self._columns_of(each.segment).some(LOOK_BLOCKS), now_touch, room_bytes
-            ).cost
+        candidates = self._candidates(segments)
+        slots = [some_of(self._slots_of(each.segment), LOOK_BLOCKS) for each in candidates]
+        counts = np.asarray([len(each) for each in slots])
+        costs = self._plan(
+            self._columns_of(np.concatenate(slots)), counts, now_touch, room_bytes
+        ).cost.tolist()
+        for each, cost in zip(candidates, costs, strict=True):
             self._costs[each.segment] = (each.sequence, cost)
-            if cost < least:
-                best, least = each, cost
+        least = min(costs)
+        best: SegmentLike = candidates[costs.index(least)]
         self._costs.pop(best.segment, None)
         self.price = self.price + PRICE_STEP * (least - self.price) if self.price else least
         return best
 
     def keep(self, columns: Columns, *, now_touch: int, room_bytes: int) -> npt.NDArray[np.bool_]:
         """Which live blocks of the victim to write again."""
-        return self._plan(columns, now_touch, room_bytes).kept
+        counts = np.asarray([len(columns.uses)])
+        return self._plan(columns, counts, now_touch, room_bytes).kept
 
-    def _plan(self, columns: Columns, now: int, room_bytes: int) -> Plan:
+    def _plan(self, columns: Columns, counts: Ints, now: int, room_bytes: int) -> Plan:
         worth = self.ledger.worth(columns.last_touch, columns.uses, now)
         worth[self.holes.behind(columns.last_touch, columns.position)] = 0.0
         bar = KEEP_PRICES * self.price if self.price else float("inf")
-        return plan(worth, columns.position, columns.size_bytes, bar=bar, limit_bytes=room_bytes)
+        return plan(
+            worth, columns.position, columns.size_bytes, counts, bar=bar, limit_bytes=room_bytes
+        )
 
     def _candidates(self, segments: Sequence[SegmentLike]) -> Sequence[SegmentLike]:
         """Those that cost least when last seen, and some in turn."""

@@ -36,7 +36,7 @@ POLICY_DEFAULT = FlashConfig().eviction  # what daemons do
 # A daemon's segment of 64 MiB holds so many of vLLM's blocks: 16 tokens of Llama-3.1-8B in bf16 are
 # 2 MiB. Blocks of the traces here are longer (64 or 512 tokens), so fewer of them would fit.
 SEGMENT_BLOCKS_DEFAULT = 32
-GHOSTS_PER_BLOCK = 4  # of the capacity: as a daemon has with blocks of 1 MiB
+GHOSTS_PER_BLOCK = 16  # of the capacity: as a daemon has with blocks of 1 MiB
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -150,7 +150,10 @@ class Store:
         self._keys = _names(trace.distinct)
         if options.policy == "worth":
             ghosts = GHOSTS_PER_BLOCK * capacity_blocks
-            self._values = Values(trace.distinct, self._columns_of, ghosts=ghosts)
+            self._values = Values(
+                trace.distinct, lambda number: self._segments[number].ids, self._columns,
+                ghosts=ghosts,
+            )  # fmt: skip
         self._ranking = SegmentRanking(
             lambda segment: median_touch(self._touch[self._segments[segment].ids])
         )
@@ -254,9 +257,6 @@ class Store:
         sizes = np.full(len(ids), BLOCK_BYTES, np.uint32)
         uses = np.zeros(len(ids), np.uint8) if self._values is None else self._values.uses[ids]
         return Columns(self._touch[ids], uses, self._position[ids], sizes)
-
-    def _columns_of(self, number: int) -> Columns:
-        return self._columns(self._segments[number].ids)
 
     def _chooser(self, stream: bytes, blocks: int) -> WorthRanking | None:
         return None if self._values is None else self._values.ranking(stream, blocks)

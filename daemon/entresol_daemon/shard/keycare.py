@@ -58,7 +58,9 @@ async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
     No session may hold them any more. Lets others run in between.
     """
     parts.keyring.wipe_destroyed(name)
-    gc.collect(1)  # what lately only its own cycles keep is freed now, and swept with the rest
+    # What only its own cycles keep is freed now, and swept with the rest: all of it, because what
+    # is in use meanwhile (the very call that erases) would else not be looked at for hours.
+    gc.collect()
     for _ in parts.sweep():
         await asyncio.sleep(0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.core.eviction import Choosers
-from entresol_daemon.core.valuing import Values
+from entresol_daemon.core.valuing import Standing, Values
 from entresol_daemon.core.worth import U64
 from entresol_daemon.core.worth_ranking import Columns
 from entresol_daemon.flash.engine import Engine
@@ -27,7 +27,7 @@ class Valued:
         self._engine = engine
         self._values: Values | None = None
         if policy == "worth":
-            self._values = Values(engine.index.capacity, self._columns_of)
+            self._values = Values(engine.index.capacity, engine.segment_slots, self._columns)
 
     @property
     def choosers(self) -> Choosers | None:
@@ -59,8 +59,8 @@ class Valued:
         if self._values is not None and len(slots):
             self._values.evicted(stream, slots, self._keys(slots), self._columns(slots))
 
-    def report(self) -> list[tuple[bytes, bool, float]]:
-        """Of each tenant that is learned of: stream, whether worth rules, and its gain."""
+    def report(self) -> list[Standing]:
+        """Of each tenant that is learned of."""
         return [] if self._values is None else self._values.report()
 
     def forget(self, stream: bytes) -> None:
@@ -84,9 +84,6 @@ class Valued:
 
     def _keys(self, slots: Slots) -> U64:
         return self._engine.index.key_columns()[0][slots]
-
-    def _columns_of(self, segment: int) -> Columns:
-        return self._columns(self._engine.segment_slots(segment))
 
     def _columns(self, slots: Slots) -> Columns:
         index = self._engine.index

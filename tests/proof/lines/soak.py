@@ -50,17 +50,18 @@ HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue
 class Plan:
     """How long a soak is, and what memory may grow by, once warm. `more`: rounds that are added
     where few gets decide what is late and say that they were. `length`: of every stretch of load,
-    as a part of what it is meant to be."""
+    as a part of what it is meant to be. `quiet_s`: how long to wait until nothing is held."""
 
     rounds: int
     growth_max: float
     more: int = 0
     length: float = 1.0
+    quiet_s: float = QUIET_SECONDS_MAX
 
 
 PLANS = {Size.COMMIT: Plan(3, 0.10, more=3), Size.NIGHTLY: Plan(33, 0.02),
          Size.RELEASE: Plan(200, 0.02)}  # fmt: skip
-CANARY = Plan(1, 1.0, length=0.2)
+CANARY = Plan(1, 1.0, length=0.2, quiet_s=4.0)  # what it holds goes in two seconds, or never
 
 
 @dataclass(slots=True)
@@ -156,9 +157,9 @@ class Bustle:
 class Soak:
     """One soak."""
 
-    def __init__(self, lab: Lab, seed: int, tally: Tally, length: float) -> None:
+    def __init__(self, lab: Lab, seed: int, tally: Tally, plan: Plan) -> None:
         self.lab = lab
-        self._length = length
+        self._length, self._quiet_s = plan.length, plan.quiet_s
         self.seed = seed
         self.tally = tally
         self.hosts = [self.host("dev", seed + number) for number in range(HOSTS)]
@@ -211,7 +212,7 @@ class Soak:
         pid = self.lab.pid
         for what in ("add", "erase"):  # which also gives back to the system what was freed
             self.lab.driver.ask("admin", what=what, tenant=GUEST, wait=True)
-        until = time.monotonic() + QUIET_SECONDS_MAX
+        until = time.monotonic() + self._quiet_s
         found: Rest | None = None
         steady = 0
         while steady < 3 and time.monotonic() < until:
@@ -251,7 +252,7 @@ def _soak(folder: Path, seed: int, plan: Plan, tally: Tally, plant: str = "") ->
         lab.first_life()
         # It stores more than it may, all the time, and evicts itself.
         lab.driver.ask("admin", what="add", tenant="other", wait=True, flash_bytes=FLASH_BYTES // 4)
-        soak = Soak(lab, seed, tally, plan.length)
+        soak = Soak(lab, seed, tally, plan)
         try:
             findings = _rounds(soak, plan)
         finally:
