@@ -90,7 +90,9 @@ def follow_worth(metrics: Metrics, shard: Shard) -> None:
     metrics.on_refresh(show_budget)
 
     def show_eviction() -> None:
-        names = {stream: account.name for stream, account in parts.accounts.by_stream.items()}
+        names: dict[bytes, str] = {
+            stream: account.name for stream, account in parts.accounts.by_stream.items()
+        }
         rows = {names[row.stream]: row for row in parts.valued.report() if row.stream in names}
         for gauge, values in (
             (worth.eviction_worth, {name: float(row.rules) for name, row in rows.items()}),
