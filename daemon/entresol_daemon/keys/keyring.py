@@ -31,7 +31,7 @@ from entresol_daemon.keys.receipts import (
     sign_receipt,
     verify_receipt,
 )
-from entresol_daemon.keys.state import SECRET_BYTES, State, StoredTenant, TenantQuota
+from entresol_daemon.keys.state import SECRET_BYTES, State, StoredReceipt, StoredTenant, TenantQuota
 from entresol_daemon.keys.store import KeyringStore
 from entresol_daemon.keys.tenant import (
     USAGE_FIRST_BLOCKS,
@@ -180,12 +180,12 @@ class Keyring(NamespaceNames):
 
     def receipts(self) -> list[Receipt]:
         """The erasures, oldest first."""
-        return [receipt.copy() for receipt in self._state.erased]
+        return [receipt.parsed() for receipt in self._state.erased]
 
     def was_erased(self, name: str) -> bool:
         """True when a tenant of this name was erased and has not been added again."""
         return name not in self._state.tenants and any(
-            receipt["tenant"] == name for receipt in self._state.erased
+            receipt.tenant == name for receipt in self._state.erased
         )
 
     def get(self, name: str) -> Tenant:
@@ -335,9 +335,7 @@ class Keyring(NamespaceNames):
                 # The first attempt may have failed halfway: make both copies right, once more.
                 self._save(state)
                 return next(
-                    receipt.copy()
-                    for receipt in reversed(state.erased)
-                    if receipt["tenant"] == name
+                    receipt.parsed() for receipt in reversed(state.erased) if receipt.tenant == name
                 )
             stored = self._stored(name)
             receipt = Receipt(
@@ -357,7 +355,7 @@ class Keyring(NamespaceNames):
             if not self.locked:
                 receipt = sign_receipt(receipt, self._receipt_seed)
             left = {key: value for key, value in state.tenants.items() if key != name}
-            erased = (*state.erased, receipt)[-RECEIPTS_KEPT_MAX:]
+            erased = (*state.erased, StoredReceipt.of(receipt))[-RECEIPTS_KEPT_MAX:]
             self._save(
                 replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"])
             )

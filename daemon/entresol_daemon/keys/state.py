@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from entresol_daemon.keys.receipts import RECEIPT_FORMAT, Receipt
+from entresol_daemon.keys.receipts import RECEIPT_FORMAT, Receipt, canonical
 from entresol_proto.ids import BadKeyError, TenantName, check_tenant_name
 from entresol_proto.status import KeyringError, Status
 
@@ -101,6 +101,23 @@ class StoredTenant:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredReceipt:
+    """A receipt as it is in the file: its text takes half the memory of the parsed form."""
+
+    tenant: str
+    text: bytes  # canonical
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> StoredReceipt:
+        """As it will be written."""
+        return cls(receipt["tenant"], canonical(receipt))
+
+    def parsed(self) -> Receipt:
+        """A new copy."""
+        return cast(Receipt, json.loads(self.text))
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """The whole keyring. Replaced, never changed."""
 
@@ -110,7 +127,7 @@ class State:
     receipt_public: bytes = b""
     receipts_issued: int = 0
     tenants: Mapping[str, StoredTenant] = field(default_factory=dict)
-    erased: tuple[Receipt, ...] = ()
+    erased: tuple[StoredReceipt, ...] = ()
 
 
 def wrap_aad(kind: int, name: str, stream: bytes, version: int) -> bytes:
@@ -139,7 +156,10 @@ def canonical_json(value: Any) -> bytes:
 
 def envelope(format_name: str, version: int, body: Any) -> bytes:
     """Wrap a body with format, version and checksum; ends in a newline."""
-    raw = canonical_json(body)
+    return _wrapped(format_name, version, canonical_json(body))
+
+
+def _wrapped(format_name: str, version: int, raw: bytes) -> bytes:
     checksum = hashlib.blake2b(raw, digest_size=32).hexdigest()
     head = {"checksum": checksum, "format": format_name, "version": version}
     return canonical_json(head)[:-1] + b',"body":' + raw + b"}\n"
@@ -205,9 +225,11 @@ def encode(state: State) -> bytes:
         "receipt_public": state.receipt_public.hex(),
         "receipts_issued": state.receipts_issued,
         "tenants": tenants,
-        "erased": list(state.erased),
     }
-    return envelope(KEYRING_FORMAT, KEYRING_VERSION, body)
+    # "erased" is the first key in order, and the receipts are in the form of the file already.
+    erased = b",".join(receipt.text for receipt in state.erased)
+    raw = b'{"erased":[' + erased + b"]," + canonical_json(body)[1:]
+    return _wrapped(KEYRING_FORMAT, KEYRING_VERSION, raw)
 
 
 def decode(raw: bytes) -> State:
@@ -224,7 +246,7 @@ def decode(raw: bytes) -> State:
             receipt_public=_raw(body, "receipt_public", 0, 32),
             receipts_issued=_whole(body, "receipts_issued"),
             tenants=tenants,
-            erased=tuple(map(_receipt, _items(body, "erased"))),
+            erased=tuple(map(StoredReceipt.of, map(_receipt, _items(body, "erased")))),
         )
     except (KeyError, TypeError, ValueError, AttributeError, BadKeyError, KeyringError) as error:
         raise DamagedError(f"a field is missing or impossible: {error}") from None

@@ -23,6 +23,7 @@ from entresol_daemon.keys.state import (
     DamagedError,
     State,
     StoredDek,
+    StoredReceipt,
     StoredTenant,
     TenantQuota,
     UnknownVersionError,
@@ -57,7 +58,7 @@ def a_state() -> State:
     return State(
         generation=4, kek_id=b"k" * 8, receipt_wrapped=b"w" * 61,
         receipt_public=receipts.public_key_of(SEED), receipts_issued=1,
-        tenants={"a": tenant, "b": other}, erased=(a_receipt(),),
+        tenants={"a": tenant, "b": other}, erased=(StoredReceipt.of(a_receipt()),),
     )  # fmt: skip
 
 
