@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
 BATCH_BYTES = 1024 * 1024  # about a millisecond, and more than Linux is wrong by about a size
-NEW_BATCHES = 2  # in a row by which the process grew: what was free is taken
+NEW_BATCHES = 4  # in a row by which the process grew: what was free is taken
 BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see its own size
 SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
 SMALL_BYTES_MIN = 80  # an object with 32 bytes in it is in this class
