@@ -24,6 +24,7 @@ from daemon_lab import (
 )
 from harness import eventually, running_daemon
 
+from entresol_client.client import Namespace
 from entresol_client.opening import Granted, OpenContext, Wanted, open_group
 from entresol_client.staging import Arena, PrivateMemory
 from entresol_client.workers import ThreadWorkers
@@ -73,6 +74,16 @@ async def late_read(raw: Raw, grants: list[Grant], keys: list[bytes]) -> list[St
     return opened
 
 
+async def found_again(space: Namespace, keys: list[bytes]) -> None:
+    """The blocks are found, by a host that is on time once: on a busy machine it may be late."""
+    for _ in range(50):
+        got = await get(space, keys, SIZE)
+        assert set(got.statuses) <= {Status.OK, Status.LEASE_EXPIRED}, counts(got.statuses)
+        if got.ok:
+            return
+    raise AssertionError("late readers are not believed")
+
+
 @pytest.mark.parametrize("fabric", ["shm", "tcp"])
 async def test_sealed_reads_past_the_lease_are_exact_or_a_miss(tmp_path: Path, fabric: str) -> None:
     """Memory is reused under the reader's eyes; authentication and the clock decide."""
@@ -100,7 +111,7 @@ async def test_sealed_reads_past_the_lease_are_exact_or_a_miss(tmp_path: Path, f
             allowed = {Status.OK, Status.LEASE_EXPIRED, Status.CORRUPT, Status.CONFLICT}
             assert set(statuses) <= allowed, counts(statuses)
             assert Status.OK not in statuses or fabric == "tcp"
-            assert (await get(space, keys, SIZE)).ok, "late readers are not believed"
+            await found_again(space, keys)
         await assert_idle(running.daemon)
 
 

@@ -87,6 +87,13 @@ for at in range(4000):
     held.append(secret + bytes(at % 400))
     held.append(secret * (1 + at % 80))
 del held[::2], held[::3], held, secret
+kinds = [
+    lambda at: object(),
+    lambda at: 2**30 + at,
+    lambda at: b"%02d" % (at % 100),
+    lambda at: b"%16d" % at,
+]
+small = [kinds[int(sys.argv[2])](at) for at in range(int(sys.argv[3]))]
 for _ in sweep() if sys.argv[1] == "sweep" else ():
     pass
 print("ready", flush=True)
@@ -94,15 +101,17 @@ sys.stdin.read()
 """
 
 
-def secrets_left(how: str) -> list[str]:
+def secrets_left(how: str, kind: int = 0, small: int = 0) -> list[str]:
     """Which, how large their copies were, and where they are, in a process that made 4,000, copied
-    and freed them."""
+    and freed them, and then made `small` objects of one of four sizes to 64 bytes."""
     names = {
         hashlib.sha256(b"%d" % at).digest(): f"{at}: {65 + at % 400} {33 + 32 * (1 + at % 80)}"
         for at in range(4000)
     }
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", CHILD, how, str(kind), str(small)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
@@ -116,6 +125,12 @@ def test_a_sweep_overwrites_what_was_freed() -> None:
     assert len(left) > 1000, f"freed memory keeps what was in it: {len(left)} found"
     left = secrets_left("sweep")
     assert not left, "\n".join(sorted(left))
+
+
+@pytest.mark.parametrize("kind", range(4), ids=["16", "32", "48", "64"])
+def test_a_sweep_reaches_what_small_objects_were_put_beside(kind: int) -> None:
+    """Memory of larger objects is given to small ones a piece at a time: the rest is as it was."""
+    assert not secrets_left("sweep", kind, 1500)
 
 
 GROWTH = """
@@ -144,7 +159,16 @@ def test_a_sweep_ends_where_the_process_cannot_see_its_size(
 ) -> None:
     monkeypatch.setattr(sweeping, "_resident_bytes", lambda: 0)
     monkeypatch.setattr(sweeping, "BLIND_BYTES", 1 << 20)
-    assert sum(1 for _ in sweeping.sweep()) == 1 + 28 + 1 + len(sweeping.LARGE_BYTES)
+    assert sum(1 for _ in sweeping.sweep()) == 4 + 32 + len(sweeping.LARGE_BYTES)
+
+
+def test_a_sweep_knows_the_interpreters_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that is free would be taken for each size: as thorough, but three times as long."""
+    sizes = []
+    monkeypatch.setattr(sweeping, "_take", lambda size, most: sizes.append(size) or [])
+    for _ in sweeping.sweep():
+        pass
+    assert sizes == [sweeping.FREE_POOL_BYTES] * 2 + list(sweeping.LARGE_BYTES)
 
 
 class Ring:

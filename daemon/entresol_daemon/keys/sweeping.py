@@ -16,14 +16,19 @@ import ctypes
 import logging
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterator
+from itertools import repeat, starmap
 
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
 BATCH_BYTES = 1024 * 1024  # about a millisecond, and more than Linux is wrong by about a size
-NEW_BATCHES = 4  # in a row by which the process grew: what was free is taken
+NEW_BATCHES = 2  # in a row by which the process grew: what was free is taken
 BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see its own size
 SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
-SMALL_BYTES_MIN = 80  # an object with 32 bytes in it is in this class
+SMALL_STEP_BYTES = 16
+POOL_BYTES = 16 * 1024  # of objects of one size; aligned to as much (Objects/obmalloc.c, CPython)
+POOL_HEAD_BYTES = 48
+FREE_POOL_BYTES = 480  # objects of this size leave the last 16 bytes of a pool only
 CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their exact size
 CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
 LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
@@ -52,18 +57,27 @@ def clear_on_free() -> None:
 def sweep() -> Iterator[None]:
     """Take and zero free memory; run it to its end, with other work between the steps.
 
+    The interpreter keeps objects of a size in pools of their own. What is free in a pool that is in
+    use is taken by objects of its size, however small: a pool that held larger objects keeps what
+    was in them where the few small ones it was given to have not come to lie. Pools that are free
+    as a whole are taken before and after, since they come into use and go out of it meanwhile.
+
     What was taken is given back to the system at the end: the process is not left larger for it.
     Small objects are held within one step only. What others were given meanwhile would lie in new
     memory and keep it: the interpreter gives back nothing smaller than its arenas.
     """
     _trim()
     yield
-    for size in range(SMALL_BYTES_MIN, SMALL_BYTES_MAX + 1, 16):
-        _take(size, SWEEP_BYTES_MAX)
+    _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX)
+    yield
+    for size in range(SMALL_STEP_BYTES, SMALL_BYTES_MAX + 1, SMALL_STEP_BYTES):
+        _take_from_used_pools(size)
         yield
-    held: list[list[bytes]] = []  # freed again, they would be the next one's
+    _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX)
+    yield
+    held: list[list[object]] = []  # freed again, they would be the next one's
     for size in range(SMALL_BYTES_MAX + 8, CACHED_BYTES_MAX + 1, 16):
-        held.append([b"\0" * (size - _OBJECT_BYTES) for _ in range(CACHED_COUNT)])
+        held.append(_objects(size, CACHED_COUNT))
     yield
     for size in LARGE_BYTES:
         held += _take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES))
@@ -78,15 +92,42 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _take(size_bytes: int, bytes_max: int) -> list[list[bytes]]:
-    """Objects of one size, until they come from memory that is new to the process."""
+def _objects(size_bytes: int, count: int) -> list[object]:
+    """New objects of one size, each of them written whole."""
+    if size_bytes == 16:
+        return list(starmap(object, repeat((), count)))
+    if size_bytes == 32:
+        return list(range(2**30, 2**30 + count))  # of two digits each, as the interpreter has them
     length = size_bytes - _OBJECT_BYTES
+    return [b"\0" * length for _ in range(count)]
+
+
+def _take_from_used_pools(size_bytes: int) -> None:
+    """Objects of one size, until some fill a pool from end to end: it was free as a whole, and such
+    a pool is not begun while one in use has room. By the growth of the process where none does."""
+    whole = (POOL_BYTES - POOL_HEAD_BYTES) // size_bytes
+    batch_max = BATCH_BYTES // size_bytes
+    count = min(3 * whole, batch_max)
+    taken: list[list[object]] = []
+    seen = 0
+    while seen * size_bytes < BLIND_BYTES:
+        taken.append(_objects(size_bytes, count))
+        pools = Counter([id(one) // POOL_BYTES for one in taken[-1][-3 * whole :]])
+        if whole in pools.values():
+            return
+        seen += count
+        count = min(2 * count, batch_max)
+    taken += _take(size_bytes, SWEEP_BYTES_MAX - seen * size_bytes)
+
+
+def _take(size_bytes: int, bytes_max: int) -> list[list[object]]:
+    """Objects of one size, until they come from memory that is new to the process."""
     count = max(1, BATCH_BYTES // size_bytes)
-    taken: list[list[bytes]] = []
+    taken: list[list[object]] = []
     new = seen = 0
     while seen < bytes_max:
         before = _resident_bytes()
-        taken.append([b"\0" * length for _ in range(count)])
+        taken.append(_objects(size_bytes, count))
         seen += count * size_bytes
         new = new + 1 if _resident_bytes() - before > BATCH_BYTES // 2 else 0
         if new == NEW_BATCHES or (not before and seen > BLIND_BYTES):
