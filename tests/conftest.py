@@ -6,6 +6,7 @@ not do: every skip is counted under its reason, so that nothing is green by sile
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,15 @@ from collections.abc import Iterator
 import pytest
 
 NOT_RUN = "not run here:"
+
+with contextlib.suppress(ImportError):  # an engine's own environment has none
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says something of the machine, and nothing of the code.
+    settings.register_profile(
+        "entresol", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("entresol")
 
 
 @pytest.fixture(autouse=True)
