@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entresol_daemon.core import worth
+from entresol_daemon.core.eviction import HEAPS_SPARE
 from entresol_daemon.core.trial import SLACK, Shadow, Trial
 from entresol_daemon.core.valuing import TENANT_BYTES, TENANTS_MAX, Values
 from entresol_daemon.core.worth import (
@@ -23,6 +24,7 @@ from entresol_daemon.core.worth import (
 )
 from entresol_daemon.core.worth_ranking import LOOKS, Columns, Slots, WorthRanking, some_of
 from entresol_daemon.flash.model import SegmentInfo, SegmentState
+from entresol_daemon.flash.stock import Stock
 
 NOW = 100_000
 
@@ -317,9 +319,9 @@ def test_a_shadow_forgets_entries_that_are_of_no_key_and_waits_for_a_full_store(
 # -- which segment
 
 
-def info(number: int) -> SegmentInfo:
+def info(number: int, sequence: int) -> SegmentInfo:
     return SegmentInfo(
-        number, bytes(16), number + 1, SegmentState.SEALED, 8, 8, 80, number + 1, number
+        number, bytes(16), sequence, SegmentState.SEALED, 8, 8, 80, number + 1, number
     )
 
 
@@ -330,27 +332,67 @@ class _Told(Ledger):
         return last_touch.astype(np.float64)
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200), st.integers(0, 100))
-def test_the_cheapest_of_all_is_found_and_of_many_in_time(costs: list[int], seed: int) -> None:
-    looked = []
+class Told:
+    """Segments whose cost is told, and which of them are looked at."""
 
-    def slots(number: int) -> Slots:
-        looked.append(number)
+    def __init__(self) -> None:
+        self.stock: Stock[SegmentInfo] = Stock()
+        self.costs = np.zeros(4_096, np.uint64)
+        self.looked: list[int] = []
+        self.ranking = WorthRanking(_Told(), self._slots, self._columns)
+        self._sequence = 0
+
+    def _slots(self, number: int) -> Slots:
+        self.looked.append(number)
         return np.full(8, number)
 
-    def columns(slots: Slots) -> Columns:
-        touch, many = np.asarray(costs, np.uint64)[slots], len(slots)
+    def _columns(self, slots: Slots) -> Columns:
+        many = len(slots)
+        touch = self.costs[slots]
         return Columns(touch, uses(many), np.zeros(many, np.int64), np.full(many, 10))
 
-    ranking = WorthRanking(_Told(), slots, columns)
-    segments = [info(number) for number in range(len(costs))]
+    def put(self, number: int, cost: int) -> None:
+        self._sequence += 1
+        self.costs[number] = cost
+        self.stock.put(info(number, self._sequence))
+
+    def coldest(self) -> SegmentInfo:
+        self.looked.clear()
+        best = self.ranking.coldest(self.stock, bytes(16), now_touch=NOW, room_bytes=0)
+        assert len(self.looked) == len(set(self.looked)) <= LOOKS
+        assert self.stock.sealed[bytes(16)][best.segment] is best
+        return best  # type: ignore[return-value]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200))
+def test_the_cheapest_of_all_is_found_and_of_many_in_time(costs: list[int]) -> None:
+    told = Told()
+    for number, cost in enumerate(costs):
+        told.put(number, cost)
     rounds = 1 if len(costs) <= LOOKS else 2 + 2 * len(costs) // LOOKS
     for _ in range(rounds):
-        looked.clear()
-        best = ranking.coldest(segments, now_touch=NOW, room_bytes=0)
-        assert len(set(looked)) <= LOOKS
+        best = told.coldest()
     assert costs[best.segment] == min(costs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**32))
+def test_what_comes_goes_and_changes_is_found_and_forgotten(many: int, seed: int) -> None:
+    told, random = Told(), np.random.default_rng(seed)
+    for number in range(many):
+        told.put(number, int(random.integers(1, 1_000)))
+    for _ in range(2 * many):
+        best = told.coldest()
+        told.stock.drop(best.segment)
+        told.put(best.segment, int(random.integers(1, 1_000)))
+        told.costs[random.integers(many)] += 10  # dearer while nobody looked, as after a use
+    ranking = told.ranking
+    assert len(ranking._cheapest) <= 5 * many + LOOKS + HEAPS_SPARE
+    assert len(ranking._in_turn) <= 2 * many + LOOKS + HEAPS_SPARE
+    for _ in range(2 + 2 * many // LOOKS):
+        best = told.coldest()
+    assert told.costs[best.segment] == told.costs[:many].min()
 
 
 def test_only_some_blocks_of_a_segment_of_thousands_are_looked_at() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -90,7 +90,7 @@ class Chooser(Protocol):
     """Chooses among one tenant's segments in another way than by age (core.worth_ranking)."""
 
     def coldest(
-        self, segments: Sequence[SegmentLike], *, now_touch: int, room_bytes: int
+        self, stock: StockLike, stream: bytes, *, now_touch: int, room_bytes: int
     ) -> SegmentLike: ...
 
 
@@ -195,6 +195,17 @@ class ReinsertBudget:
         self._room_bytes -= length_bytes
 
 
+def newcomers(
+    stock: StockLike, shelf: Mapping[int, SegmentLike], last_stamp: int
+) -> Iterator[SegmentLike]:
+    """Of a stream's sealed segments those that came later than the one of that stamp, the latest
+    first."""
+    for number in reversed(cast("dict[int, SegmentLike]", shelf)):
+        if stock.stamp_of(number) <= last_stamp:
+            return
+        yield shelf[number]
+
+
 class Coldest:
     """Of each stream the sealed segment with the least `key`, without looking at all of them.
 
@@ -245,12 +256,10 @@ class Coldest:
         if len(heap) > 2 * len(shelf) + HEAPS_SPARE:  # of segments that are gone
             heap.clear()
             last = 0
-        new = []
-        for number in reversed(cast("dict[int, SegmentLike]", shelf)):
-            if stock.stamp_of(number) <= last:
-                break
-            each = shelf[number]
-            new.append((self._bound(each), each.sequence, number))
+        new = [
+            (self._bound(each), each.sequence, each.segment)
+            for each in newcomers(stock, shelf, last)
+        ]
         if new:
             self._stamps[stream] = stock.stamp_of(new[0][2])
         if len(new) > HEAPS_SPARE:
@@ -380,9 +389,8 @@ def _coldest(
     if choosers is not None:
         chooser = choosers(stream, tenant.used_blocks)
         if chooser is not None:
-            segments = list(stock.sealed[stream].values())
             room_bytes = budget.room_bytes if budget is not None else 0
-            return chooser.coldest(segments, now_touch=now_touch, room_bytes=room_bytes), True
+            return chooser.coldest(stock, stream, now_touch=now_touch, room_bytes=room_bytes), True
     if budget is not None:
         chosen = ranking.coldest(stock, stream)
         if budget.room_bytes >= chosen.live_bytes // 2:

@@ -5,21 +5,22 @@ is written again, per byte that becomes free. Kept is what is worth clearly more
 goes (the *price* of room). A segment that was just written may cost least: then what is nearly ripe
 stays, and the newest goes.
 
-Invariant: looks at no more than LOOKS segments and LOOK_BLOCKS of each per eviction; the cost of
-the others is remembered from earlier looks, and all come up in turn.
+Invariant: looks at no more than LOOKS segments and LOOK_BLOCKS of each per eviction, however many
+there are; the cost of the others is remembered from earlier looks, and all come up in turn.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from entresol_daemon.core.eviction import SegmentLike
+from entresol_daemon.core.eviction import HEAPS_SPARE, SegmentLike, StockLike, newcomers
 from entresol_daemon.core.worth import Holes, Ints, Ledger, Plan, plan
 
 Slots = npt.NDArray[np.signedinteger[Any]]
@@ -63,15 +64,17 @@ class WorthRanking:
         self._slots_of = slots_of
         self._columns_of = columns_of
         self._costs: dict[int, tuple[int, float]] = {}  # segment -> (sequence, cost when last seen)
+        self._cheapest: list[tuple[float, int, int]] = []  # a heap: cost, sequence, segment
+        self._in_turn: deque[tuple[int, int]] = deque()  # sequence, segment
+        self._stamp = 0  # of the segment that came last
         self.holes = Holes()
-        self._turn = 0
         self.price = 0.0
 
     def coldest(
-        self, segments: Sequence[SegmentLike], *, now_touch: int, room_bytes: int
+        self, stock: StockLike, stream: bytes, *, now_touch: int, room_bytes: int
     ) -> SegmentLike:
-        """The segment to free among these (at least one)."""
-        candidates = self._candidates(segments)
+        """The segment to free of a stream that has one; the older one of equals."""
+        candidates = self._candidates(stock, stock.sealed[stream])
         slots = [some_of(self._slots_of(each.segment), LOOK_BLOCKS) for each in candidates]
         counts = np.asarray([len(each) for each in slots])
         costs = self._plan(
@@ -79,11 +82,13 @@ class WorthRanking:
         ).cost.tolist()
         for each, cost in zip(candidates, costs, strict=True):
             self._costs[each.segment] = (each.sequence, cost)
-        least = min(costs)
-        best: SegmentLike = candidates[costs.index(least)]
-        self._costs.pop(best.segment, None)
+            heapq.heappush(self._cheapest, (cost, each.sequence, each.segment))
+        least, _, at = min(
+            (cost, each.sequence, at)
+            for at, (each, cost) in enumerate(zip(candidates, costs, strict=True))
+        )
         self.price = self.price + PRICE_STEP * (least - self.price) if self.price else least
-        return best
+        return candidates[at]
 
     def keep(self, columns: Columns, *, now_touch: int, room_bytes: int) -> npt.NDArray[np.bool_]:
         """Which live blocks of the victim to write again."""
@@ -98,15 +103,46 @@ class WorthRanking:
             worth, columns.position, columns.size_bytes, counts, bar=bar, limit_bytes=room_bytes
         )
 
-    def _candidates(self, segments: Sequence[SegmentLike]) -> Sequence[SegmentLike]:
-        """Those that cost least when last seen, and some in turn."""
-        if len(segments) <= LOOKS:
-            return segments
-        costs = []
-        for at, each in enumerate(segments):
-            sequence, cost = self._costs.get(each.segment, (-1, 0.0))
-            costs.append((cost if sequence == each.sequence else 0.0, at))
-        chosen = {at for _, at in heapq.nsmallest(LOOKS // 2, costs)}
-        chosen |= {(self._turn + step) % len(segments) for step in range(LOOKS // 2)}
-        self._turn = (self._turn + LOOKS // 2) % len(segments)
-        return [segments[at] for at in sorted(chosen)]
+    def _candidates(
+        self, stock: StockLike, shelf: Mapping[int, SegmentLike]
+    ) -> Sequence[SegmentLike]:
+        """Those that cost least when last seen, and some in turn; who is new costs nothing."""
+        self._take_in(stock, shelf)
+        if len(shelf) <= LOOKS:
+            self._cheapest.clear()
+            return list(shelf.values())
+        chosen: dict[int, SegmentLike] = {}
+        while len(chosen) < LOOKS // 2:
+            cost, sequence, number = heapq.heappop(self._cheapest)
+            each = shelf.get(number)
+            if each is not None and self._costs.get(number) == (sequence, cost) and (
+                each.sequence == sequence
+            ):  # fmt: skip
+                chosen[number] = each
+        turns = 0
+        while turns < LOOKS // 2:
+            sequence, number = self._in_turn.popleft()
+            each = shelf.get(number)
+            if each is not None and each.sequence == sequence:
+                self._in_turn.append((sequence, number))
+                chosen[number] = each
+                turns += 1
+        return list(chosen.values())
+
+    def _take_in(self, stock: StockLike, shelf: Mapping[int, SegmentLike]) -> None:
+        """Put who is new in both queues, and keep those who are gone from filling them."""
+        for each in reversed(list(newcomers(stock, shelf, self._stamp))):
+            self._costs[each.segment] = (each.sequence, 0.0)
+            heapq.heappush(self._cheapest, (0.0, each.sequence, each.segment))
+            self._in_turn.append((each.sequence, each.segment))
+            self._stamp = stock.stamp_of(each.segment)
+
+        def here(sequence: int, number: int) -> bool:
+            return number in shelf and shelf[number].sequence == sequence
+
+        if len(self._cheapest) > 4 * len(shelf) + HEAPS_SPARE:
+            self._costs = {no: at for no, at in self._costs.items() if here(at[0], no)}
+            self._cheapest = [(cost, sequence, no) for no, (sequence, cost) in self._costs.items()]
+            heapq.heapify(self._cheapest)
+        if len(self._in_turn) > 2 * len(shelf) + HEAPS_SPARE:
+            self._in_turn = deque(each for each in dict.fromkeys(self._in_turn) if here(*each))
