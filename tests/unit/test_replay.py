@@ -131,7 +131,7 @@ def test_a_capacity_below_two_segments_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = jsonl(tmp_path / "t.jsonl", [(0, list(range(40)))])
-    assert command.main([str(path), "--capacity", "0.5"]) == 2
+    assert command.main([str(path), "--capacity", "0.1"]) == 2
     said = capsys.readouterr().err
     assert "fewer than two segments" in said
     assert "fix: " in said

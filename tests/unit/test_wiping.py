@@ -171,6 +171,38 @@ def test_a_sweep_knows_the_interpreters_pools(monkeypatch: pytest.MonkeyPatch) -
     assert sizes == [sweeping.FREE_POOL_BYTES] * 2 + list(sweeping.LARGE_BYTES)
 
 
+ARENAS = """
+import ctypes, threading
+from entresol_daemon.keys.sweeping import clear_on_free
+clear_on_free()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(8)
+def take():
+    together.wait()
+    assert all(libc.malloc(4096) for _ in range(100))  # beside each other: without the interpreter
+    together.wait()
+threads = [threading.Thread(target=take) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
+
+
+def test_threads_share_one_arena() -> None:
+    """What one of them frees is in reach of the sweep, and of giving back to the system."""
+    told = subprocess.run(
+        [sys.executable, "-c", ARENAS], capture_output=True, text=True, check=True
+    )
+    if "<heap" not in told.stdout:
+        pytest.skip("not run here: this C library has no malloc_info")
+    assert told.stdout.count("<heap nr=") == 1
+
+
 class Ring:
     """Keeps itself."""
 

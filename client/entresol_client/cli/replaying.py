@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
         ("rows", "N", "only the first requests"),
         ("policy", "NAME", "median or worth, as [flash] eviction (default: as daemons have by "
          "default), segment-lru, or lru: per block, the yardstick"),
-        ("segment-blocks", "N", "blocks of a segment (default: 32)"),
+        ("segment-blocks", "N", "blocks of a segment (default: what 64 MiB hold, at least 4)"),
         ("reinsert-ratio", "SHARE", "of what is put, that may be written again (default: 0.15)"),
         ("write-blocks-per-s", "N", "a write budget, beyond which the second touch is admitted"),
         ("admission", "NAME", "auto (default), all or second_touch"),

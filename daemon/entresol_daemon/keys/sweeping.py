@@ -33,7 +33,7 @@ CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their e
 CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
 LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
 _OBJECT_BYTES = bytes.__basicsize__
-_M_PERTURB = -6  # malloc.h of glibc
+_M_PERTURB, _M_ARENA_MAX = -6, -8  # malloc.h of glibc
 
 
 log = logging.getLogger("entresol.keys")
@@ -44,10 +44,14 @@ def clear_on_free() -> None:
     buffers of compressed blocks. Objects of the interpreter's own pools are not its business.
 
     M_PERTURB of mallopt(3), glibc. Pieces up to CACHED_BYTES_MAX that it keeps for the next caller
-    are not overwritten; `sweep` takes those.
+    are not overwritten; `sweep` takes those. From now on threads also share one arena: what one
+    frees is then in reach of another's sweep, and what is free can be given back to the system,
+    which the library does not do with the ends of threads' own arenas.
     """
     try:
-        done = ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF)  # to zeros when new, to 0xFF when freed
+        libc = ctypes.CDLL(None)
+        done = libc.mallopt(_M_PERTURB, 0xFF)  # to zeros when new, to 0xFF when freed
+        libc.mallopt(_M_ARENA_MAX, 1)
     except AttributeError:
         done = 0
     if not done:

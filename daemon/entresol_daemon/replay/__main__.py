@@ -17,7 +17,7 @@ from pathlib import Path
 from entresol_daemon.core.eviction import REINSERT_RATIO
 from entresol_daemon.replay import plot
 from entresol_daemon.replay.run import Assumptions, Result, measure
-from entresol_daemon.replay.store import POLICIES, POLICY_DEFAULT, SEGMENT_BLOCKS_DEFAULT, Options
+from entresol_daemon.replay.store import POLICIES, POLICY_DEFAULT, Options, segment_blocks_of
 from entresol_daemon.replay.traces import TraceError, load
 from entresol_proto.status import EntresolError
 
@@ -99,7 +99,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--rows", type=_whole)
     parser.add_argument("--policy", choices=POLICIES, default=POLICY_DEFAULT)
-    parser.add_argument("--segment-blocks", type=_whole, default=SEGMENT_BLOCKS_DEFAULT)
+    parser.add_argument("--segment-blocks", type=_whole, default=0)
     parser.add_argument("--forward", action="store_true")
     parser.add_argument("--per-tenant", action="store_true")
     parser.add_argument("--reinsert-ratio", type=_share, default=REINSERT_RATIO)
@@ -120,7 +120,8 @@ def lines(rows: Sequence[Result], assumed: Assumptions) -> list[str]:
     head = (
         "CAPACITY   BLOCKS      USABLE  2ND HALF  ANY     WRITTEN     AMPLIFIED  DRIVE LIFE  SAVED"
     )
-    said = [f"{rows[0].trace}, policy {rows[0].policy}", head]
+    kind = f"policy {rows[0].policy}, segments of {rows[0].segment_blocks} blocks"
+    said = [f"{rows[0].trace}, {kind}", head]
     for row in rows:
         capacity = f"{row.capacity:.1%}" if row.capacity <= 1 else "-"
         years = "-" if row.drive_years is None else f"{row.drive_years:.3g} years"
@@ -154,8 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot.check()
+    trace = load(args.trace, rows=args.rows, block_tokens=args.block_tokens)
+    block_bytes = trace.block_tokens * args.token_bytes
     options = Options(
-        segment_blocks=args.segment_blocks,
+        segment_blocks=args.segment_blocks or segment_blocks_of(block_bytes),
         policy=args.policy,
         forward=args.forward,
         per_tenant=args.per_tenant,
@@ -166,7 +169,6 @@ def _run(args: argparse.Namespace) -> int:
     assumed = Assumptions(
         args.token_bytes, args.prefill_rate, args.fetch_cost, args.dwpd, args.warranty
     )
-    trace = load(args.trace, rows=args.rows, block_tokens=args.block_tokens)
     progress = Progress(forced=args.progress)
     rows = []
     for capacity in args.capacity:

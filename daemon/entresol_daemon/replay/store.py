@@ -33,9 +33,9 @@ from entresol_daemon.replay.traces import Blocks, Trace, TraceError
 BLOCK_BYTES = 1 << 20  # nominal: all blocks are equal here
 POLICIES = ("median", "worth", "segment-lru", "lru")
 POLICY_DEFAULT = FlashConfig().eviction  # what daemons do
-# A daemon's segment of 64 MiB holds so many of vLLM's blocks: 16 tokens of Llama-3.1-8B in bf16 are
-# 2 MiB. Blocks of the traces here are longer (64 or 512 tokens), so fewer of them would fit.
-SEGMENT_BLOCKS_DEFAULT = 32
+SEGMENT_BYTES = FlashConfig().segment_bytes
+SEGMENT_BLOCKS_MIN = 4  # a daemon stores no block that is larger than a quarter of a segment
+SEGMENT_BLOCKS_MAX = 1024
 GHOSTS_PER_BLOCK = 16  # of the capacity: as a daemon has with blocks of 1 MiB
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 
@@ -48,13 +48,21 @@ class Options:
     by their last touch and keeps nothing; "lru" is the yardstick without segments, LRU per block.
     """
 
-    segment_blocks: int = SEGMENT_BLOCKS_DEFAULT
+    segment_blocks: int = 32
     policy: str = POLICY_DEFAULT
     forward: bool = False  # touch and insert head first, to see what tail first is worth
     per_tenant: bool = False  # a stream per tenant, equal weights, instead of one stream
     reinsert_ratio: float = REINSERT_RATIO
     write_blocks_per_s: float = 0.0  # 0: no write budget
     admission: str = "auto"
+
+
+def segment_blocks_of(block_bytes: int) -> int:
+    """How many blocks of a trace a daemon's segment holds, of the size that they have by default.
+
+    A block of the trace that is larger than a daemon's may be is several there, side by side.
+    """
+    return min(SEGMENT_BLOCKS_MAX, max(SEGMENT_BLOCKS_MIN, SEGMENT_BYTES // block_bytes))
 
 
 @dataclass(slots=True)
