@@ -14,6 +14,7 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from entresol_daemon.config_memory import TIB, MemoryConfig
 from entresol_daemon.config_telling import LogConfig, TracesConfig
 from entresol_daemon.config_values import nearest, read_section, setting
 from entresol_proto import limits as proto_limits
@@ -23,9 +24,7 @@ from entresol_proto.limits import GIB, KIB, MIB
 from entresol_proto.status import ConfigError, EntresolError
 
 CONFIG_FILE_BYTES_MAX = 1 * MIB
-TIB = 1024 * GIB
 SECOND_NS = 1_000_000_000
-SLABS_MAX = proto_limits.REGIONS_PER_SESSION_MAX // 2  # a session may be shown every one of them
 MODES = ("auto", "on", "off")
 FABRICS = ("shm", "verbs", "tcp")
 VERBS_MTUS = ("auto", "256", "512", "1024", "2048", "4096")
@@ -151,19 +150,6 @@ class FlashConfig:
     )
     scrub_bytes_per_s: int = setting(
         32 * MIB, "Rate at which stored blocks are verified, all once a day; 0 means never.", low=0
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryConfig:
-    """Slabs: the registered memory that hosts read from."""
-
-    dram_bytes: int = setting(1 * GIB, "Memory for slabs.", low=8 * MIB, high=64 * TIB)
-    slab_bytes: int = setting(
-        32 * MIB, "Size of one slab, a multiple of 2MiB.", low=2 * MIB, high=1 * GIB
-    )
-    huge_pages: str = setting(
-        "auto", "Huge pages for slabs: auto tries, on insists.", choices=("auto", "off", "on")
     )
 
 
@@ -469,13 +455,7 @@ class Config:
         if flash.size_bytes and flash.size_bytes < 4 * segment:
             hint = "give more flash, or smaller segments"
             found.append(("[flash] size_bytes is less than 4 segments", hint))
-        if slab % (2 * MIB):
-            found.append(("[memory] slab_bytes is not a multiple of 2MiB", "try 32MiB"))
-        if self.memory.dram_bytes < 2 * slab:
-            found.append(("[memory] dram_bytes is less than two slabs", "use smaller slabs"))
-        if self.memory.dram_bytes > slab * SLABS_MAX:
-            hint = f"a host is shown {SLABS_MAX} slabs at most; raise [memory] slab_bytes"
-            found.append((f"[memory] dram_bytes is more than {SLABS_MAX} slabs", hint))
+        found += self.memory.problems()
         block = self.limits.block_bytes_max
         if block * 2 > slab or block * 4 > segment:
             hint = "lower it, or raise [memory] slab_bytes and [flash] segment_bytes"

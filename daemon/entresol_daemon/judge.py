@@ -206,14 +206,15 @@ def memory_left() -> tuple[int, str]:
 
 def _memory(config: Config) -> Rows:
     blocks = config.blocks_max(config.flash.size_bytes)
-    wanted = config.memory.dram_bytes + blocks * INDEX_BYTES_PER_BLOCK + RUNTIME_BYTES
+    slabs = config.memory.dram_bytes + config.memory.opened_bytes_max
+    wanted = slabs + blocks * INDEX_BYTES_PER_BLOCK + RUNTIME_BYTES
     left, bound = memory_left()
     text = f"up to {_gib(wanted)} of memory is used; {_gib(left)} is there"
     if wanted > left:
         yield (
             WARN, f"{text}, says {bound}: slabs come as they are needed, and then it is killed",
-            "a smaller [memory] dram_bytes, or more memory (MemoryMax of the unit); a daemon that "
-            "runs already has its part of it",
+            "a smaller [memory] dram_bytes or opened_bytes, or more memory (MemoryMax of the "
+            "unit); a daemon that runs already has its part of it",
         )  # fmt: skip
     else:
         yield OK, text, ""

@@ -217,6 +217,9 @@ class Metrics:
         self.dram_bytes = self._make.gauges(
             "dram_bytes", "The memory budget, by what it is used for.", state=Domain(DRAM_STATES)
         )
+        self.opened_bytes = self._make.gauge(
+            "opened_bytes", "Memory that holds, or is kept for, blocks opened for hosts."
+        )
         self.staging_reads = self._make.counters(
             "staging_reads_total", "Blocks read from flash into memory.", status=statuses
         )

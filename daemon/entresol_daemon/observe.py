@@ -56,6 +56,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(dram["unassigned"], lambda: pool.budget_bytes - pool.mapped_bytes)
     follow(dram["free"], lambda: pool.mapped_bytes - pool.allocated_bytes)
     follow(dram[ResidentState.READY.value], lambda: pool.allocated_bytes)
+    follow(metrics.opened_bytes, lambda: shard.gets.opened.memory.mapped_bytes)
 
     follow(metrics.queue_depth["get"], lambda: shard.gets.door.waiting)
     follow(metrics.queue_depth["stage"], lambda: shard.gets.loading)

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from entresol_daemon.config import Config, FlashConfig, LimitsConfig, MemoryConfig, SealingConfig
+from entresol_daemon.config import Config, FlashConfig, LimitsConfig, SealingConfig
+from entresol_daemon.config_memory import MemoryConfig
 from entresol_daemon.flash import file_device
 from entresol_daemon.flash.device import Check, IoOp, checked
 from entresol_daemon.flash.engine import Engine, EngineOptions

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from entresol_daemon.compute import InlineCompute
-from entresol_daemon.config import Config, FlashConfig, LimitsConfig, MemoryConfig
+from entresol_daemon.config import Config, FlashConfig, LimitsConfig
+from entresol_daemon.config_memory import MemoryConfig
 from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.sim import FaultPlan, SimDevice

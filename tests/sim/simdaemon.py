@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from entresol_daemon.compute import InlineCompute
-from entresol_daemon.config import Config, FlashConfig, LimitsConfig, MemoryConfig, ShardConfig
+from entresol_daemon.config import Config, FlashConfig, LimitsConfig, ShardConfig
+from entresol_daemon.config_memory import MemoryConfig
 from entresol_daemon.control.listener import ControlListener
 from entresol_daemon.events.mirror import Mirror
 from entresol_daemon.events.types import Medium

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +33,13 @@ KEYS = [b"review-%09d" % number for number in range(64)]
 Story = Callable[[World], Coroutine[Any, Any, None]]
 
 
-def simulate(folder: Path, story: Story, *, seed: int = 1) -> None:
+def simulate(folder: Path, story: Story, *, seed: int = 1, opened_bytes: int = 0) -> None:
     """Run a story on a fresh world; nothing may be held when it and its hosts are gone."""
 
     async def whole() -> None:
         world = World(folder / "state", seed)
+        memory = replace(world.config.memory, opened_bytes=opened_bytes)
+        world.config = replace(world.config, memory=memory)
         await world.open(("alpha", "beta"))
         await story(world)
         for host in world.hosts:
@@ -199,14 +202,15 @@ def test_a_daemon_opened_grant_names_the_engine_key(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
-def test_opened_blocks_of_all_sessions_have_one_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened_bytes", [0, 4 << 20])
+def test_opened_blocks_of_all_sessions_have_one_budget(tmp_path: Path, opened_bytes: int) -> None:
     """Each session kept its pool until its end: idle ones had all of the machine's memory."""
 
     async def story(world: World) -> None:
         writer = await joined(world)
         await stored(writer, KEYS[:4])
-        memory = world.shard.gets._opened.memory
-        most = world.config.memory.dram_bytes
+        memory = world.shard.gets.opened.memory
+        most = opened_bytes or world.config.memory.dram_bytes
         for _ in range(2 * most // world.config.memory.slab_bytes):
             host = await joined(world, private=True)
             assert set(await stage(host, KEYS[:4], OpenAt.DAEMON)) == {Status.OK}
@@ -216,7 +220,7 @@ def test_opened_blocks_of_all_sessions_have_one_budget(tmp_path: Path) -> None:
             await host.gone()
         assert memory.mapped_bytes == 0
 
-    simulate(tmp_path, story)
+    simulate(tmp_path, story, opened_bytes=opened_bytes)
 
 
 def test_one_tenants_opened_blocks_leave_room_for_anothers(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_refusals_name_file_key_and_fix(tmp_path: Path, text: str, parts: list[s
         (TLS + '[memory]\nslab_bytes = "33MiB"', "multiple of 2MiB"),
         (TLS + '[memory]\ndram_bytes = "32MiB"', "less than two slabs"),
         (TLS + '[memory]\ndram_bytes = "17GiB"', "more than 512 slabs"),
+        (TLS + '[memory]\nopened_bytes = "31MiB"', "opened_bytes is less than a slab"),
         (TLS + '[limits]\nblock_bytes_max = "17MiB"', "block_bytes_max is over half a slab"),
         (TLS + '[limits]\ninflight_bytes_per_session_max = "1MiB"', "below block_bytes_max"),
         (TLS + "[fabric]\nenabled = []", "enabled is empty"),

@@ -69,10 +69,10 @@ class GetPath:
     def __init__(self, parts: Parts, removal: Removal) -> None:
         self._parts = parts
         self._removal = removal
-        self._opened = OpenedBlocks(parts)
+        self.opened = OpenedBlocks(parts)
         self._staging = Staging(parts, removal, self._spawn)
         self.reads = self._staging.reads
-        self._reports = HostReports(parts, removal, self._opened, self._spawn)
+        self._reports = HostReports(parts, removal, self.opened, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
         self.door = Door(parts.config.limits.gets_at_once_max, parts.meters, parts.now_ns)
@@ -94,7 +94,7 @@ class GetPath:
 
     async def close_session(self, session: Session) -> None:
         """Give up a session's plaintext; its leases have ended."""
-        await self._opened.close_session(session)
+        await self.opened.close_session(session)
 
     async def close(self) -> None:
         """Wait for the reads from flash that are under way."""
@@ -138,7 +138,7 @@ class GetPath:
         """A lease ended (release, expiry, session end): unpin everything it kept."""
         for resident in leased.sealed.values():
             self._parts.residency.unpin(resident)
-        self._opened.let_go(leased)
+        self.opened.let_go(leased)
         if leased.granted:
             leased.session.account.leases -= 1
             self._parts.held.leases.refund(1)
@@ -400,9 +400,9 @@ class GetPath:
         items: list[GrantItem] = []
         try:
             if job.open_at is OpenAt.DAEMON and entries:
-                failed = await self._opened.open(leased, self._removal)
+                failed = await self.opened.open(leased, self._removal)
                 job.misses += failed
-                items = await self._opened.items(leased, job.deadline_ns)
+                items = await self.opened.items(leased, job.deadline_ns)
                 if not items:
                     job.misses += [(index, Status.BUSY) for index in leased.plain]
             elif entries:

@@ -23,11 +23,11 @@ PLAIN_OWNER = b"session plaintext"
 
 
 class PlainMemory:
-    """Of all sessions of a shard. The budget is as large as that of sealed blocks."""
+    """Of all sessions of a shard; the budget is `[memory] opened_bytes`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._mapped = Shared(parts.config.memory.dram_bytes)
+        self._mapped = Shared(parts.config.memory.opened_bytes_max)
         self._of_tenant: Counter[TenantName] = Counter()
         self._sessions: dict[int, Session] = {}
         self._revoking: set[asyncio.Task[None]] = set()
