@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -343,3 +344,63 @@ def test_an_owners_history_is_not_forgotten_for_anothers() -> None:
     assert all(history.why(ns, b"few-%012d" % n)[0] is Reason.EVICTED for n in range(few))
     assert history.why(b"m" * 16, b"many%012d" % 4_999) == (Reason.EVICTED, 4_999)
     assert history.why(b"m" * 16, b"many%012d" % 0) == (Reason.NEVER_STORED, 0)
+
+
+_CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["record", "forget", "why"]), st.integers(0, 11), st.integers(0, 2),
+        st.sampled_from([Reason.EVICTED, Reason.CORRUPT]),
+    ),
+    max_size=150,
+)  # fmt: skip
+
+
+@given(_CALLS, st.integers(1, 8), st.integers(0, 3))
+def test_history_is_what_a_list_of_rows_would_be(
+    calls: list[tuple[str, int, int, Reason]], limit: int, bits: int
+) -> None:
+    """`bits`: of the hash that count, so that many rows want one place."""
+
+    class Crowded(History):
+        def _mark(self, namespace_id: bytes, key: bytes) -> int:
+            number = int.from_bytes(key, "big")
+            return number << 32 | number % (1 << bits)
+
+    history = Crowded(limit)
+    rows: dict[int, tuple[Reason, int, int]] = {}  # in order of age
+    for now, (what, key, owner, reason) in enumerate(calls):
+        place = (bytes(16), key.to_bytes(16, "big"))
+        expected = rows[key][:2] if key in rows else (Reason.NEVER_STORED, 0)
+        if what == "why":
+            assert history.why(*place) == expected
+        elif what == "forget":
+            assert history.forget(*place) == expected
+            rows.pop(key, None)
+        else:
+            history.record(*place, reason, now, b"%d" % owner)
+            rows.pop(key, None)
+            rows[key] = (reason, now, owner)
+            if len(rows) > limit:
+                count = Counter(row[2] for row in rows.values())
+                there = {k: history.why(bytes(16), k.to_bytes(16, "big")) for k in rows}
+                gone = [k for k, found in there.items() if found != rows[k][:2]]
+                assert len(gone) == 1, "one at a time: there are few"
+                assert count[rows[gone[0]][2]] == max(count.values())
+                assert gone[0] == next(k for k, row in rows.items() if row[2] == rows[gone[0]][2])
+                del rows[gone[0]]
+        assert len(history) == len(rows)
+
+
+def test_history_takes_its_memory_at_the_start() -> None:
+    """What fills up for weeks looks like a leak: rows were 400 bytes each, in time."""
+    tracemalloc.start()
+    try:
+        history = History(4_096)
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(20_000):
+            history.record(bytes(32), b"%016d" % number, Reason.EVICTED, 10**18 + number, b"owner")
+        assert len(history) > 4_000
+        assert tracemalloc.get_traced_memory()[0] - before < 2_000
+    finally:
+        tracemalloc.stop()
+    assert history.memory_bytes < 60 * 4_096
