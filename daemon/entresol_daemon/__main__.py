@@ -164,10 +164,12 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.config}: good")
         return 0
     from entresol_daemon import sandbox
+    from entresol_daemon.keys.sweeping import clear_on_free
 
     # What a manager's watchdog ends says first where each of its threads was: files and lines only.
     faulthandler.enable()
-    entered = sandbox.enter(config)  # before the log's thread begins
+    entered = sandbox.enter(config)  # before the log's thread begins, as the next one
+    clear_on_free()
     logs.configure(config.log.level, config.log.format)
     entered.say()
     from entresol_daemon.server import serve
@@ -179,6 +181,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _run_dev(arguments: argparse.Namespace) -> int:
     from entresol_daemon import dev, logs, sandbox
     from entresol_daemon.config_values import parse_size
+    from entresol_daemon.keys.sweeping import clear_on_free
     from entresol_daemon.server import Daemon, serve
 
     config, home = dev.prepare(
@@ -198,6 +201,7 @@ def _run_dev(arguments: argparse.Namespace) -> int:
             print("good")
             return 0
         entered = sandbox.enter(config, dev.sandbox_rules(home))
+        clear_on_free()
         logs.configure(config.log.level, config.log.format)
         entered.say()
 

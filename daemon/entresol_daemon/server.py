@@ -28,7 +28,7 @@ from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
-from entresol_daemon.keys.sweeping import clear_on_free, sweep
+from entresol_daemon.keys.sweeping import sweep
 from entresol_daemon.manager import Sockets, Watchdog, tell, watchdog_ns
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
@@ -431,7 +431,6 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    clear_on_free()
     daemon = Daemon(config)
     await daemon.start()
     loop.add_signal_handler(signal.SIGHUP, daemon.on_hangup)

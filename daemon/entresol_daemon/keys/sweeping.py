@@ -44,7 +44,7 @@ def clear_on_free() -> None:
     buffers of compressed blocks. Objects of the interpreter's own pools are not its business.
 
     M_PERTURB of mallopt(3), glibc. Pieces up to CACHED_BYTES_MAX that it keeps for the next caller
-    are not overwritten; `sweep` takes those. From now on threads also share one arena: what one
+    are not overwritten; `sweep` takes those. Threads that begin later share one arena: what one
     frees is then in reach of another's sweep, and what is free can be given back to the system,
     which the library does not do with the ends of threads' own arenas.
     """
