@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -306,6 +308,25 @@ async def _real_pair(streams: int) -> tuple[TcpFabricServer, TcpEndpoint, TcpEnd
     ours = await server.accept(offer, reply, soon())
     assert isinstance(host, TcpEndpoint)
     return server, host, ours
+
+
+FORGOTTEN = """
+import asyncio, socket
+from entresol_proto import native
+from entresol_proto.fabric.landing import Lander
+async def main():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    lander = Lander(native.KERNEL, ours, None)
+    raise SystemExit(7)
+asyncio.run(main())
+"""
+
+
+def test_a_lander_that_nobody_closed_does_not_keep_its_process() -> None:
+    """A program that ends by an exception, with its client still open, hung for ever."""
+    done = subprocess.run([sys.executable, "-c", FORGOTTEN], timeout=60)
+    assert done.returncode == 7
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from entresol_client.cli import objects, options, output, session
-from entresol_client.cli.errors import CliError, UsageProblem
+from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_client.cli.objects import Head
 from entresol_proto import limits
 from entresol_proto.status import Status
@@ -371,8 +371,14 @@ def _check_complete(putter: Putter, keys: list[bytes], name: str) -> None:
     if not keys:
         return
     found = putter.ns.exists(keys, deadline_ns=putter.deadline_ns)
+    if not found.complete:
+        raise Unreachable(
+            f"{name} was accepted, but whether all of it is there could not be asked: not every "
+            "shard answered",
+            hint="`entresol exists` when all of them are up",
+        )
     gone = found.present.count(False)
-    if gone and found.complete:
+    if gone:
         row = putter.ns.explain([keys[found.present.index(False)]])[0]
         text, _ = session.sentence(row)
         raise CliError(

@@ -128,7 +128,8 @@ class Lander:
         except OSError:
             os.close(self._fd)
             raise
-        self._thread = threading.Thread(target=self._run, name="entresol-land")
+        # One that nobody closed must not keep its process from ending.
+        self._thread = threading.Thread(target=self._run, name="entresol-land", daemon=True)
         try:
             self._thread.start()
         except (RuntimeError, MemoryError):
