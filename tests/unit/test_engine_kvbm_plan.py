@@ -305,6 +305,30 @@ def test_without_an_answerer_kvbm_is_alone_and_blocks_are_stored() -> None:
     assert stored(one.step(scheduled(request, 0, 9, [1, 2, 3]))) == [(0, 1), (1, 2)]
 
 
+def test_an_engine_that_begins_anew_uses_nothing_of_before() -> None:
+    """vLLM drops its caches: its weights may be others now."""
+    seen: list[Sequence[bytes]] = []
+
+    def look(tenant: str, keys: Sequence[bytes]) -> Future[list[bool]]:
+        seen.append(keys)
+        return holding(lambda tenant, index: True)(tenant, keys)
+
+    one = planner()
+    one.lookup = look
+    under_way = Request(tokens(4, 1), request_id="a")
+    assert one.match(under_way, 0, kvbm()) == (4 * BLOCK, True)
+    one.allocated(under_way, [1, 2, 3, 4], 4 * BLOCK)
+    one.begin_anew()
+    assert one.match(under_way, 0, kvbm()) == (0, False)
+    assert stored(one.step(scheduled(under_way, 0, 4 * BLOCK, [1, 2, 3, 4]))) == []
+    one.transferred(["a"], [1])
+    for name in "bc":
+        assert one.match(Request(tokens(4, 1), request_id=name), 0, kvbm()) == (4 * BLOCK, True)
+    assert seen[1] == seen[2]
+    assert not set(seen[0]) & set(seen[1])
+    one.finished("a")
+
+
 def test_a_preempted_request_is_kvbms_alone() -> None:
     """Its first life is still reported by KVBM's worker; vLLM may hear of an end only once."""
     request, one = Request(tokens(4, 1), num_preemptions=1), planner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from entresol_client.engines import sglang_pages as pages
 from entresol_proto.ids import check_engine_key
+from entresol_proto.status import ConfigError
 
 HASH = "ab" * 32
 
@@ -152,3 +154,24 @@ def test_without_an_engine_its_arguments_are_empty() -> None:
     found = pages.engine_facts(SimpleNamespace(kv_cache_dtype="fp8_e4m3", dtype=None))
     assert found["kv_cache_dtype"] == "fp8_e4m3"
     assert found["dtype"] == ""
+    scaled = SimpleNamespace(json_model_override_args='{"rope_scaling": {"factor": 4}}')
+    assert pages.engine_facts(scaled) != pages.engine_facts(SimpleNamespace())
+
+
+def test_adapters_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
+    """SGLang's hash has their name and path, which a new version of one keeps."""
+    made: list[Any] = []
+    for content in (b"one", b"two"):
+        (tmp_path / "adapter_model.safetensors").write_bytes(content)
+        for alpha in (16, 32):
+            (tmp_path / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+            ref = SimpleNamespace(lora_name="sql", lora_path=str(tmp_path))
+            forms = [ref, {"lora_name": "sql", "lora_path": str(tmp_path)}, f"sql={tmp_path}"]
+            found = [pages.engine_facts(SimpleNamespace(lora_paths=[one])) for one in forms]
+            assert found[0] == found[1] == found[2]
+            made.append(found[0])
+    assert len({str(one) for one in made}) == 4
+    away = SimpleNamespace(lora_paths=["sql=somebody/sql"])
+    with pytest.raises(ConfigError, match="somebody/sql"):
+        pages.engine_facts(away)
+    assert pages.engine_facts(away, "v1")["adapters"]

@@ -317,6 +317,80 @@ def test_other_weights_under_one_name_are_another_model(tmp_path: Path) -> None:
     assert weights_folder("nobody/nothing", "") == ""
 
 
+def test_another_configuration_of_the_same_weights_is_another_model(tmp_path: Path) -> None:
+    """Keys are stored rotated: with other frequencies they are other bytes."""
+    (tmp_path / "model.safetensors").write_bytes(b"one" * 1000)
+    marks = [naming.weights_fingerprint(tmp_path)]
+    scaled = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 4}}
+    for said in ({"rope_theta": 1e4}, scaled):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        marks.append(naming.weights_fingerprint(tmp_path))
+        (tmp_path / "config.json").write_text(
+            json.dumps(said | {"transformers_version": "9", "torch_dtype": "float16"}, indent=3)
+        )
+        assert naming.weights_fingerprint(tmp_path) == marks[-1], "it says the same of the model"
+    (tmp_path / "config.json").write_text("[no object")
+    marks.append(naming.weights_fingerprint(tmp_path))
+    assert len(set(marks)) == 4
+
+
+def hf_model(length: int = 4096, **said: Any) -> Any:
+    told = json.dumps({"rope_theta": 1e4, "_name_or_path": "x"} | said)
+    return types.SimpleNamespace(
+        quantization=None, dtype="torch.bfloat16", max_model_len=length,
+        hf_config=types.SimpleNamespace(to_json_string=lambda use_diff: told),
+    )  # fmt: skip
+
+
+def test_what_shapes_the_kv_of_known_weights() -> None:
+    def mark(model: Any) -> str:
+        return naming.fingerprint(naming.model_facts(model))
+
+    plain = mark(hf_model())
+    assert plain == mark(hf_model(_name_or_path="elsewhere"))
+    assert plain == mark(hf_model(8192)), "engines of other lengths share"
+    quantized = hf_model()
+    quantized.quantization = "fp8"
+    others = [mark(quantized), mark(hf_model(rope_theta=1e6))]
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4}}
+    assert mark(hf_model(**yarn)) == mark(hf_model(8192, **yarn))
+    for long in (
+        {"rope_scaling": {"type": "longrope"}}, {"rope_parameters": {"full": {"rope_type": "su"}}},
+        {"text_config": {"rope_scaling": {"rope_type": "longrope"}}},
+    ):  # fmt: skip
+        others += [mark(hf_model(4096, **long)), mark(hf_model(8192, **long))]
+    assert len({plain, *others}) == 9
+    assert naming.model_facts(types.SimpleNamespace(dtype="x")) == {
+        "dtype": "x", "quantization": "None",
+    }  # fmt: skip
+
+
+def test_what_adapters_hold_is_part_of_the_name() -> None:
+    names = {name_of(settings=replace(SETTINGS, adapters=text)) for text in "ab"}
+    assert len(names | {name_of()}) == 3
+
+
+def test_an_engine_that_begins_anew_finds_nothing_of_before() -> None:
+    """Its weights may be others now; the requests under way have blocks of both."""
+    book: Requests[str] = Requests()
+    before, asked = book.add("1", "dev", "salt"), Asked()
+    look(book, before, KEYS[:2])
+    book.flush(asked, 100)
+    asked.answer(True, True)
+    assert look(book, before, KEYS[:2]) == [PRESENT] * 2
+    look(book, before, KEYS[2:3])
+    book.begin_anew()
+    assert look(book, before, KEYS[:3]) == [ABSENT] * 3
+    assert before.space is None
+    assert book.flush(asked, 100) == 0
+    keys = {before.block_key(KEYS[0])}
+    for salt in ("salt", ""):
+        keys |= {book.add("2", "dev", salt).block_key(KEYS[0]) for _ in range(2)}
+    book.begin_anew()
+    keys.add(book.add("3", "dev", "salt").block_key(KEYS[0]))
+    assert len(keys) == 4
+
+
 def test_an_engine_without_a_group_id_is_named_too() -> None:
     @dataclass(frozen=True)
     class OldGroup:  # before 0.31

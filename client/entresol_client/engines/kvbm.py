@@ -196,6 +196,15 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         self._loading.discard(request_id)
         return later and reported, params
 
+    def reset_cache(self) -> bool:
+        """vLLM has other weights now, or goes to sleep: see `on_reset`."""
+        if self._planner is not None and self._settings.on_reset == "new":
+            self._planner.begin_anew()
+            log.warning(
+                "event=kvbm_tier_begins_anew reason='vLLM drops its caches' hint='on_reset'"
+            )
+        return bool(super().reset_cache())
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         self._adopt({(0, rank): one.descriptor for rank, one in _ours(metadata)})
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from entresol_client.engines.asker import ParamsError, who_asks
 from entresol_client.engines.kvbm_hash import KeyChain
+from entresol_client.engines.naming import new_epoch, of_epoch
 
 Lookup = Callable[[str, Sequence[bytes]], Future[list[bool]]]
 Match = tuple[int | None, bool]
@@ -121,6 +122,14 @@ class Planner:
         self._trust_kvbm = trust_kvbm
         self._tracks: dict[str, _Track | None] = {}
         self._plan = StepPlan()
+        self._epoch = ""
+
+    def begin_anew(self) -> None:
+        """From now on no request finds or stores what others did before, and those that are under
+        way use the tier no more: of their blocks some are computed before."""
+        self._epoch = new_epoch()
+        self._tracks = dict.fromkeys(self._tracks)
+        self._plan.stores.clear()
 
     # Matching -----------------------------------------------------------------------------------
 
@@ -271,7 +280,8 @@ class Planner:
             self.counts.update(unfit_requests=1)
         else:
             cache_salt = getattr(request, "cache_salt", None)
-            chain = KeyChain(self.block_tokens, cache_salt, private_salt=who.salt)
+            salt = of_epoch(who.salt, self._epoch)
+            chain = KeyChain(self.block_tokens, cache_salt, private_salt=salt)
             track = _Track(request, who.tenant, chain)
         self._tracks[request_id] = track
         return track

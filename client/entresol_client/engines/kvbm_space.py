@@ -7,7 +7,6 @@ A model whose blocks could differ under one descriptor is not served (`unfit`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entresol_client.engines.kvbm_plan import Lookup
-from entresol_client.engines.naming import dtype_of, fingerprint, revision
+from entresol_client.engines.naming import dtype_of, fingerprint, model_facts, revision
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, Space
 from entresol_proto import limits
@@ -24,7 +23,6 @@ from entresol_proto.ids import NamespaceDescriptor
 LAYOUT_VERSION = 1
 STAGING_BYTES_MIN = limits.MIB
 STAGING_BYTES_MAX = 64 * 2**30
-NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
 _STAGING: Any = dataclasses.field(
     default=256 * limits.MIB, metadata={"low": STAGING_BYTES_MIN, "high": STAGING_BYTES_MAX}
@@ -80,14 +78,18 @@ def describe(
             "engine": "vllm-kvbm",
             "spec": type(spec).__name__,
             "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-            "model": _model_facts(model),
+            "model": model_facts(model),
             **layout,
         }
     )
     descriptor = NamespaceDescriptor(
         model=settings.model or str(model.model),
         model_revision=revision(
-            str(model.model), settings.model_revision, model.revision or "", settings.weights
+            str(model.model),
+            settings.model_revision,
+            model.revision or "",
+            settings.weights,
+            settings.adapters,
         ),
         dtype=_dtype(str(spec.dtype), str(vllm_config.cache_config.cache_dtype)),
         layers=int(layout["layers"]),
@@ -108,16 +110,6 @@ def _dtype(stored: str, configured: str) -> str:
     if stored == "torch.uint8" and configured.startswith("fp8"):
         return "fp8_e5m2" if configured == "fp8_e5m2" else "fp8_e4m3"
     return dtype_of(stored).label
-
-
-def _model_facts(model: Any) -> dict[str, Any]:
-    """What the model's configuration says, and how the engine was told to read it."""
-    facts: dict[str, Any] = {"quantization": str(model.quantization), "dtype": str(model.dtype)}
-    told = getattr(model.hf_config, "to_json_string", None)
-    if told is not None:
-        config: dict[str, Any] = json.loads(told(use_diff=False))
-        facts["config"] = {k: v for k, v in config.items() if k not in NOT_OF_THE_MODEL}
-    return facts
 
 
 class Tenants:

@@ -92,7 +92,12 @@ class Spaces:
                 wait_seconds = REVISION_SECONDS_MAX
                 settings = self._store.settings
                 revision = self._readers.submit(
-                    naming.revision, model, settings.model_revision, "", settings.weights
+                    naming.revision,
+                    model,
+                    settings.model_revision,
+                    "",
+                    settings.weights,
+                    settings.adapters,
                 )
                 self._revisions[model] = revision
         try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from entresol_proto import limits
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import ConfigError
 
+CONFIG_FILES = ("config.json", "adapter_config.json")  # beside the weights
+CONFIG_BYTES_MAX = 16 * limits.MIB
+# Of a model's configuration, what says nothing of its KV, or is said elsewhere.
+NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
+# Positions that are encoded alike however long an engine lets prompts be. Of any other kind it is
+# not known; with LongRoPE vLLM chooses the factors by `max_model_len`
+# (model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py, 0.32).
+ROPES_OF_ANY_LENGTH = frozenset(
+    {"default", "linear", "dynamic", "llama3", "yarn", "deepseek_yarn", "mrope", "proportional"}
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 SAMPLES_PER_FILE = 8
 SAMPLE_BYTES = 16 * limits.KIB
@@ -46,14 +57,15 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 
 
 def weights_fingerprint(model_path: str | os.PathLike[str]) -> str | None:
-    """Short hex digest of a local model's weight files; None when there are none to read.
+    """Short hex digest of a local model's or adapter's files; None when it has no weights to read.
 
-    Takes each file's name, length and samples of its bytes (the first `SAMPLE_BYTES`, where
+    Takes what CONFIG_FILES say (another `rope_scaling` makes other keys of the same weights), and
+    of weights each file's name, length and samples of its bytes (the first `SAMPLE_BYTES`, where
     safetensors lists its tensors, and `SAMPLES_PER_FILE` more, evenly spread), so that it costs a
     few megabytes of reading for any model. Two fine-tunes of one shape differ in it; two files that
     differ only between the samples would not. Same bytes give the same digest on every host.
 
-    Raises: ConfigError when a weight file cannot be read.
+    Raises: ConfigError when a file cannot be read.
     """
     folder = Path(model_path)
     files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
@@ -61,9 +73,15 @@ def weights_fingerprint(model_path: str | os.PathLike[str]) -> str | None:
     if not weights:
         return None
     digest = hashlib.blake2b(digest_size=FINGERPRINT_CHARS // 2, person=b"entresol-weights")
-    for one in weights:
+    configs = [one for one in files if one.name in CONFIG_FILES]
+    for one in (*configs, *weights):
         try:
             with open(one, "rb") as file:
+                if one in configs:
+                    digest.update(
+                        f"{one.name}\0{_config_mark(file.read(CONFIG_BYTES_MAX))}".encode()
+                    )
+                    continue
                 length_bytes = os.fstat(file.fileno()).st_size
                 digest.update(f"{one.name}\0{length_bytes}\0".encode())
                 step = max(1, length_bytes // (SAMPLES_PER_FILE + 1))
@@ -72,22 +90,73 @@ def weights_fingerprint(model_path: str | os.PathLike[str]) -> str | None:
                     digest.update(file.read(SAMPLE_BYTES))
         except OSError as error:
             raise ConfigError(
-                f"cannot read weights {str(one)!r}: {error.strerror}",
+                f"cannot read {str(one)!r}: {error.strerror}",
                 hint='set weights to "off" or to a text of your own',
             ) from None
     return digest.hexdigest()
 
 
-def revision(model_path: str, configured: str, engine: str, weights: str) -> str:
+def _config_mark(raw: bytes) -> str:
+    """Of a configuration file: of what it says of the model, not of how it is written."""
+    try:
+        said = json.loads(raw)
+        return fingerprint({k: v for k, v in said.items() if k not in NOT_OF_THE_MODEL})
+    except (ValueError, AttributeError, RecursionError):
+        return hashlib.blake2b(raw, digest_size=FINGERPRINT_CHARS // 2).hexdigest()
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """What shapes the KV of a model whose weights are known: of vLLM's ModelConfig, which has read
+    the model's configuration and applied what the command line overrides in it."""
+    facts: dict[str, Any] = {
+        "quantization": str(getattr(model, "quantization", None)),
+        "dtype": str(getattr(model, "dtype", None)),
+    }
+    told = getattr(getattr(model, "hf_config", None), "to_json_string", None)
+    if told is not None:
+        config: dict[str, Any] = json.loads(told(use_diff=False))
+        facts["config"] = {k: v for k, v in config.items() if k not in NOT_OF_THE_MODEL}
+        if not ROPES_OF_ANY_LENGTH.issuperset(_ropes(config)):
+            facts["max_model_len"] = getattr(model, "max_model_len", None)
+    return facts
+
+
+def _ropes(config: Mapping[str, Any], *, inside: bool = False) -> Iterator[str]:
+    """The kinds of rotary embedding that a configuration names, at any depth."""
+    kind = config.get("rope_type") or (config.get("type") if inside else None)
+    if isinstance(kind, str):
+        yield kind
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _ropes(value, inside=inside or name in ("rope_scaling", "rope_parameters"))
+
+
+def revision(
+    model_path: str, configured: str, engine: str, weights: str, adapters: str = ""
+) -> str:
     """The descriptor's `model_revision`: what was configured or the engine knows, plus the weights.
 
-    `weights` is `EngineSettings.weights`: "auto", "off", or a text to use as it is.
+    `weights` is `EngineSettings.weights`: "auto", "off", or a text to use as it is; `adapters` is
+    `EngineSettings.adapters`.
     """
     name = configured or engine or "main"
+    if adapters:
+        name = f"{name}+a:{adapters}"
     if weights == "off":
         return name
     mark = weights_fingerprint(model_path) if weights == "auto" else weights
     return f"{name}+w:{mark}" if mark else name
+
+
+def new_epoch() -> str:
+    """A text of nobody's, for an engine that has dropped its caches: perhaps its weights are others
+    now than in the files it was started with, and what was stored before is not theirs."""
+    return secrets.token_hex(8)
+
+
+def of_epoch(salt: str, epoch: str) -> str:
+    """The salt of a request since the caches were dropped; before that `epoch` is empty."""
+    return f"{epoch}\0{salt}" if epoch else salt
 
 
 def salted(key: bytes, salt: str | None) -> bytes:

@@ -16,8 +16,8 @@ from entresol_client.results import OpenPlace
 from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import ConfigError, EntresolError
 
-HOUR_MS = 3_600_000
 RecomputeOrFetch = Literal["always", "auto", "never"]
+OnReset = Literal["new", "keep"]
 
 
 def _ranged(default: int, low: int, high: int) -> Any:
@@ -44,11 +44,16 @@ class EngineSettings:
         prefill_tokens_per_s: for "auto": how fast the engine computes; 0: what is seen of it.
         model_revision: overrides the engine's; part of the namespace.
         weights: "auto": fingerprint the files of a local model; "off"; or a text of your own.
+        adapters: a text of your own that stands for what the LoRA adapters hold: engines tell them
+            apart by name and path alone, so change it when an adapter's content changes.
+        on_reset: what an engine that drops its caches (new weights in a running engine, sleep) does
+            with what is stored: "new" begins a namespace of its own until it starts again, "keep"
+            goes on with what there is, for engines whose weights never change while they run.
     """
 
     config: str = ""
     tenants: Mapping[str, str] = field(default_factory=dict)
-    lookup_deadline_ms: int = _ranged(250, 1, HOUR_MS)
+    lookup_deadline_ms: int = _ranged(250, 1, 600_000)
     load_deadline_ms: int = _ranged(10_000, 1, 600_000)
     store_deadline_ms: int = _ranged(30_000, 1, 600_000)
     store_backlog_bytes_max: int = _ranged(2**30, 2**16, 2**50)
@@ -59,6 +64,8 @@ class EngineSettings:
     prefill_tokens_per_s: int = _ranged(0, 0, 10**9)
     model_revision: str = ""
     weights: str = "auto"
+    adapters: str = ""
+    on_reset: OnReset = "new"
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
@@ -76,6 +83,8 @@ class EngineSettings:
                 f"recompute_or_fetch is {self.recompute_or_fetch!r}",
                 hint='use "always", "auto" or "never"',
             )
+        if self.on_reset not in get_args(OnReset):
+            raise ConfigError(f"on_reset is {self.on_reset!r}", hint='use "new" or "keep"')
         if not isinstance(self.tenants, Mapping):
             raise ConfigError("tenants is not a table", hint='{"team-a": "/etc/entresol/a.toml"}')
         for name, path in self.tenants.items():

@@ -86,6 +86,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
             if not isinstance(raw[name], str):
                 raise ConfigError(f"{name} is {raw[name]!r}, not a text")
         self._config = storage_config
+        self._settings = settings
         self._salt: str = raw.get("cache_salt", "")
         self._format: str = raw.get("kv_format") or f"sglang-{version}"
         self._in_place = bool(raw.get("interface_v1", 0))
@@ -96,6 +97,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
             settings.model_revision,
             str(getattr(self._args, "revision", None) or ""),
             settings.weights,
+            settings.adapters,
         )
         self._lock = threading.Lock()
         self._loaded: deque[tuple[int, float]] = deque(maxlen=MEASUREMENTS_MAX)
@@ -122,7 +124,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
                 name,
                 pool.described,
                 piece_bytes=pool.piece_bytes,
-                engine=names.engine_facts(self._args),
+                engine=names.engine_facts(self._args, self._settings.adapters),
                 revision=self._revision,
                 kv_format=self._format,
                 cache_salt=self._salt,
@@ -259,8 +261,18 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
     # The rest ----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drops nothing: other hosts use these blocks. `entresol tenant erase` erases a tenant."""
-        log.warning("event=sglang_clear_ignored reason=shared")
+        """This engine finds nothing any more of what was stored before, by itself or by others.
+
+        Nothing is dropped: other hosts use these blocks. `entresol tenant erase` erases a tenant.
+        With `on_reset` "keep" nothing happens.
+        """
+        if self._settings.on_reset == "keep":
+            log.warning("event=sglang_clear_ignored reason='on_reset is keep'")
+            return
+        epoch = naming.new_epoch()
+        for pool in self._pools.values():
+            pool.epoch = epoch
+        log.warning("event=sglang_begins_anew reason='its storage was cleared' hint='on_reset'")
 
     def get_stats(self) -> Any | None:
         """SGLang's own StorageMetrics since the last call; None when it did not ask for metrics."""

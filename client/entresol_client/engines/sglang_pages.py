@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entresol_client.engines import naming
 from entresol_proto import limits
 from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.status import ConfigError
 
 KV = "kv"
 MAMBA = "mamba"
@@ -43,7 +44,14 @@ _POOL_FACTS = (
     "indexer_page_stride_size",
 )
 # What the operator's command line may change about the bytes without changing the pool.
-_ENGINE_FACTS = ("dtype", "kv_cache_dtype", "quantization")
+_ENGINE_FACTS = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantization_param_path",
+    "json_model_override_args",
+    "context_length",
+)
 
 
 def page_key(page_hash: str, piece: int) -> bytes:
@@ -103,9 +111,32 @@ def pool_facts(pool: Any) -> dict[str, Any]:
     return facts
 
 
-def engine_facts(server_args: Any) -> dict[str, Any]:
-    """What the engine's own arguments tell; empty values when there are none."""
-    return {name: str(getattr(server_args, name, None) or "") for name in _ENGINE_FACTS}
+def engine_facts(server_args: Any, adapters: str = "") -> dict[str, Any]:
+    """What the engine's own arguments tell; empty values when there are none.
+
+    LoRA adapters that the engine starts with are in SGLang's hashes by name and path, so here is
+    what their files hold; `adapters` stands for those that are not here to be read. One that is
+    loaded later gets an id of chance, which nobody finds again.
+
+    Raises: ConfigError for an adapter that is neither here nor stood for.
+    """
+    facts: dict[str, Any] = {
+        name: str(getattr(server_args, name, None) or "") for name in _ENGINE_FACTS
+    }
+    marks = []
+    for one in getattr(server_args, "lora_paths", None) or ():
+        told = one.get("lora_path") if isinstance(one, Mapping) else getattr(one, "lora_path", one)
+        path = str(told).rpartition("=")[2]
+        mark = naming.weights_fingerprint(path)
+        if mark is None and not adapters:
+            raise ConfigError(
+                f"the LoRA adapter {path!r} is not on this host to be told from another",
+                hint="set adapters to a text, and change it whenever an adapter's content changes",
+            )
+        marks.append([path, mark or ""])
+    if marks:
+        facts["adapters"] = sorted(marks)
+    return facts
 
 
 def rank_facts(config: Any, sharded: bool) -> dict[str, Any]:

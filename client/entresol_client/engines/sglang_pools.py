@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from entresol_client.engines import sglang_pages as names
+from entresol_client.engines.naming import salted
 from entresol_client.engines.store import EngineStore, Space
 from entresol_proto.ids import NamespaceDescriptor
 
@@ -38,6 +39,7 @@ class PagePool:
         self.piece_bytes: tuple[int, ...] = ()
         self.copies = True
         self.space: Space | None = None
+        self.epoch = ""
         if self.holds_nothing:
             return
         if zero_copy:
@@ -62,7 +64,8 @@ class PagePool:
         return len(self.piece_bytes)
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
-        return [names.page_key(one, piece) for one in hashes for piece in range(self.pieces)]
+        mark = salted(b"", self.epoch)
+        return [names.page_key(one, piece) + mark for one in hashes for piece in range(self.pieces)]
 
     def fits(self, hashes: Sequence[str], indices: torch.Tensor | None) -> bool:
         """Whether there is a page of the pool for every hash."""

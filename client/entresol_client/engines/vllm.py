@@ -121,6 +121,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
                 "this version of vLLM does not show a tier the model's revision",
                 hint="set model_revision: two revisions under one name must not share blocks",
             )
+        compat.check_fit(vllm_config, self._settings.adapters)
         facts = compat.engine_facts(config, vllm_config)
         check_hashes(facts)
         self.descriptor = describe(config, self._chunk_bytes, self._settings, facts, model=model)
@@ -384,10 +385,11 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
     # End -------------------------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
-        """Wait until nobody touches vLLM's pool.
+        """Wait until nobody touches vLLM's pool, which is about to drop what it holds.
 
         Stores that still wait for their turn after `drain_deadline_ms` are shed; what is under way
-        ends by its own deadline (`load_deadline_ms`, `store_deadline_ms`).
+        ends by its own deadline (`load_deadline_ms`, `store_deadline_ms`). vLLM asks for it before
+        it goes to sleep and when its weights were changed, and does not say which: see `on_reset`.
         """
         for store in self._stores:
             store.drain(self._drain_s)
@@ -395,6 +397,10 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         until_s = time.monotonic() + CALLBACK_SECONDS_MAX
         while self._finished.qsize() < len(self._jobs) and time.monotonic() < until_s:
             time.sleep(0.0005)
+        if self._settings.on_reset == "new":  # what is stored may be of other weights
+            self._touches.clear()
+            self._requests.begin_anew()
+            log.warning("event=tier_begins_anew reason='vLLM drops its caches' hint='on_reset'")
 
     def shutdown(self) -> None:
         """End the sessions and let go of vLLM's pool, so that it can be unmapped. Idempotent."""

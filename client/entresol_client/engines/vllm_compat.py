@@ -18,8 +18,10 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.tiering import base as tier_base
 
+from entresol_client.engines import naming
 from entresol_client.engines.vllm_naming import EngineFacts, roots_agree, weights_folder
 from entresol_client.engines.vllm_versions import TESTED, told_apart
+from entresol_proto.status import ConfigError
 
 log = logging.getLogger("entresol.engine")
 
@@ -153,14 +155,37 @@ def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
     cache_config = getattr(vllm_config, "cache_config", None)
     revision = getattr(model_config, "revision", None) or ""
     attention = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    drafts = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(drafts, "draft_model_config", None)
+    extra: dict[str, Any] = {"attention": str(getattr(attention, "name", attention) or "")}
+    for name, each in (("model", model_config), ("draft", draft)):
+        if each is not None:
+            extra[name] = naming.fingerprint(naming.model_facts(each))
+    if draft is not None:
+        extra["draft_name"] = [str(draft.model), str(getattr(draft, "revision", None) or "")]
     return EngineFacts(
         version=VERSION,
         revision=revision,
         hash_algorithm=str(getattr(cache_config, "prefix_caching_hash_algo", "") or ""),
         device_type=str(current_platform.device_type),
         weights_path=weights_folder(config.model.name, revision),
-        extra={"attention": str(getattr(attention, "name", attention) or "")},
+        extra=extra,
     )
+
+
+def check_fit(vllm_config: Any | None, adapters: str) -> None:
+    """Refuse an engine whose blocks could differ under one name. Raises: ConfigError."""
+    if getattr(vllm_config, "lora_config", None) is not None and not adapters:
+        raise ConfigError(
+            "this engine uses LoRA adapters, which vLLM's block hashes name without their content",
+            hint="set adapters to a text, and change it whenever an adapter's content changes",
+        )
+    cache_config = getattr(vllm_config, "cache_config", None)
+    if getattr(cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales makes the bytes of a block differ between engines",
+            hint="leave --calculate-kv-scales out",
+        )
 
 
 def hashes_are_shared(environment: Mapping[str, str]) -> bool:

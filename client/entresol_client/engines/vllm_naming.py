@@ -3,8 +3,9 @@
 Pure: takes vLLM's objects by their attributes and imports none.
 
 Invariants:
-- vLLM's key names token ids (and adapter, images, salt), so everything else that shapes a chunk's
-  bytes is in the descriptor: weights, dtype, layout, chunking, topology, vLLM's own version;
+- vLLM's key names token ids (and images, salt, the names of adapters), so everything else that
+  shapes a chunk's bytes is in the descriptor: weights, what adapters hold, the model's
+  configuration, dtype, layout, chunking, topology, vLLM's own version;
 - an engine whose hashes another process would not compute does not start.
 """
 
@@ -163,6 +164,7 @@ def describe(
                 settings.model_revision,
                 facts.revision,
                 settings.weights,
+                settings.adapters,
             ),
             dtype=naming.dtype_of(config.model.dtype).label,
             layers=sum(len(group.layer_names) for group in config.groups),

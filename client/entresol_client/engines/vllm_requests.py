@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from entresol_client.engines.naming import salted
+from entresol_client.engines.naming import new_epoch, of_epoch, salted
 
 S = TypeVar("S")  # a space: whatever lookups are asked of
 
@@ -101,6 +101,7 @@ class Requests(Generic[S]):
         self._requests: dict[str, Request[S]] = {}
         self._fresh: dict[S, dict[bytes, list[Request[S]]]] = {}  # asked in this step
         self._step = 0
+        self._epoch = ""
         self.late_lookups = 0  # lookups the deadline decided, since the start
 
     def __len__(self) -> int:
@@ -108,7 +109,7 @@ class Requests(Generic[S]):
 
     def add(self, request_id: str, space: S | None, salt: str = "") -> Request[S]:
         """A new request; one of the same name is replaced."""
-        made = self._requests[request_id] = Request(space, salt)
+        made = self._requests[request_id] = Request(space, of_epoch(salt, self._epoch))
         return made
 
     def get(self, request_id: str) -> Request[S] | None:
@@ -118,6 +119,16 @@ class Requests(Generic[S]):
     def remove(self, request_id: str) -> None:
         """The request has finished."""
         self._requests.pop(request_id, None)
+
+    def begin_anew(self) -> None:
+        """From now on no request finds or stores what others did before, and those that are under
+        way use the tier no more: of their blocks some are computed before."""
+        self._epoch = new_epoch()
+        self._fresh.clear()
+        for request in self._requests.values():
+            request.known.clear()
+            request.asked.clear()
+            request.space = None
 
     def look(self, request: Request[S], key: bytes, now_s: float) -> Found:
         """What is known of vLLM's `key`; notes the question when nothing is."""

@@ -237,11 +237,24 @@ def test_indices_that_do_not_fit_are_no_pages(
 
 
 def test_clear_drops_nothing_of_anybody(shared: TierDaemon, attach: Callable[..., Any]) -> None:
-    one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=10))
+    """Who asked for it finds nothing of before: SGLang reports success, its weights may be new."""
+    one, other = (attach(shared, pools.mha_pool(PAGE_FIRST, seed=10)) for _ in range(2))
+    assert all(put(one))
+    one.clear()
+    assert one.batch_exists(HASHES) == 0
+    assert other.batch_exists(HASHES) == COUNT
+    assert all(put(one))
+    assert one.batch_exists(HASHES) == COUNT
+    assert one.get_stats() is None
+
+
+def test_clear_does_nothing_where_weights_never_change(
+    shared: TierDaemon, attach: Callable[..., Any]
+) -> None:
+    one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=13), on_reset="keep")
     assert all(put(one))
     one.clear()
     assert one.batch_exists(HASHES) == COUNT
-    assert one.get_stats() is None
 
 
 def test_sglangs_own_failure_injector_runs_over_it(

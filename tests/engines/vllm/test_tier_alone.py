@@ -346,6 +346,37 @@ def test_a_drain_ends_in_bounded_time_with_a_daemon_that_hangs(
     assert engine.tier.counts()["shed_blocks"] >= 1
 
 
+@pytest.mark.parametrize("on_reset", ["new", "keep"])
+def test_after_a_reset_nothing_of_before_is_found(make: Make, on_reset: str) -> None:
+    """vLLM asks for it when its weights were changed, and when it goes to sleep."""
+    engine, other = make(on_reset=on_reset), make()
+    under_way = engine.request("r")
+    engine.store(under_way, 1, 2)
+    engine.settle()
+    engine.manager.reset_cache()
+    kept = on_reset == "keep"
+    assert engine.load(engine.request("q"), 1, 2) == [kept] * 2
+    assert engine.load(under_way, 1) == [kept]
+    assert other.load(other.request("q"), 1, 2) == [True] * 2
+    if not kept:
+        engine.store(engine.request("s"), 1)
+        engine.settle()
+        engine.manager.primary_tier.reset_cache()
+        assert engine.load(engine.request("t"), 1) == [True]
+
+
+def test_an_engine_with_adapters_says_what_they_hold() -> None:
+    config = SimpleNamespace(lora_config=object(), cache_config=None)
+    with pytest.raises(ConfigError, match="adapters"):
+        vllm_compat.check_fit(config, "")
+    vllm_compat.check_fit(config, "v1")
+    vllm_compat.check_fit(None, "")
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        vllm_compat.check_fit(
+            SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=True)), ""
+        )
+
+
 def test_shutting_down_lets_go_of_the_pool(
     tier: TierDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
