@@ -327,6 +327,9 @@ class Metrics:
         self.loop_lag_max_seconds = self._make.gauge(
             "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
         )
+        self.python_objects = self._make.gauge(
+            "python_objects", "Objects of up to 512 bytes, by the interpreter's own count."
+        )
         self.tasks = self._make.gauge("tasks", "Tasks of the event loop.")
         self.loop_stalls = self._make.counter(
             "event_loop_stalls_total", "Times the event loop hung; the log says where."

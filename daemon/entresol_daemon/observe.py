@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 
 from entresol_daemon import logs
 from entresol_daemon.control.identity import ReloadingServerContext
@@ -110,6 +111,7 @@ def follow_process(metrics: Metrics, watch: StallWatch) -> None:
     """Connect what is said of the process as a whole."""
     metrics.follow(metrics.loop_lag_max_seconds, lambda: watch.longest_ns / 1e9)
     metrics.follow(metrics.tasks, lambda: len(asyncio.all_tasks()))
+    metrics.follow(metrics.python_objects, sys.getallocatedblocks)
     metrics.follow(metrics.loop_stalls, lambda: watch.stalls)
     metrics.follow(metrics.process_starved, lambda: watch.starved)
     metrics.follow(metrics.log_lines_dropped, logs.lines_dropped)

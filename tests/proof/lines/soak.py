@@ -40,6 +40,7 @@ SAMPLES_MIN = 20_000  # for a 99th percentile of each round: of fewer, the 95th 
 RATIO_MAX = 2.0  # of the p99 under ten times the load to that under what is admitted
 QUIET_SECONDS_MAX = 20.0
 DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
+ARENA_BYTES = 1 << 20  # by which the interpreter takes memory: one more or less is no growth
 LOOK_S = 1.0
 LEASE_NS = 2_000_000_000
 HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue="put"}',
@@ -69,6 +70,7 @@ class Rest:
     """What the daemon holds while nobody asks for anything."""
 
     rss_bytes: int
+    objects: int  # of the interpreter's, of up to 512 bytes: a leak shows here first
     fds: int
     threads: int
     tasks: int
@@ -219,7 +221,7 @@ class Soak:
             time.sleep(0.3)
             metrics = self.lab.metrics()
             now = Rest(
-                rss_bytes(pid), _fds(pid),
+                rss_bytes(pid), int(metrics["entresol_python_objects"]), _fds(pid),
                 len(os.listdir(f"/proc/{pid}/task")), int(metrics["entresol_tasks"]),
                 int(sum(v for k, v in metrics.items() if k.startswith("entresol_sessions{"))),
                 {name: metrics.get(f"entresol_{name}", 0.0) for name in HELD},
@@ -421,14 +423,16 @@ def _judge(
 
 def _judge_rest(tally: Tally, rests: Sequence[Rest], growth_max: float) -> list[str]:
     """What is left when nobody asks for anything. Memory is the median of a tenth of the rounds,
-    at either end: of 55 MiB, the allocators' own coming and going is one or two."""
+    at either end: of 55 MiB, the allocators' own coming and going is one or two. Judged are the
+    interpreter's objects, which are counted, and what the process has, beyond one arena."""
     findings = []
     some = max(1, len(rests) // 10)
-    before = statistics.median(rest.rss_bytes for rest in rests[:some])
-    growth = statistics.median(rest.rss_bytes for rest in rests[-some:]) / before - 1
-    tally.figure("max_memory_growth_percent", round(100 * growth, 2))
-    if growth > growth_max:
-        findings.append(f"memory grew by {growth:.1%} from {int(before) >> 20} MiB")
+    for name, spare in (("rss_bytes", ARENA_BYTES), ("objects", 0)):
+        before = statistics.median(getattr(rest, name) for rest in rests[:some])
+        after = statistics.median(getattr(rest, name) for rest in rests[-some:])
+        tally.figure(f"max_{name}_growth_percent", round(100 * (after / before - 1), 2))
+        if after - spare > before * (1 + growth_max):
+            findings.append(f"{name}: {before:.0f} at first, {after:.0f} in the end")
     findings += left_over(rests[0], rests[-1])
     held = rests[-1].held.items()
     return findings + [f"still held: {name} {value}" for name, value in held if value]
