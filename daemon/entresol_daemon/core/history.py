@@ -14,7 +14,6 @@ Programming 3, 6.4, algorithm R).
 
 from __future__ import annotations
 
-import os
 from array import array
 from hashlib import blake2b
 
@@ -38,11 +37,12 @@ class _Owner:
 class History:
     """(namespace id, wire key) -> (reason, Unix ns) of recent removals and refusals."""
 
-    def __init__(self, entries_max: int) -> None:
+    def __init__(self, entries_max: int, secret: bytes = bytes(16)) -> None:
+        """`secret`: of the hash; one that nobody knows where keys are others' choice."""
         rows = entries_max + 1  # one is added before one is forgotten
         places = 1 << (rows + rows // 2).bit_length()  # two thirds are taken at most
         self._entries_max = entries_max
-        self._secret = os.urandom(16)
+        self._secret = secret
         self._places = array("i", [_NONE]) * places  # row, by hash
         self._hash = array("Q", [0]) * rows
         self._unix_ns = array("q", [0]) * rows

@@ -162,7 +162,7 @@ class Shard:
             admission=Admission.from_config(
                 config.admission, engine.capacity_bytes, cache_blocks=engine.index.capacity
             ),
-            history=History(HISTORY_ENTRIES_MAX),
+            history=History(HISTORY_ENTRIES_MAX, secrets.token_bytes(16)),
             census=VersionCensus(engine.index.capacity),
             codecs=CodecChooser(
                 policy=config.sealing.codec,
