@@ -83,9 +83,12 @@ def load_compute_load(engine: Engine, **more: Any) -> dict[str, Any]:
     return row
 
 
-def tier_engine(model: Path, cuda: Path, daemon: TierDaemon) -> Engine:
-    more = {"other": str(daemon.client_toml("other"))}
-    settings = {"lookup_deadline_ms": LOOKUP_MS, "load_deadline_ms": LOAD_MS, "tenants": more}
+def tier_engine(model: Path, cuda: Path, daemon: TierDaemon, on_reset: str = "keep") -> Engine:
+    """Tests empty KVBM's own caches by resets, so most want to `keep` what is stored."""
+    settings = {
+        "lookup_deadline_ms": LOOKUP_MS, "load_deadline_ms": LOAD_MS, "on_reset": on_reset,
+        "tenants": {"other": str(daemon.client_toml("other"))},
+    }  # fmt: skip
     return Engine(model, cuda, tier_config(daemon.client_toml(), **settings))
 
 
@@ -93,12 +96,15 @@ def tier_engine(model: Path, cuda: Path, daemon: TierDaemon) -> Engine:
 def writer(
     tiny_llama: Path, cuda: Path, daemon: TierDaemon, expected: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """A first process, which computes the prompt and ends: its answer and its counters."""
-    engine = tier_engine(tiny_llama, cuda, daemon)
+    """A first process, which computes the prompt and ends: its answer and its counters, and its
+    answer after its caches were dropped, as they are for new weights."""
+    engine = tier_engine(tiny_llama, cuda, daemon, "new")
     try:
         answer = engine.generate(prompt(1))[0]
         wait_for(lambda: engine.counts()["worker"].get("stored_blocks", 0) >= PROMPT_BLOCKS)
-        return {"answer": answer, "counts": engine.counts()}
+        counts = engine.counts()
+        engine.reset(kvbm=True)
+        return {"answer": answer, "counts": counts, "anew": engine.generate(prompt(1))[0]}
     finally:
         engine.close()
 
@@ -153,6 +159,14 @@ def test_a_process_stores_what_it_computes(
     assert writer["answer"]["cached_tokens"] == 0
     assert writer["counts"]["worker"]["stored_blocks"] >= PROMPT_BLOCKS
     assert daemon.metric("entresol_flash_blocks") >= PROMPT_BLOCKS
+
+
+def test_what_was_stored_before_its_caches_were_dropped_is_not_found(
+    writer: dict[str, Any], expected: dict[int, dict[str, Any]]
+) -> None:
+    """vLLM has other weights then, for all anybody knows; another process finds it (below)."""
+    assert same(writer["anew"], expected[1])
+    assert writer["anew"]["cached_tokens"] == 0
 
 
 def test_another_process_loads_it_by_content_key(

@@ -49,6 +49,7 @@ def tier_settings(daemon: TierDaemon, **more: Any) -> dict[str, Any]:
         "load_deadline_ms": LOAD_MS,
         "store_deadline_ms": STORE_MS,
         "durable": True,
+        "on_reset": "keep",  # tests empty vLLM's own caches in this way
         **more,
     }
 
