@@ -243,6 +243,17 @@ def test_worth_that_promises_nothing_never_rules(shadow: int) -> None:
     assert trial.lost == 0
 
 
+def test_a_store_that_is_not_full_promises_nothing() -> None:
+    """LRU would have lost nothing of it either; it looked as if it would have lost everything."""
+    ledger, rng = Ledger(), np.random.default_rng(1)
+    some = keys(rng, 64)
+    for turn in range(2 * LEARN_EVERY * worth.LEARNED_MIN // 64):
+        ledger.note(some, uses(64, 1), NOW + 64 * turn, found=turn > 0)
+    assert ledger.learned >= worth.LEARNED_MIN
+    assert abs(ledger.trial.promise) < 0.01
+    assert abs(ledger.trial.gain) < 0.01
+
+
 def test_what_the_shadow_found_long_ago_is_forgotten() -> None:
     trial = Trial()
     for _ in range(50):
@@ -265,19 +276,30 @@ def test_worth_that_falls_behind_gives_way_and_each_time_for_longer() -> None:
     trial = trial_of(40, 50, 4)
     assert (trial.rules, trial.lost) == (False, 1)
     rests = []
-    for _ in range(3):
+    for shadow in (75, 90, 105):  # it must promise more each time, see below
         rounds = 0
         while not trial.rules:
-            trial.saw(50, 50, 100, 60)
+            trial.saw(50, 50, 100, shadow)
             trial.judge(100)
             rounds += 1
             assert rounds < 1_000
         rests.append(rounds)
         while trial.rules:
-            trial.saw(40, 50, 100, 60)
+            trial.saw(40, 50, 100, shadow)
             trial.judge(100)
     assert rests[1] >= 1.5 * rests[0]
     assert rests[2] >= 1.5 * rests[1]
+
+
+def test_a_shadow_that_promised_too_much_is_believed_when_it_promises_more() -> None:
+    """Segments and rewriting cost what a miniature without them does not see."""
+    trial = trial_of(40, 50, 4)  # promised were 10 more of 150, and it found 10 less of 140
+    for shadow, believed in ((60, False), (70, False), (72, True)):
+        for _ in range(100):
+            if not trial.rules:
+                trial.saw(50, 50, 100, shadow)
+                trial.judge(100)
+        assert trial.rules is believed
 
 
 @settings(max_examples=50)

@@ -66,7 +66,8 @@ class Trial:
     """Of one tenant.
 
     LRU rules until the shadow has found more for a whole turnover of the store. Then worth does
-    until it falls behind, then LRU again for a while, which doubles each time.
+    until it falls behind, then LRU again for a while, which doubles each time; and from then on the
+    shadow must promise as much more as was missing from what it had promised.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class Trial:
         self._rest = 1
         self._shadow = self._shadow_lru = self._shadow_seen = 0.0
         self._shadow_put = 0
+        self._missing = 0.0  # of what the shadow promised, where worth fell behind
 
     @property
     def gain(self) -> float:
@@ -112,6 +114,7 @@ class Trial:
         behind = self.rules and self.gain < -LOSS_MAX
         if behind:
             self.lost += 1
+            self._missing = max(self._missing, self.promise - self.gain)
             self._rest = REST_TURNOVERS << min(self.lost - 1, REST_DOUBLINGS_MAX)
         if behind or not self.rules:
             self.rules = not self.rules
@@ -125,7 +128,7 @@ class Trial:
         """Whether the shadow found more; half of what it saw stays after each look."""
         if self._shadow_put < turnover:
             return False
-        promising = self.promise > PROMISE_MIN
+        promising = self.promise > PROMISE_MIN + self._missing
         if self._shadow_put >= TRIAL_TURNOVERS * turnover:
             self._shadow /= 2
             self._shadow_lru /= 2

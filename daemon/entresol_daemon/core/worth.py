@@ -168,7 +168,8 @@ class Ledger:
         self._used *= DECAY
         self._lost *= DECAY
         would = self._room
-        self._lru_age = float(np.partition(ages, would)[would]) if would < len(ages) else np.inf
+        full = 0 < would < len(ages)  # else LRU would have lost nothing
+        self._lru_age = float(np.partition(ages, would)[would]) if full else np.inf
         self.learned += 1
         if self.learned >= LEARNED_MIN and would:
             self.trial.judge(would)

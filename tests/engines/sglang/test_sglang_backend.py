@@ -251,7 +251,7 @@ def test_clear_drops_nothing_of_anybody(shared: TierDaemon, attach: Callable[...
 def test_clear_does_nothing_where_weights_never_change(
     shared: TierDaemon, attach: Callable[..., Any]
 ) -> None:
-    one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=13), on_reset="keep")
+    one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=13), extra={"on_reset": "keep"})
     assert all(put(one))
     one.clear()
     assert one.batch_exists(HASHES) == COUNT
