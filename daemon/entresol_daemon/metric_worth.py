@@ -63,7 +63,8 @@ class WorthMetrics:
         self.eviction_promise = make.gauges(
             "eviction_worth_promise_ratio",
             "The same for a store of the sampled keys alone that always evicts by worth, whoever "
-            "rules: only above 0.001 does worth take over.",
+            "rules: worth takes over while it is not clearly negative, and above what was missing "
+            "from it where worth fell behind.",
             tenant=tenant,
         )
         self.drive_writes = make.counter(

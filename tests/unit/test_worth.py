@@ -232,8 +232,8 @@ def test_lru_rules_until_the_shadow_found_more_for_a_whole_turnover() -> None:
     assert (trial.rules, trial.gain) == (True, 0.0)
 
 
-@pytest.mark.parametrize("shadow", [0, 49, 50])
-def test_worth_that_promises_nothing_never_rules(shadow: int) -> None:
+@pytest.mark.parametrize("shadow", [0, 40, 49])
+def test_worth_that_promises_less_never_rules(shadow: int) -> None:
     """Not even for a trial, which would cost what it loses."""
     trial = Trial()
     for _ in range(1_000):

@@ -1,8 +1,8 @@
 """Whether worth or LRU chooses for a tenant, judged by what each finds of its sampled keys. Pure.
 
 Two comparisons, both with LRU per block, which is exact, because it depends on a block's age alone.
-Before worth rules, a `Shadow` tells what it would find: nothing is risked for it. While it rules,
-what was really found tells, with all that whole segments and rewriting cost.
+Before worth rules, a `Shadow` tells what it would find: it must not promise less than LRU. While it
+rules, what was really found tells, with all that whole segments and rewriting cost.
 
 Invariant: tables have the size they are made with (`shadow_bytes`).
 """
@@ -21,7 +21,7 @@ TRIAL_TURNOVERS = 2  # of the store, the first of which does not count
 REST_TURNOVERS = 4  # that LRU rules after worth fell behind, the first time
 REST_DOUBLINGS_MAX = 8
 LOSS_MAX = 0.002  # hits per reference that worth may be behind
-PROMISE_MIN = 0.001  # hits per reference that the shadow must find beyond LRU's
+PROMISE_MIN = -0.005  # hits per reference that the shadow must find beyond LRU's, the first time
 SLACK = 32  # one in so many is dropped at a time
 
 
