@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,14 +40,19 @@ def bind(port: int) -> bool:
 
 
 def talk_to(host: str) -> bool:
-    """Connect to itself by an address that is not loopback's."""
+    """Connect to itself at `host`, and leave no connection in TIME_WAIT: it would keep the address
+    from a daemon for a minute."""
     with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((host, 7441 if host == "127.0.0.1" else 7440))
         server.listen()
         server.settimeout(2)
         client.settimeout(2)
         client.connect(server.getsockname())
-        server.accept()[0].close()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted, _ = server.accept()
+        with accepted:
+            client.close()  # a reset
     return True
 
 
