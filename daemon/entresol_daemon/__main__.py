@@ -24,8 +24,9 @@ examples:
   entresold --print-config > entresold.toml  every setting with its default and meaning
   entresold keygen /etc/entresol/kek         a new key-encryption key
   entresold --config /etc/entresol/entresold.toml
-  entresold --check --config FILE            judge a configuration and the data's format, only
+  entresold --check --config FILE            judge configuration, TLS files, data's format, only
   entresold --config FILE prepare            before a first start: keys and certificates, if none
+  entresold --config FILE renew              a new certificate of the shard, if prepare made it
   entresold --config FILE certify acme DIR   a tenant's certificate and client configuration
   entresold --config FILE formats            the data's format versions, and those this one reads
   entresold --config FILE rewrap NEW-KEK     change the key-encryption key of a stopped daemon
@@ -47,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"entresold {__version__}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration")
     parser.add_argument(
-        "--check", action="store_true", help="only judge the configuration and the data's format"
+        "--check",
+        action="store_true",
+        help="only judge configuration, TLS files and the data's format",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print a complete, commented configuration"
@@ -72,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "rewrap", help="wrap every key under another key-encryption key; blocks stay as they are"
     )
     rewrap.add_argument("path", type=Path, help="the file of the new key")
+    rewrap.add_argument(
+        "--old", type=Path, metavar="FILE", help="of the key until now (default: [keys] kek_file)"
+    )
     receipt_command.add_parser(commands)
     setup_command.add_parsers(commands)
     return parser
@@ -95,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command == "rewrap":
             if arguments.config is None:
                 parser.error("rewrap needs the daemon's --config FILE before it")
-            return _rewrap(arguments.config, arguments.path)
+            return _rewrap(arguments.config, arguments.path, arguments.old)
         if arguments.command in setup_command.COMMANDS:
             if arguments.config is None:
                 parser.error(f"{arguments.command} needs the daemon's --config FILE before it")
@@ -128,23 +134,28 @@ def _keygen(path: Path) -> int:
     return 0
 
 
-def _rewrap(config_path: Path, new: Path) -> int:
+def _rewrap(config_path: Path, new: Path, old: Path | None) -> int:
     from entresol_daemon.config import Config
-    from entresol_daemon.keys.keyring import Keyring
-    from entresol_daemon.keys.providers import FileKek
+    from entresol_daemon.keys.providers import FileKek, is_credential
 
     config = Config.load(config_path)
-    if config.keys.kek_file is None:
-        raise ConfigError("no [keys] kek_file: which key is the old one?", hint="name it there")
-    kek, old = FileKek.open(new), FileKek.open(config.keys.kek_file)
-    # Refuses while a daemon runs on the folder: `entresol change-kek` asks that one.
-    keyring = Keyring.open(config.shard.state_dir, old)
-    try:
-        keyring.rewrap(kek)
-    finally:
-        keyring.close()
-    print(f"every key is wrapped under KEK {kek.kek_id().hex()} now (it was {old.kek_id().hex()})")
-    print(f"make [keys] kek_file name {new}, start the daemon, then destroy the old one")
+    old = old or config.keys.kek_file
+    if old is None:
+        raise ConfigError("no [keys] kek_file: which key is the old one?", hint="--old FILE")
+    if is_credential(old) and "CREDENTIALS_DIRECTORY" not in os.environ:
+        raise ConfigError(
+            "[keys] kek_file is a credential that only the unit's process is shown",
+            hint="--old FILE, as in LoadCredential= of the unit: --old /etc/entresol/kek",
+        )
+    kek, before = FileKek.open(new), FileKek.open(old)
+    setup_command.rewrap(config, before, kek)
+    print(
+        f"every key is wrapped under KEK {kek.kek_id().hex()} now (it was {before.kek_id().hex()})"
+    )
+    print(
+        f"put {new} where the next start looks for it, start the daemon, then destroy the old one"
+    )
+    print("where several shards share the key, each of them wants this first")
     return 0
 
 
@@ -161,6 +172,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = Config.load(arguments.config)
     setup_command.check_data(config)
     if arguments.check:
+        setup_command.check_surroundings(config)
         print(f"{arguments.config}: good")
         return 0
     from entresol_daemon import sandbox

@@ -149,7 +149,10 @@ class FlashConfig:
         None, "Index checkpoint of a clean stop; left out: index.arrow in the state folder."
     )
     scrub_bytes_per_s: int = setting(
-        32 * MIB, "Rate at which stored blocks are verified, all once a day; 0 means never.", low=0
+        32 * MIB,
+        "Rate at which stored blocks are verified: all of them once a day, or in as many days as "
+        "this rate takes (2.9TB in one); 0 means never.",
+        low=0,
     )
 
 
@@ -182,6 +185,11 @@ class FabricConfig:
         FABRICS,
         "Fabrics to offer: shm (same host), verbs (RDMA, where there is a device), tcp.",
         choices=FABRICS,
+    )
+    shm_dir: Path | None = setting(
+        None,
+        "Folder of the shm socket for engines that run as other users; left out: [listen] unix_dir,"
+        " for the daemon's own user and root. Made beforehand, mode 2750: its group may connect.",
     )
     streams: int = setting(
         2, "tcp data streams per session.", low=1, high=proto_limits.DATA_STREAMS_PER_SESSION_MAX

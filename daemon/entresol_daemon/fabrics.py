@@ -33,6 +33,15 @@ def verbs_settings(config: Config) -> VerbsSettings:
     )
 
 
+def _shm(config: Config) -> ShmFabricServer:
+    """In a folder that shards may share, the socket has the shard's name."""
+    folder = config.fabric.shm_dir
+    most = SHM_MAPPED_BYTES_PER_SESSION_MAX
+    if folder is None:
+        return ShmFabricServer(config.listen.unix_dir, mapped_bytes_max=most)
+    return ShmFabricServer(folder, name=f"{config.shard.name}.sock", mapped_bytes_max=most)
+
+
 async def open_fabrics(
     config: Config,
     tls: ssl_module.SSLContext,
@@ -45,9 +54,7 @@ async def open_fabrics(
     `data_socket` listens already, at the tcp fabric's address, which then owns it.
     """
     made: dict[str, Callable[[], FabricServer]] = {
-        "shm": lambda: ShmFabricServer(
-            config.listen.unix_dir, mapped_bytes_max=SHM_MAPPED_BYTES_PER_SESSION_MAX
-        ),
+        "shm": lambda: _shm(config),
         "verbs": lambda: VerbsFabricServer(
             verbs_settings(config),
             private=config.fabric.verbs_private,

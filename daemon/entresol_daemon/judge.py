@@ -22,7 +22,8 @@ from pathlib import Path
 from entresol_daemon.config import Config
 from entresol_daemon.control.identity import server_ssl_context
 from entresol_daemon.drives import drives_below, read_wear
-from entresol_daemon.keys.providers import FileKek
+from entresol_daemon.keys.providers import FileKek, is_credential
+from entresol_daemon.memory.huge_pages import check_huge_pages
 from entresol_proto.identity import ROLE_SHARD, load_certificate, spiffe_id_from_cert
 from entresol_proto.limits import GIB, MIB
 from entresol_proto.status import DeviceError, EntresolError, Status
@@ -95,6 +96,10 @@ def _kek(config: Config) -> Rows:
         fix = "`entresold keygen FILE`, and name it there"
         yield WARN, "no [keys] kek_file: the daemon starts locked", fix
         return
+    if is_credential(config.keys.kek_file) and "CREDENTIALS_DIRECTORY" not in os.environ:
+        text = "the key-encryption key is a credential of the unit: only the daemon is shown it"
+        yield OK, f"{text} (systemctl cat entresold, LoadCredential=)", ""
+        return
     kek = FileKek.open(config.keys.kek_file)
     yield OK, f"key-encryption key {kek.kek_id().hex()}", ""
 
@@ -123,11 +128,19 @@ def _flash(config: Config) -> Rows:
         if not os.access(path, os.R_OK | os.W_OK):
             yield FAIL, f"{path} is not open to this user", "chown it to the daemon's user"
             return
-        if stat.S_ISREG(found.st_mode) and found.st_size < wanted:
+        if stat.S_ISREG(found.st_mode) and not found.st_size:
             left = _room(path.parent)
-            if left < wanted - found.st_blocks * 512:
+            if left < wanted:
                 yield _no_room(path, wanted, left)
                 return
+        if stat.S_ISREG(found.st_mode) and wanted and found.st_size not in (0, wanted & -4096):
+            yield (
+                WARN, f"data file {path} has {_gib(found.st_size)} and keeps them: [flash] "
+                f"size_bytes, {_gib(wanted)}, counts when it is made",
+                "write there what it has; or stop the daemon, remove the file (its blocks become "
+                "misses, tenants and keys stay) and start it",
+            )  # fmt: skip
+            return
         yield OK, f"data file {path}, {_gib(found.st_size or wanted)}", ""
         return
     if not path.parent.is_dir():
@@ -205,6 +218,12 @@ def memory_left() -> tuple[int, str]:
 
 
 def _memory(config: Config) -> Rows:
+    if config.memory.huge_pages == "on":
+        try:
+            check_huge_pages(config.memory)
+        except EntresolError as error:
+            fix = f"right if the daemon runs and has them; else: {error.hint}"
+            yield WARN, Exception.__str__(error), fix
     blocks = config.blocks_max(config.flash.size_bytes)
     slabs = config.memory.dram_bytes + config.memory.opened_bytes_max
     wanted = slabs + blocks * INDEX_BYTES_PER_BLOCK + RUNTIME_BYTES

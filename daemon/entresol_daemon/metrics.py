@@ -279,6 +279,14 @@ class Metrics:
         self.scrub_cycle_seconds = self._make.gauge(
             "scrub_cycle_seconds", "How long the last of them took, pauses and restarts included."
         )
+        self.scrub_began = self._make.gauge(
+            "scrub_began_seconds",
+            "When the present one began, or the last one, in seconds since 1970; 0: none yet.",
+        )
+        self.scrub_expected = self._make.gauge(
+            "scrub_cycle_expected_seconds",
+            "How long one takes with what is on flash now, at the configured rate; at least a day.",
+        )
         self.scrub_progress = self._make.gauge(
             "scrub_progress", "Share of the present one that is done; 0 between them."
         )
@@ -314,6 +322,12 @@ class Metrics:
         self.tls_reloads = self._make.counter("tls_reloads_total", "New certificates taken over.")
         self.tls_reload_failures = self._make.counter(
             "tls_reload_failures_total", "New certificates that could not be used."
+        )
+        self.tls_stale = self._make.gauge(
+            "tls_files_unusable", "1 while the TLS files cannot be used, and older ones serve."
+        )
+        self.tls_not_after = self._make.gauge(
+            "tls_not_after_seconds", "When the certificate in force ends, in seconds since 1970."
         )
         self.state = self._make.gauges(
             "state",

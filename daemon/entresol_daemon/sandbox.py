@@ -80,6 +80,8 @@ def rules_of(config: Config) -> list[Rule]:
     """
     flash = config.flash_path
     folders = [config.shard.state_dir, config.listen.unix_dir, config.checkpoint_path.parent]
+    if config.fabric.shm_dir is not None and "shm" in config.fabric.enabled:
+        folders.append(config.fabric.shm_dir)
     folders += [Path(extra) for extra in config.sandbox.writable]
     try:
         for folder in folders:
@@ -87,7 +89,7 @@ def rules_of(config: Config) -> list[Rule]:
     except OSError as error:
         raise SandboxError(
             f"cannot make the folder {folder}: {error.strerror}",
-            hint="check its owner and mount options; [shard], [listen], [sandbox] name it",
+            hint="check owner and mount options; [shard], [listen], [fabric], [sandbox] name it",
             status=Status.IO_ERROR,
         ) from None
     rules = [Rule(folder) for folder in dict.fromkeys(folders)]

@@ -30,6 +30,7 @@ from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import sweep
 from entresol_daemon.manager import Sockets, Watchdog, tell, watchdog_ns
+from entresol_daemon.memory.huge_pages import check_huge_pages
 from entresol_daemon.memory.slabs import SlabBuffer
 from entresol_daemon.metrics import LoopLagProbe, Metrics
 from entresol_daemon.observe import follow_process, follow_shard
@@ -97,6 +98,7 @@ class Daemon:
         started_ns = time.monotonic_ns()
         self._sockets = Sockets.from_environment()
         self._on_close("inherited sockets", _as_closer(self._sockets.close))
+        check_huge_pages(config.memory)
         _private_folder(config.shard.state_dir)
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)
@@ -384,7 +386,8 @@ class Daemon:
             raise OSError(str(error)) from None
         if huge == "on" and not buffer.huge:
             buffer.close()
-            raise OSError("no huge pages left; lower [memory] dram_bytes or reserve more")
+            log.warning("event=no_huge_pages effect=less_memory hint='others took them meanwhile'")
+            raise OSError("no huge pages left")
         buffer.seal_for_readers()
         return buffer
 

@@ -1,34 +1,39 @@
-"""`entresold prepare`, `certify` and `formats`: what a package and its operator need of a machine.
+"""`entresold prepare`, `renew`, `certify` and `formats`, and the rest of what a package and its
+operator need of a machine.
 
-Invariant: what is there is never replaced. A key-encryption key is made only where nothing was
-sealed yet, because a new one would hide that the old one is missing; certificates only where there
-are none at all. The certificate authority made here lies next to what it signs: it is for one
-machine and for trying, as `control.devcerts` says.
+Invariant: what is there is never replaced, unless renewing it was asked for. A key-encryption key
+is made only where nothing was sealed yet, because a new one would hide that the old one is missing;
+certificates only where there are none at all. The certificate authority made here lies next to what
+it signs: it is for one machine and for trying, as `control.devcerts` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import grp
 import ipaddress
 import os
 import socket
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import ConfigError, EntresolError, KeyringError, Status
 
-COMMANDS = ("prepare", "certify", "formats")
+COMMANDS = ("prepare", "renew", "certify", "formats")
 if TYPE_CHECKING:
     from entresol_daemon.config import Config
+    from entresol_daemon.keys.providers import KekProvider
 
 _CA_KEY = "ca.key"  # of an authority that was made here
 
 
 def add_parsers(commands: Any) -> None:
-    """Register the three commands. Each wants the daemon's --config before it."""
+    """Register the four commands. Each wants the daemon's --config before it."""
     prepare = commands.add_parser(
         "prepare", help="before a first start: make the keys and certificates that are missing"
     )
@@ -36,7 +41,14 @@ def add_parsers(commands: Any) -> None:
         "--kek", type=Path, metavar="FILE", help="where the key-encryption key belongs"
     )
     prepare.add_argument(
+        "--beside", metavar="PATTERN", default="",
+        help="state folders of shards that use the same key, such as '/var/lib/entresol*'",
+    )  # fmt: skip
+    prepare.add_argument(
         "--group", metavar="NAME", help="who may read the shard's private key beside its owner"
+    )
+    commands.add_parser(
+        "renew", help="replace the shard's certificate by a new one, if `prepare` made it"
     )
     certify = commands.add_parser(
         "certify", help="issue a tenant's certificate by the authority that `prepare` made"
@@ -44,6 +56,9 @@ def add_parsers(commands: Any) -> None:
     certify.add_argument("name", metavar="TENANT", help="a-z 0-9 . _ -")
     certify.add_argument("folder", type=Path, help="where its files go, client.toml among them")
     certify.add_argument("--host", help="the daemon's address as its hosts reach it")
+    certify.add_argument(
+        "--renew", action="store_true", help="a new certificate also where the old one still holds"
+    )
     commands.add_parser("formats", help="the format versions of the data, and which this one reads")
 
 
@@ -51,9 +66,11 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     """Run one of COMMANDS; returns its exit status. Raises: EntresolError."""
     try:
         if arguments.command == "prepare":
-            return _prepare(config, arguments.kek, arguments.group)
+            return _prepare(config, arguments.kek, arguments.beside, arguments.group)
+        if arguments.command == "renew":
+            return _renew(config)
         if arguments.command == "certify":
-            return _certify(config, arguments.name, arguments.folder, arguments.host)
+            return _certify(config, arguments)
         from entresol_daemon import formats
 
         for found in formats.look(config):
@@ -81,22 +98,84 @@ def check_data(config: Config) -> None:
         ) from None
 
 
-def _prepare(config: Config, kek: Path | None, group: str | None) -> int:
-    if kek is not None:
-        _make_kek(config, kek)
+def check_surroundings(config: Config) -> None:
+    """What else a start needs that may not be there yet. Raises: IdentityError."""
+    from entresol_daemon.control.identity import server_ssl_context
+
+    cert, key, ca = _tls_files(config)
+    if not any(path.exists() for path in (cert, key, ca)):
+        print(f"note: {cert} and its key and CA are not there yet; `prepare` makes them")
+        return
+    server_ssl_context(cert, key, ca)
+
+
+def rewrap(config: Config, old: KekProvider, new: KekProvider) -> None:
+    """Wrap every key of a stopped daemon's keyring under another key-encryption key.
+
+    As the owner of its folder when it is root who asks, so that the daemon can read what is
+    written. Raises: KeyringError, also while a daemon runs there: `entresol change-kek` asks it.
+    """
+    from entresol_daemon.formats import KEYRINGS
+    from entresol_daemon.keys.keyring import Keyring
+
+    folder = config.shard.state_dir
+    try:
+        if not any((folder / name).exists() for name in KEYRINGS):
+            raise KeyringError(f"there is no keyring in {folder}", hint="see [shard] state_dir")
+        with _as_owner_of(folder):
+            keyring = Keyring.open(folder, old)
+            try:
+                keyring.rewrap(new)
+            finally:
+                keyring.close()
+    except OSError as error:
+        raise KeyringError(
+            f"{error.filename or folder}: {error.strerror}", hint="as root, or as its owner"
+        ) from None
+
+
+@contextlib.contextmanager
+def _as_owner_of(folder: Path) -> Iterator[None]:
+    if os.geteuid() != 0:
+        yield
+        return
+    found = folder.stat()
+    group = os.getegid()
+    os.setegid(found.st_gid)
+    os.seteuid(found.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+
+
+def _tls_files(config: Config) -> tuple[Path, Path, Path]:
+    tls = config.tls
+    assert tls.cert is not None, "checked by Config.check"
+    assert tls.key is not None, "checked by Config.check"
+    assert tls.ca is not None, "checked by Config.check"
+    return tls.cert, tls.key, tls.ca
+
+
+def _prepare(config: Config, kek: Path | None, beside: str, group: str | None) -> int:
+    if kek is not None and config.keys.kek_file is None:
+        print(f"{kek}: not made, [keys] kek_file names none: the daemon starts locked")
+    elif kek is not None:
+        _make_kek(config, kek, beside)
     _make_certificates(config, group)
     return 0
 
 
-def _make_kek(config: Config, path: Path) -> None:
+def _make_kek(config: Config, path: Path, beside: str) -> None:
     from entresol_daemon.formats import KEYRINGS
     from entresol_daemon.keys.providers import FileKek
 
     if path.exists():
         print(f"{path}: is there and stays as it is")
         return
-    state_dir = config.shard.state_dir
-    used = [state_dir / name for name in KEYRINGS if (state_dir / name).exists()]
+    folders = [config.shard.state_dir, *(Path(one) for one in sorted(glob.glob(beside)))]
+    used = [folder / name for folder in folders for name in KEYRINGS if (folder / name).exists()]
     if used:  # whole or damaged
         raise KeyringError(
             f"there is no {path}, but {used[0]} holds keys that were wrapped under one",
@@ -111,35 +190,57 @@ def _make_kek(config: Config, path: Path) -> None:
 def _make_certificates(config: Config, group: str | None) -> None:
     from entresol_daemon.control import devcerts
 
-    tls = config.tls
-    assert tls.cert is not None, "checked by Config.check"
-    assert tls.key is not None, "checked by Config.check"
-    assert tls.ca is not None, "checked by Config.check"
-    folder, authority = tls.ca.parent, (tls.ca, tls.ca.with_name(_CA_KEY))
-    if (
-        tls.cert.exists()
-        or tls.key.exists()
-        or [one.exists() for one in authority] == [True, False]
-    ):
-        print(f"{tls.cert.parent}: certificates are there and stay as they are")
+    cert, key, ca = _tls_files(config)
+    folder, authority = ca.parent, (ca, ca.with_name(_CA_KEY))
+    if cert.exists() or key.exists() or [one.exists() for one in authority] == [True, False]:
+        print(f"{cert.parent}: certificates are there and stay as they are")
         return
-    wanted = devcerts.DevPki(folder, tls.trust_domain).files(tls.cert.stem)
-    if wanted != devcerts.CertFiles(tls.cert, tls.key, tls.ca):
+    wanted = devcerts.DevPki(folder, config.tls.trust_domain).files(cert.stem)
+    if wanted != devcerts.CertFiles(cert, key, ca):
         raise ConfigError(
             "[tls] names certificates that are not there, and places that are not made here",
             hint="bring your own, or name NAME.pem, NAME.key and ca.pem of one folder",
         )
-    devcerts.create(
-        folder,
-        trust_domain=tls.trust_domain,
-        shard=config.shard.name,
-        stem=tls.cert.stem,
-        hosts=_names(config.listen.control_host),
-    )
+    _issue(config, anew=False)
     if group is not None:
-        _share(folder, tls.key, group)
+        _share(folder, key, group)
     print(f"{folder}: a certificate authority for this machine, and a certificate of the shard")
     print("  for a pod bring certificates of your own authority: its key does not belong here")
+
+
+def _issue(config: Config, *, anew: bool) -> None:
+    from entresol_daemon.control import devcerts
+
+    cert, _, ca = _tls_files(config)
+    devcerts.create(
+        ca.parent,
+        trust_domain=config.tls.trust_domain,
+        shard=config.shard.name,
+        stem=cert.stem,
+        hosts=_names(config.listen.control_host),
+        anew=anew,
+    )
+
+
+def _renew(config: Config) -> int:
+    """A new key and certificate in place of those that `prepare` made, as readable as they were."""
+    from entresol_daemon.control import devcerts
+
+    cert, key, ca = _tls_files(config)
+    made_here = devcerts.DevPki(ca.parent, config.tls.trust_domain).files(cert.stem)
+    if made_here != devcerts.CertFiles(cert, key, ca) or not ca.with_name(_CA_KEY).exists():
+        raise ConfigError(
+            f"{cert} was not made here: there is no {ca.with_name(_CA_KEY)}",
+            hint="ask whoever issued it, and put key and certificate in place; a running daemon "
+            "takes them over",
+        )
+    before = key.stat()
+    _issue(config, anew=True)
+    os.chown(key, before.st_uid, before.st_gid)
+    os.chmod(key, stat.S_IMODE(before.st_mode))
+    print(f"{cert}: a new certificate, for {devcerts.LEAF_DAYS} days")
+    print("  a running daemon takes it over within [tls] reload_interval_ns, at HUP at once")
+    return 0
 
 
 def _names(control_host: str) -> list[str]:
@@ -161,12 +262,13 @@ def _share(folder: Path, key: Path, group: str) -> None:
         os.chmod(path, mode)
 
 
-def _certify(config: Config, name: str, folder: Path, host: str | None) -> int:
+def _certify(config: Config, arguments: argparse.Namespace) -> int:
     from entresol_daemon.control import devcerts
     from entresol_daemon.dev import client_toml
 
-    assert config.tls.ca is not None, "checked by Config.check"
-    issued = devcerts.issue_tenant(config.tls.ca.parent, check_tenant_name(name))
+    name, folder = check_tenant_name(arguments.name), Path(arguments.folder)
+    _, _, ca = _tls_files(config)
+    issued = devcerts.issue_tenant(ca.parent, name, anew=arguments.renew)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for source, target, mode in (
         (issued.cert, folder / "tenant.pem", 0o644),
@@ -178,7 +280,7 @@ def _certify(config: Config, name: str, folder: Path, host: str | None) -> int:
     text = client_toml(
         config,
         files=("tenant.pem", "tenant.key", "ca.pem"),
-        host=host or listen.control_host,
+        host=arguments.host or listen.control_host,
         ports=(listen.control_port, listen.grpc_port, listen.metrics_port),
     )
     target = folder / "client.toml"

@@ -255,6 +255,17 @@ def _far_address(site: DaemonSite) -> None:
     site.values["listen", "control_host"] = "192.0.2.1"
 
 
+def _another_size(site: DaemonSite) -> None:
+    (site.state / "flash.data").write_bytes(bytes(3 * MIB))
+
+
+def _no_huge_pages(site: DaemonSite) -> None:
+    site.values["memory", "dram_bytes"] = "512GiB"
+    site.values["memory", "slab_bytes"] = "1GiB"
+    site.values["memory", "opened_bytes"] = "1GiB"
+    site.values["memory", "huge_pages"] = "on"
+
+
 def _unknown_setting(site: DaemonSite) -> None:
     site.values["flash", "size_byte"] = 1
 
@@ -271,6 +282,8 @@ def _unknown_setting(site: DaemonSite) -> None:
         (_open_state, "warn", "open to other users"),
         (_no_room, "fail", "is to have 4096000.0 GiB"),
         (_no_memory, "warn", "of memory is used"),
+        (_another_size, "warn", "size_bytes"),
+        (_no_huge_pages, "warn", "wants 262656 huge pages"),
         (_far_address, "fail", "control_host '192.0.2.1'"),
         (_unknown_setting, "fail", "size_byte"),
     ],
@@ -282,6 +295,16 @@ def test_what_is_wrong_with_a_daemon_is_named(
     code, rows = site.judged()
     assert any(row["level"] == level and text in row["text"] for row in rows), rows
     assert code == (level == "fail")
+
+
+def test_a_key_that_only_the_unit_is_shown_is_no_fault(
+    site: DaemonSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    site.values["keys", "kek_file"] = "$CREDENTIALS_DIRECTORY/kek"
+    code, rows = site.judged()
+    assert code == 0, rows
+    assert any("credential of the unit" in row["text"] for row in rows)
 
 
 def test_ports_that_are_taken_are_told(site: DaemonSite) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.deploy import drives
 from tests.deploy.world import SOCKET, UNIT, World, expect
 
 FIFTH = "entresold@5.service"
@@ -184,8 +185,17 @@ def serve_a_network(world: World) -> str:
     world.entresold("certify", "load", folder, "--host", address)
     outside = world.entresol("doctor", tenant="far", check=False)
     expect(outside.returncode != 0, "whoever is not in IPAddressAllow= reaches it")
+    for port in (7440, 7441, 7442):
+        expect(not _reaches(world, address, port), f"whoever is in no list reaches port {port}")
     world.drop_in(f"[Service]\nIPAddressAllow={address}\n")
     world.systemctl("restart", UNIT)
+    expect(not _reaches(world, address, 7440), "the service's list opened the .socket unit's port")
+    world.drop_in(
+        "\n".join(["[Socket]", "ListenStream=", *lines, "ListenStream=127.0.0.1:7443",
+                   f"IPAddressAllow={address}", ""]), SOCKET,
+    )  # fmt: skip
+    world.systemctl("stop", UNIT, SOCKET)
+    world.systemctl("start", UNIT)
     said = world.entresol("doctor", tenant="far").stdout
     expect(f"{address}:7440 accepts" in said, f"doctor: {said}")
     world.machine.run("rm", "-r", folder)
@@ -194,14 +204,20 @@ def serve_a_network(world: World) -> str:
     world.drop_in("", SOCKET)
     world.drop_in("")
     world.systemctl("start", UNIT)
-    return "refused while socket and configuration differ, kept out until IPAddressAllow= names it"
+    return "refused while socket and configuration differ, kept out until both units' lists name it"
+
+
+def _reaches(world: World, address: str, port: int) -> bool:
+    """Whether a connection comes about; one that a list keeps out gets no answer."""
+    words = ("timeout", "2", "bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}")
+    return world.machine.run(*words, check=False).returncode == 0
 
 
 def change_kek(world: World) -> str:
     new, shown = "/etc/entresol/kek.new", "/run/entresol/kek.new"
     world.machine.run("entresold", "keygen", new)
     world.machine.run("install", "-o", "entresol", "-m", "0600", new, shown)
-    world.entresol("change-kek", shown)
+    world.machine.run("entresol", "change-kek", shown)  # finds the package's sockets by itself
     world.machine.run("rm", shown)
     world.machine.run("mv", new, "/etc/entresol/kek")
     world.systemctl("restart", UNIT)
@@ -216,16 +232,20 @@ def locked(world: World) -> str:
     blocks = world.life()["blocks"]
     world.machine.write(Path(toml), before.replace("kek_file =", "#kek_file ="))
     world.drop_in("[Service]\nLoadCredential=\n")
+    world.machine.run("mv", "/etc/entresol/kek", "/srv/kek")
     world.systemctl("restart", UNIT)
+    expect(not world.there("/etc/entresol/kek"), "a key was made that nothing uses")
     expect("locked" in world.machine.show(UNIT, "StatusText"), "it does not say that it is locked")
-    expect(world.entresol("top", "--once", check=False).returncode == 1, "top does not tell")
+    told = world.machine.run("entresol", "top", "--once", check=False)
+    expect(told.returncode == 1 and "NOT READY" in told.stdout, f"top does not tell: {told}")
     shown = "/run/entresol/kek"
-    world.machine.run("install", "-o", "entresol", "-m", "0600", "/etc/entresol/kek", shown)
-    world.entresol("unlock", shown)
+    world.machine.run("install", "-o", "entresol", "-m", "0600", "/srv/kek", shown)
+    world.machine.run("entresol", "unlock", shown)
     world.machine.run("rm", shown)
     expect("unlocked" in world.machine.show(UNIT, "StatusText"), "it is still locked")
     expect(world.life()["blocks"] == blocks, "blocks were lost while it was locked")
     world.machine.write(Path(toml), before)
+    world.machine.run("mv", "/srv/kek", "/etc/entresol/kek")
     world.drop_in("")
     world.systemctl("restart", UNIT)
     return f"{blocks} blocks waited for their key"
@@ -240,6 +260,8 @@ STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("serve a network", serve_a_network),
     ("erase a tenant", erase),
     ("replace the drive", replace_drive),
+    ("a mounted drive", drives.mounted_drive),
+    ("a raw drive", drives.raw_drive),
     ("remove", remove),
     ("install again", install_again),
     ("purge", purge),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.deploy import after, locks
+from tests.deploy import after, drives, locks
 from tests.deploy.world import (
     PYTHON,
     SECONDS_MAX,
@@ -146,8 +146,7 @@ def new_certificate(world: World) -> str:
     before = world.pid()
     reloads = world.machine.journal(UNIT).count("event=tls_reloaded")
     with world.work_goes_on():
-        world.machine.run("rm", "/etc/entresol/pki/shard.pem", "/etc/entresol/pki/shard.key")
-        world.entresold("prepare", "--group", "entresol")
+        world.entresold("renew")
         world.systemctl("reload", UNIT)
         world.until(
             lambda: world.machine.journal(UNIT).count("event=tls_reloaded") > reloads,
@@ -255,6 +254,7 @@ STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("tenants", tenants),
     ("configure", configure),
     ("demo on the unit", demo),
+    ("engines of other users", drives.other_user),
     ("a host begins", host_begins),
     *[(f"restart {at + 1}", restart) for at in range(RESTARTS)],
     ("new certificate", new_certificate),

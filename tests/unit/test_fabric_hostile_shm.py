@@ -641,6 +641,25 @@ async def test_a_group_can_be_let_in(tmp_path: Path) -> None:
     await server.close()
 
 
+async def test_a_folder_of_a_group_lets_the_group_in(tmp_path: Path) -> None:
+    """As tmpfiles makes it: the daemon gives nothing away, the socket inherits."""
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    groups = [one for one in os.getgroups() if one != os.getegid()]
+    group = 54_321 if os.geteuid() == 0 else groups[0] if groups else os.getegid()
+    os.chown(folder, -1, group)
+    folder.chmod(0o2750)
+    servers = [ShmFabricServer(folder, name=f"{name}.sock") for name in ("a", "b")]
+    for server in servers:
+        await server.start()
+    for name in ("a", "b"):
+        found = (folder / f"{name}.sock").stat()
+        assert (found.st_mode & 0o777, found.st_gid) == (0o660, group)
+    for server in servers:
+        await server.close()
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o720])
 async def test_a_directory_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "run"

@@ -10,6 +10,7 @@ import os
 import shutil
 import ssl
 import stat
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,43 @@ def test_rotation_without_restart(pki: DevPki, tmp_path: Path, loop_factory: Loo
             await old_client.close()
 
     run(loop_factory, main())
+
+
+def test_a_set_repaired_without_new_content_is_taken_over(pki: DevPki) -> None:
+    """chown and chmod change no content: by time of change, or at once by HUP."""
+    key = pki.shard.key
+    good = key.read_bytes()
+    door = ReloadingServerContext(pki.shard.cert, key, pki.ca, interval_ns=0, now_ns=Clock())
+    at = key.stat()
+
+    def written(raw: bytes) -> None:
+        """In place, as long as before and not later: only the time of change tells."""
+        with open(key, "r+b") as file:
+            file.write(raw.ljust(at.st_size))
+        os.utime(key, ns=(at.st_atime_ns, at.st_mtime_ns))
+
+    written(b"unreadable")
+    assert not door.check()
+    assert (door.stale, door.failures) == (True, 1)
+    assert not door.check()
+    assert door.failures == 1, "the same files were tried again without being asked to"
+    assert not door.check(force=True)
+    assert door.failures == 2, "HUP did not try them again"
+    written(good)
+    assert door.check()
+    assert (door.stale, door.reloads) == (False, 1)
+    assert not door.check(force=True), "a good set was taken over twice"
+
+
+def test_it_tells_when_its_certificate_ends(pki: DevPki) -> None:
+    files = pki.shard
+    door = ReloadingServerContext(files.cert, files.key, files.ca, interval_ns=0, now_ns=Clock())
+    assert abs(door.not_after_s() - time.time() - devcerts.LEAF_DAYS * 86_400) < 3600
+    renewed = devcerts.issue(pki, "renewed", uris=[shard_uri(DOMAIN, "s0")], server=True, days=30)
+    text = b"issued by hand\n" + renewed.cert.read_bytes() + pki.ca.read_bytes()
+    files.key.write_bytes(renewed.key.read_bytes())
+    files.cert.write_bytes(text)  # with words before it and a chain behind
+    assert abs(door.not_after_s() - time.time() - 30 * 86_400) < 3600
 
 
 @LOOPS

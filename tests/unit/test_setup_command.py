@@ -94,6 +94,103 @@ def test_prepare_makes_no_key_over_a_keyring_whose_key_is_missing(
     assert run(toml, "prepare", "--kek", kek) == 1
 
 
+def test_prepare_makes_no_key_over_another_shards_keyring(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards of a machine share the key: a new one would be of no use to the others."""
+    kek = toml.parent / "kek"
+    Keyring.open(toml.parent / "state-5", FileKek.generate(kek)).close()
+    kek.unlink()
+    assert run(toml, "prepare", "--kek", kek, "--beside", f"{toml.parent}/state*") == 1
+    assert "state-5" in capsys.readouterr().err
+    assert not kek.exists()
+    assert run(toml, "prepare", "--kek", kek, "--beside", f"{toml.parent}/other*") == 0
+
+
+def test_prepare_makes_no_key_that_nothing_names(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml.write_text(toml.read_text().replace("kek_file", "# kek_file"))
+    Keyring.open(toml.parent / "state", FileKek.generate(toml.parent / "elsewhere")).close()
+    assert run(toml, "prepare", "--kek", toml.parent / "kek") == 0
+    assert "starts locked" in capsys.readouterr().out
+    assert not (toml.parent / "kek").exists()
+    assert (toml.parent / "pki/shard.pem").exists()
+
+
+def test_renew_replaces_what_prepare_made_and_nothing_else(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(toml, "prepare") == 0
+    folder = toml.parent / "pki"
+    (folder / "shard.key").chmod(0o640)
+    before = files_of(folder)
+    assert run(toml, "renew") == 0
+    after = files_of(folder)
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"shard.pem", "shard.key"}
+    assert stat.S_IMODE((folder / "shard.key").stat().st_mode) == 0o640
+    assert run(toml, "--check") == 0
+    assert run(toml, "certify", "acme", toml.parent / "acme") == 0
+    first = files_of(toml.parent / "acme")
+    assert run(toml, "certify", "acme", toml.parent / "acme") == 0
+    assert files_of(toml.parent / "acme") == first
+    assert run(toml, "certify", "acme", toml.parent / "acme", "--renew") == 0
+    assert files_of(toml.parent / "acme")["tenant.pem"] != first["tenant.pem"]
+    (folder / "ca.key").unlink()  # an authority elsewhere
+    capsys.readouterr()
+    assert run(toml, "renew") == 1
+    assert "was not made here" in capsys.readouterr().err
+    assert files_of(folder) == {n: raw for n, raw in after.items() if n != "ca.key"} | {
+        name: raw for name, raw in files_of(folder).items() if name.startswith("tenants/")
+    }
+
+
+def test_check_looks_at_certificates_that_are_there(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(toml, "--check") == 0
+    assert "not there yet" in capsys.readouterr().out
+    assert run(toml, "prepare") == 0
+    assert run(toml, "--check") == 0
+    (toml.parent / "pki/shard.key").write_text("rubbish")
+    assert run(toml, "--check") == 1
+    assert "shard.key" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as somebody else")
+def test_root_rewraps_as_the_keyrings_owner(
+    toml: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    old, new = FileKek.generate(tmp_path / "kek"), FileKek.generate(tmp_path / "new")
+    state = toml.parent / "state"
+    Keyring.open(state, old).close()
+    for path in (state, *state.iterdir()):
+        os.chown(path, 54_321, 54_322)
+    for parent in state.parents:  # pytest's folders are root's alone
+        if parent != Path(parent.anchor) and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    assert run(toml, "rewrap", tmp_path / "new") == 0
+    found = {(path.stat().st_uid, path.stat().st_gid) for path in state.iterdir()}
+    assert found == {(54_321, 54_322)}
+    assert os.geteuid() == 0
+    Keyring.open(state, new).close()
+    # A key that the unit alone is shown wants its file named.
+    toml.write_text(toml.read_text().replace(f'"{tmp_path}/kek"', '"$CREDENTIALS_DIRECTORY/kek"'))
+    assert run(toml, "rewrap", tmp_path / "kek") == 1
+    assert "--old" in capsys.readouterr().err
+    assert run(toml, "rewrap", "--old", tmp_path / "new", tmp_path / "kek") == 0
+    Keyring.open(state, old).close()
+
+
+def test_rewrap_makes_no_keyring(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FileKek.generate(toml.parent / "kek")
+    FileKek.generate(toml.parent / "new")
+    assert run(toml, "rewrap", toml.parent / "new") == 1
+    assert "no keyring" in capsys.readouterr().err
+    assert not (toml.parent / "state").exists()
+
+
 def test_prepare_leaves_half_a_set_of_certificates_alone(toml: Path) -> None:
     (toml.parent / "pki").mkdir()
     (toml.parent / "pki/ca.pem").write_text("the site's\n")

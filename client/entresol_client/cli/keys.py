@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entresol_client.cli import options, output, rpc
 from entresol_client.cli.errors import CliError
-from entresol_client.cli.overview import one_admin_socket
+from entresol_client.cli.overview import admin_sockets
 from entresol_proto.status import Status
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ UNLOCK_EXAMPLES = """\
 """
 CHANGE_ABOUT = """\
 Wraps every key of the daemon anew under the key-encryption key in the file, and destroys what was
-wrapped under the old one. Blocks are not touched, and it serves on meanwhile. Keep the old file
-until this has returned; then the new key belongs where the next start looks for it: what [keys]
-kek_file names, or under systemd what LoadCredential= of the unit names. With the daemon stopped,
+wrapped under the old one. Blocks are not touched, and it serves on meanwhile. All shards that are
+configured are asked, or all of the package that run on this machine: they share one key. Keep the
+old file until each has it; then the new key belongs where the next start looks for it: what [keys]
+kek_file names, or under systemd what LoadCredential= of the unit names. For one that is stopped,
 `entresold --config FILE rewrap NEW-KEK-FILE` does the same.
 
 The daemon reads the file itself, as its own user: /etc/entresol/kek of the package is root's, so a
@@ -182,31 +184,68 @@ def run_show(args: argparse.Namespace) -> int:
 def run_unlock(args: argparse.Namespace) -> int:
     """The command."""
     _, pb, stubs = rpc.modules()
-    with rpc.operator_channel(one_admin_socket(args)) as channel:
-        request = pb.UnlockRequest(kek_file=_absolute(args.file))
+    request = pb.UnlockRequest(kek_file=_absolute(args.file))
+
+    def unlock(channel: Any) -> tuple[dict[str, Any], str]:
         reply = rpc.call(stubs.AdminStub(channel).Unlock, request, timeout_s=KEY_DEADLINE_S)
-    state = pb.State.Name(reply.state).removeprefix("STATE_").lower()
-    if state == "locked":
-        raise CliError("it is still locked", hint="see the daemon's log", status=Status.LOCKED)
-    data = {"state": state, "kek_id": reply.kek_id}
-    output.answer(args.json, data, [f"unlocked with KEK {reply.kek_id}; it is {state}"])
+        state = pb.State.Name(reply.state).removeprefix("STATE_").lower()
+        if state == "locked":
+            raise CliError("it is still locked", hint="see the daemon's log", status=Status.LOCKED)
+        told = f"unlocked with KEK {reply.kek_id}; it is {state}"
+        return {"state": state, "kek_id": reply.kek_id}, told
+
+    _at_every_shard(args, unlock)
     return 0
 
 
 def run_change_kek(args: argparse.Namespace) -> int:
     """The command."""
     _, pb, stubs = rpc.modules()
-    with rpc.operator_channel(one_admin_socket(args)) as channel:
-        request = pb.ChangeKekRequest(kek_file=_absolute(args.file))
+    request = pb.ChangeKekRequest(kek_file=_absolute(args.file))
+
+    def change(channel: Any) -> tuple[dict[str, Any], str]:
         reply = rpc.call(stubs.AdminStub(channel).ChangeKek, request, timeout_s=KEY_DEADLINE_S)
-    data = {"old_kek_id": reply.old_kek_id, "new_kek_id": reply.new_kek_id}
-    lines = [
-        f"every key is wrapped under KEK {reply.new_kek_id} now (it was {reply.old_kek_id})",
-        "  before the daemon starts again this key must be what [keys] kek_file names, or under",
-        "  systemd what the unit loads (/etc/entresol/kek); then destroy the old one",
-    ]
-    output.answer(args.json, data, lines)
+        told = f"every key is wrapped under KEK {reply.new_kek_id} now (it was {reply.old_kek_id})"
+        return {"old_kek_id": reply.old_kek_id, "new_kek_id": reply.new_kek_id}, told
+
+    _at_every_shard(
+        args,
+        change,
+        "  before a daemon starts again this key must be what [keys] kek_file names, or under",
+        "  systemd what the unit loads (/etc/entresol/kek); destroy the old one when every shard",
+        "  of the machine has the new one",
+    )
     return 0
+
+
+def _at_every_shard(
+    args: argparse.Namespace, ask: Callable[[Any], tuple[dict[str, Any], str]], *after: str
+) -> None:
+    """Ask each shard that is meant, one after the other, and answer with what each said. One that
+    fails keeps no other from its turn. Raises: CliError when one failed, UsageProblem."""
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
+    failed: list[tuple[str, CliError]] = []
+    meant = list(admin_sockets(args))
+    for name, path in meant:
+        try:
+            with rpc.operator_channel(path) as channel:
+                row, told = ask(channel)
+        except CliError as error:
+            failed.append((name, error))
+            continue
+        rows.append({"shard": name, **row})
+        lines.append(f"{name}: {told}" if len(meant) > 1 else told)
+    if failed and len(meant) == 1:
+        raise failed[0][1]
+    output.answer(args.json, {"shards": rows}, [*lines, *(after if rows and not failed else ())])
+    if failed:
+        why = "; ".join(f"{name}: {Exception.__str__(error)}" for name, error in failed)
+        raise CliError(
+            f"{len(failed)} of {len(meant)} shards were not reached or refused: {why}",
+            hint="keep both keys, and ask these again: --admin-socket PATH, or --shard NAME",
+            status=failed[0][1].status,
+        )
 
 
 def _absolute(file: str | None) -> str:

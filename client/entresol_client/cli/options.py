@@ -105,7 +105,8 @@ def add_admin(parser: argparse.ArgumentParser) -> None:
         "--admin-socket",
         type=Path,
         metavar="PATH",
-        help="the daemon's admin socket (default: as the configuration says)",
+        help="the daemon's admin socket (default: as the configuration says; without one, "
+        "/run/entresol/admin.sock and those of further shards)",
     )
     add_shard(parser)
 
@@ -269,6 +270,15 @@ def load_config(args: argparse.Namespace) -> ClientConfig:
     from entresol_client.config import ClientConfig
 
     return ClientConfig.load(config_path(args))
+
+
+def is_configured(args: argparse.Namespace) -> bool:
+    """True when a client configuration was named, or lies in one of the usual places. An operator
+    on the daemon's machine needs none."""
+    from entresol_client.config import CONFIG_ENV, default_paths
+
+    named = args.config or os.environ.get(CONFIG_ENV)
+    return bool(named) or any(path.is_file() for path in default_paths())
 
 
 def config_path(args: argparse.Namespace) -> Path:

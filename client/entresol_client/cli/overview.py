@@ -20,13 +20,15 @@ from entresol_proto import __version__
 if TYPE_CHECKING:
     from entresol_client.config import ShardAddress
 
+RUN = Path("/run")  # where the package's units have their sockets
 EXAMPLES = """\
   entresol stat
   entresol stat --json | jq .shards[0].stat.blocks
   entresol stat --admin-socket /run/entresol/admin.sock
 """
 ABOUT = """\
-With the admin socket (on the daemon's machine, as its user): sessions, blocks, memory, flash and
+With the admin socket (on the daemon's machine, as its user or root; the package's is found without
+any configuration): sessions, blocks, memory, flash and
 counters since its start. Elsewhere, over the tenant's certificate: version, state, data paths and
 limits.
 
@@ -62,10 +64,34 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run_version)
 
 
+def packaged_sockets() -> Iterator[tuple[str, Path]]:
+    """(unit, admin socket) of the package's daemons that run on this machine."""
+    folders = [RUN / "entresol", *sorted(RUN.glob("entresol-[0-9]*"))]
+    for folder in folders:
+        path = folder / "admin.sock"
+        try:
+            found = path.is_socket()
+        except PermissionError:
+            found = True  # there is a daemon; that this user may not ask it is said on connecting
+        if found:
+            yield folder.name.replace("entresol", "entresold").replace("-", "@"), path
+
+
 def admin_sockets(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """(shard, admin socket) as given or configured. Raises: UsageProblem when there is none."""
+    """(shard, admin socket) as given, configured, or, where nothing is configured, of the package's
+    daemons on this machine. Raises: UsageProblem when there is none."""
     if args.admin_socket is not None:
         yield args.shard or "", args.admin_socket
+        return
+    if not options.is_configured(args):
+        found = list(packaged_sockets())
+        if not found or args.shard:
+            raise UsageProblem(
+                f"no client configuration names an admin socket, and {RUN}/entresol has "
+                + ("no shard names" if found else "none"),
+                hint="--admin-socket PATH or --config FILE, on the daemon's machine",
+            )
+        yield from found
         return
     config = options.load_config(args)
     shards = [options.pick_shard(config.shards, args.shard)] if args.shard else config.shards
@@ -84,20 +110,23 @@ def one_admin_socket(args: argparse.Namespace) -> Path:
     """The admin socket of the shard that is meant. Raises: UsageProblem."""
     found = list(admin_sockets(args))
     if len(found) > 1:
-        names = ", ".join(name for name, _ in found)
-        raise UsageProblem(f"{len(found)} shards have an admin socket", hint=f"--shard: {names}")
+        if options.is_configured(args):
+            hint = "--shard: " + ", ".join(name for name, _ in found)
+        else:
+            hint = "--admin-socket: " + ", ".join(str(path) for _, path in found)
+        raise UsageProblem(f"{len(found)} shards have an admin socket", hint=hint)
     return found[0][1]
 
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
     rpc.modules()
-    if args.admin_socket is not None:
-        rows = [_over_socket(args.admin_socket)]
+    rows: list[dict[str, Any]] = []
+    if args.admin_socket is not None or not options.is_configured(args):
+        rows += [_over_socket(path) for _, path in admin_sockets(args)]
     else:
         config = options.load_config(args)
         shards = [options.pick_shard(config.shards, args.shard)] if args.shard else config.shards
-        rows = []
         for shard in shards:
             try:
                 rows.append(_of_shard(config, shard))

@@ -30,15 +30,17 @@ ANSWER_DEADLINE_S = 10.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600.0
 KEYS_EACH_S = 0.25  # how soon a key or another size of the window is noticed
 PATH = "/overview.json"
+PACKAGED = "http://127.0.0.1:7443"  # of the package's daemon, on its machine
 _ABOUT = """\
 One line says whether the tier is healthy, how full and how fast it is, what share of blocks it had,
 and what prefill it saves; below it are bytes, where blocks were found and why not, memory and flash
 with a map of its segments, the write budget and wear, what waits, tenants and the last events. q
 ends it, the space bar stops and goes on.
 
-It reads /overview.json beside the daemon's metrics: `metrics` of the shard in the configuration, or
---url. Prefill saved is what computing the same tokens would have taken: --model (or --token-bytes)
-says what a token weighs, --prefill-rate how many your GPU computes in a second.
+It reads /overview.json beside the daemon's metrics: `metrics` of the shard in the configuration,
+http://127.0.0.1:7443 where there is none, or --url. Prefill saved is what computing the same tokens
+would have taken: --model (or --token-bytes) says what a token weighs, --prefill-rate how many your
+GPU computes in a second.
 
 exit status: 0 shown, 1 the daemon is not well (--once), 2 wrong use, 3 no daemon.
 """
@@ -117,6 +119,8 @@ def _address(args: argparse.Namespace) -> str:
     """The base address. Raises: UsageProblem."""
     if args.url:
         return str(args.url)
+    if not options.is_configured(args) and not args.shard:
+        return PACKAGED
     config = options.load_config(args)
     shard = options.pick_shard(config.shards, args.shard)
     if not shard.metrics:

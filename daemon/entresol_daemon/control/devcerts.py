@@ -81,12 +81,14 @@ def create(
     stem: str = "shard",
     hosts: Sequence[str] = ("localhost", "127.0.0.1"),
     tenants: Sequence[str] = (),
+    anew: bool = False,
     now: datetime.datetime | None = None,
 ) -> DevPki:
     """Make or complete the PKI in `directory`: the CA, the shard's files, one per tenant.
 
-    Idempotent. `hosts` are DNS names and IP addresses for clients (gRPC) that check those; `stem`
-    names the shard's files where one authority has several shards.
+    Idempotent, unless the shard's are to be made `anew`. `hosts` are DNS names and IP addresses for
+    clients (gRPC) that check those; `stem` names the shard's files where one authority has several
+    shards.
 
     Raises: IdentityError when the folder holds a CA of another trust domain or cannot be written.
     """
@@ -97,7 +99,7 @@ def create(
         pki.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _ensure_ca(pki, now)
         uri = shard_uri(trust_domain, shard)
-        issue(pki, stem, uris=[uri], hosts=hosts, server=True, now=now)
+        issue(pki, stem, uris=[uri], hosts=hosts, server=True, anew=anew, now=now)
         for name in tenants:
             issue_tenant(pki.directory, name, now=now)
     except OSError as error:
@@ -122,15 +124,19 @@ def load(directory: str | Path) -> DevPki:
 
 
 def issue_tenant(
-    directory: str | Path, name: str, *, now: datetime.datetime | None = None
+    directory: str | Path,
+    name: str,
+    *,
+    anew: bool = False,
+    now: datetime.datetime | None = None,
 ) -> CertFiles:
-    """Issue (or keep) the certificate of tenant `name` in an existing PKI.
+    """Issue (or, unless `anew`, keep) the certificate of tenant `name` in an existing PKI.
 
     Raises: IdentityError, BadKeyError for a bad name.
     """
     pki = load(directory)
     stem = f"tenants/{check_tenant_name(name)}"
-    return issue(pki, stem, uris=[tenant_uri(pki.trust_domain, name)], now=now)
+    return issue(pki, stem, uris=[tenant_uri(pki.trust_domain, name)], anew=anew, now=now)
 
 
 def issue(
@@ -141,9 +147,11 @@ def issue(
     hosts: Sequence[str] = (),
     server: bool = False,
     days: int = LEAF_DAYS,
+    anew: bool = False,
     now: datetime.datetime | None = None,
 ) -> CertFiles:
-    """Issue one leaf under `stem` with exactly these names, unless a fitting one is there.
+    """Issue one leaf under `stem` with exactly these names, unless a fitting one is there or it is
+    to be made `anew`.
 
     The general form behind `create` and `issue_tenant`. It does not judge the names, so tests of
     refusal use it for wrong ones (other URIs, several, none) and, with a negative `days`, for
@@ -153,7 +161,7 @@ def issue(
     now = now or datetime.datetime.now(datetime.UTC)
     ca_key, ca = _load_ca(pki)
     names = _names(uris, hosts)
-    if days > 0 and _fits(files, ca, names, now):
+    if days > 0 and not anew and _fits(files, ca, names, now):
         return files
     key = ec.generate_private_key(ec.SECP256R1())
     end = now + datetime.timedelta(days=days)

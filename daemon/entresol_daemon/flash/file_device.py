@@ -348,7 +348,8 @@ def _open_error(path: str, error: OSError) -> DeviceError:
     hints = {
         errno.EACCES: "let this user write the file and its directory",
         errno.EPERM: "let this user write the file and its directory",
-        errno.EROFS: "its file system is mounted read-only: remount it, or move the data file",
+        errno.EROFS: "its file system is read-only for this process: under systemd name its folder "
+        "in ReadWritePaths= of the unit, else remount it",
         errno.EBUSY: "it is mounted or in use: unmount it first",
         errno.ENOTDIR: "check the path",
         errno.ENOENT: "create its directory first",

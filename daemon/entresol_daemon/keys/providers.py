@@ -148,6 +148,11 @@ class FileKek:
             ) from None
 
 
+def is_credential(path: str | Path) -> bool:
+    """True for a place that only a unit's process is shown."""
+    return str(path).startswith(_CREDENTIALS)
+
+
 def expand_credentials(path: str | Path) -> Path:
     """Replace a leading `$CREDENTIALS_DIRECTORY`, and nothing else.
 

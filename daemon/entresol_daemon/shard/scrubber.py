@@ -23,6 +23,7 @@ from pathlib import Path
 
 from entresol_daemon.compute import ComputeError
 from entresol_daemon.core.scrubbing import (
+    INTERVAL_NS,
     REFUSED_PAUSE_NS,
     START_NS,
     Name,
@@ -91,6 +92,13 @@ class Scrubber:
         if progress.resting:
             return 0.0
         return min(1.0, progress.segment * engine.segment_bytes / engine.capacity_bytes)
+
+    def expected_s(self) -> float:
+        """How long a cycle takes with what is on flash now: a day, or longer where the configured
+        rate needs longer."""
+        rate = self._parts.config.flash.scrub_bytes_per_s
+        stored = sum(each.flash_bytes for each in self._parts.accounts.by_name.values())
+        return max(INTERVAL_NS / 1e9, stored / rate if rate else 0.0)
 
     def start(self) -> None:
         """Begin; with cycles switched off, only what gets were refused is looked at."""

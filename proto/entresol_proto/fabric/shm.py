@@ -31,10 +31,12 @@ _VERSION = 1
 
 
 class ShmFabricServer(ListeningServer[ShmEndpoint]):
-    """Listens on `<directory>/<name>`, which only this user (and `group`, if given) can reach.
+    """Listens on `<directory>/<name>`, which only this user and one group, if any, can reach.
 
-    The directory is made with mode 0700 (0710 with a group) if it is missing and refused if others
-    can enter it. `mapped_bytes_max` bounds the memory mapped for one session's peer.
+    The directory is made with mode 0700 (0710 with a `group`) if it is missing and refused if
+    others can enter it. One that is there with the set-group-ID bit names the group as well: the
+    socket inherits it, so that a daemon needs no right to give files away. `mapped_bytes_max`
+    bounds the memory mapped for one session's peer.
     """
 
     kind = FabricKind.SHM
@@ -65,7 +67,8 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             _prepare_directory(self._path.parent, self._group)
             _remove_stale(self._path)
             listener.bind(str(self._path))
-            os.chmod(self._path, 0o600 if self._group is None else 0o660)
+            inherits = bool(self._path.parent.stat().st_mode & stat.S_ISGID)
+            os.chmod(self._path, 0o600 if self._group is None and not inherits else 0o660)
             if self._group is not None:
                 os.chown(self._path, -1, self._group)
             self._listen(listener)
@@ -129,7 +132,7 @@ def _prepare_directory(directory: Path, group: int | None) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o027:
         raise FabricError(
             f"others can enter or change {directory}",
-            hint="chmod 0700 it, or 0710 with a group for the clients",
+            hint="chmod 0700 it, or 2750 with a group for the clients",
         )
     if found.st_uid not in (0, os.geteuid()):
         raise FabricError(f"{directory} belongs to another user", hint="chown it to the daemon's")
