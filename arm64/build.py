@@ -8,6 +8,7 @@ never replace the one that this machine's checkout runs with, so everything is b
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
@@ -36,6 +37,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 SITE_WITHOUT = (
     "pyarrow/include", "pyarrow/tests", "pyarrow/src", "numpy/tests", "numpy/*/tests", "bin",
 )  # fmt: skip
+LOCK = ROOT / ".ci/requirements.lock"  # versions and digests of other people's wheels
 UNITS = "usr/lib/systemd/system"
 # File or folder of the checkout -> where the package puts it. A folder's files go flat into it.
 FILES = {
@@ -175,6 +177,56 @@ def dependencies() -> list[str]:
     return [*project["dependencies"], *project["optional-dependencies"][EXTRAS]]
 
 
+def locked(python: str) -> dict[str, list[str]]:
+    """Lines of the lock by package, as they are for this Python: the version, then its digests."""
+    try:
+        from packaging.markers import Marker
+    except ImportError as error:
+        raise BuildError("no packaging here: use the Python of `make test`") from error
+    environment = {"python_version": python, "python_full_version": f"{python}.0"}
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in LOCK.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        if line.startswith((" ", "\t")):
+            lines.append(line.strip().removesuffix("\\").strip())
+            continue
+        pinned, _, marker = line.removesuffix("\\").partition(";")
+        lines = [pinned.strip()]
+        if not marker.strip() or Marker(marker).evaluate(environment):
+            found[normal(pinned.partition("==")[0])] = lines
+    return found
+
+
+def normal(name: str) -> str:
+    """A package's name as indexes compare them (PyPA specifications, name normalization)."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def fetch_dependencies(target: Target, python: str, site: Path, scratch: Path) -> None:
+    """What ours needs, in the versions of the lock and with no file that it has no digest of."""
+    pins = locked(python)
+    constraints = scratch / "constraints.txt"
+    constraints.write_text("".join(f"{lines[0]}\n" for lines in pins.values()))
+    report = scratch / "report.json"
+    run(
+        [
+            *_pip_install(target, python), "--dry-run", "--target", str(scratch / "nowhere"),
+            "--report", str(report), "--constraint", str(constraints), *dependencies(),
+        ]
+    )  # fmt: skip
+    rows = []
+    for one in json.loads(report.read_text(encoding="utf-8"))["install"]:
+        name = normal(one["metadata"]["name"])
+        if name not in pins:
+            raise BuildError(f"{name} is not in {LOCK.name}: make it anew, its first lines say how")
+        rows.append(" \\\n    ".join(pins[name]))
+    requirements = scratch / "requirements.txt"
+    requirements.write_text("\n".join([*rows, ""]))
+    _install(target, python, site, "--no-deps", "--require-hashes", "-r", str(requirements))
+
+
 def install_site(
     target: Target, python: str, wheel: Path, site: Path, kept: Path | None = None
 ) -> None:
@@ -182,15 +234,16 @@ def install_site(
 
     With `kept`, the dependencies are those of that folder; the first build fills it.
     """
-    if kept is None:
-        _install(target, python, site, f"entresol[{EXTRAS}] @ {wheel.as_uri()}")
-        return
-    if not kept.exists():
-        part = kept.with_name(kept.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        _install(target, python, part, *dependencies())
-        part.rename(kept)
-    shutil.copytree(kept, site, symlinks=True, dirs_exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="entresol-build-") as name:
+        if kept is None:
+            fetch_dependencies(target, python, site, Path(name))
+        else:
+            if not kept.exists():
+                part = kept.with_name(kept.name + ".part")
+                shutil.rmtree(part, ignore_errors=True)
+                fetch_dependencies(target, python, part, Path(name))
+                part.rename(kept)
+            shutil.copytree(kept, site, symlinks=True, dirs_exist_ok=True)
     ours = site.with_name("ours")
     _install(target, python, ours, "--no-deps", str(wheel))
     shutil.copytree(ours, site, dirs_exist_ok=True)
@@ -199,14 +252,7 @@ def install_site(
 
 def _install(target: Target, python: str, site: Path, *what: str) -> None:
     """Wheels for `target`, without what no run needs, with byte code where that can be had."""
-    command = [
-        sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile",
-        "--no-warn-conflicts", "--target", str(site), "--only-binary=:all:",
-        "--implementation", "cp", "--python-version", python,
-    ]  # fmt: skip
-    for name in target.wheel_platforms():
-        command += ["--platform", name]
-    run([*command, *what])
+    run([*_pip_install(target, python), "--target", str(site), *what])
     for pattern in SITE_WITHOUT:
         for path in site.glob(pattern):
             shutil.rmtree(path)
@@ -224,6 +270,18 @@ def _install(target: Target, python: str, site: Path, *what: str) -> None:
             "-s", str(site), "-p", f"/{PREFIX}/lib/python{python}/site-packages", str(site),
         ]
     )  # fmt: skip
+
+
+def _pip_install(target: Target, python: str) -> list[str]:
+    """Only wheels, and those for `target`."""
+    command = [
+        sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile",
+        "--no-warn-conflicts", "--only-binary=:all:", "--implementation", "cp", "--python-version",
+        python,
+    ]  # fmt: skip
+    for name in target.wheel_platforms():
+        command += ["--platform", name]
+    return command
 
 
 def environment(python: str, tree: Path) -> Path:

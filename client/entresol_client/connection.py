@@ -24,6 +24,7 @@ from typing import Any, cast
 from entresol_client.results import RequestFailedError
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.receiving import Receiver
 from entresol_proto.status import ProtocolError, Status
 from entresol_proto.wire.data import Commit, Grant, Release, Reserved
 from entresol_proto.wire.opening import ErrorReply, Goodbye, NamespaceOpened, OpenNamespace, Ping
@@ -135,7 +136,7 @@ class GrantSink:
             self._waiter.set_result(None)
 
 
-class Connection(asyncio.Protocol):
+class Connection(Receiver):
     """The control stream. Made by `handshake.connect`; ends by itself when the stream does.
 
     Attributes:
@@ -164,14 +165,14 @@ class Connection(asyncio.Protocol):
         self._flush_due = False
         self._why_closed = "closed by the daemon"
 
-    # asyncio.Protocol ------------------------------------------------------------------------
+    # asyncio.BufferedProtocol ----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_QUEUE_BYTES_MAX)
 
-    def data_received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
         now_ns = self.last_received_ns = time.monotonic_ns()
         try:
             for received in self.session.receive(data, now_ns):

@@ -341,6 +341,10 @@ class Metrics:
         self.loop_lag_max_seconds = self._make.gauge(
             "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
         )
+        self.malloc_bytes = self._make.gauge(
+            "malloc_bytes",
+            "Memory in use that came from the C library: all but slabs, small objects and stacks.",
+        )
         self.python_objects = self._make.gauge(
             "python_objects", "Objects of up to 512 bytes, by the interpreter's own count."
         )

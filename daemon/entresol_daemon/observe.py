@@ -13,6 +13,7 @@ from entresol_daemon import logs
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.flash.model import SegmentState
+from entresol_daemon.memory.allocator import malloc_bytes
 from entresol_daemon.metrics import ROTATION_CAUSES, Metrics
 from entresol_daemon.shard.shard import Shard
 from entresol_daemon.stalls import StallWatch
@@ -116,6 +117,7 @@ def follow_process(metrics: Metrics, watch: StallWatch) -> None:
     metrics.follow(metrics.loop_lag_max_seconds, lambda: watch.longest_ns / 1e9)
     metrics.follow(metrics.tasks, lambda: len(asyncio.all_tasks()))
     metrics.follow(metrics.python_objects, sys.getallocatedblocks)
+    metrics.follow(metrics.malloc_bytes, malloc_bytes)
     metrics.follow(metrics.loop_stalls, lambda: watch.stalls)
     metrics.follow(metrics.process_starved, lambda: watch.starved)
     metrics.follow(metrics.log_lines_dropped, logs.lines_dropped)

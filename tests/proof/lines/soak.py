@@ -41,6 +41,7 @@ RATIO_MAX = 2.0  # of the p99 under ten times the load to that under what is adm
 QUIET_SECONDS_MAX = 20.0
 DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
 ARENA_BYTES = 1 << 20  # by which the interpreter takes memory: one more or less is no growth
+RECEIPT_BYTES = 1 << 10  # in memory, of an erased tenant's: 4,096 are kept
 LOOK_S = 1.0
 LEASE_NS = 2_000_000_000
 HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue="put"}',
@@ -70,7 +71,9 @@ class Rest:
     """What the daemon holds while nobody asks for anything."""
 
     rss_bytes: int
+    malloc_bytes: int  # in use, of the C library: larger objects, and what is not Python's
     objects: int  # of the interpreter's, of up to 512 bytes: a leak shows here first
+    erased: int  # tenants, ever: a receipt of each is kept
     fds: int
     threads: int
     tasks: int
@@ -96,6 +99,15 @@ class Window:
 
 
 Round = tuple[Window, Window]  # under what is admitted, and under ten times as much
+
+
+def _threads(pid: int) -> int:
+    """Threads, without those of gRPC's pool, which begins another when it once had too few."""
+    count = 0
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            count += (path / "comm").read_text().strip() != "event_engine"
+    return count
 
 
 def _fds(pid: int) -> int:
@@ -221,8 +233,10 @@ class Soak:
             time.sleep(0.3)
             metrics = self.lab.metrics()
             now = Rest(
-                rss_bytes(pid), int(metrics["entresol_python_objects"]), _fds(pid),
-                len(os.listdir(f"/proc/{pid}/task")), int(metrics["entresol_tasks"]),
+                rss_bytes(pid), int(metrics["entresol_malloc_bytes"]),
+                int(metrics["entresol_python_objects"]),
+                int(metrics['entresol_events_published_total{kind="tenant_erased"}']),
+                _fds(pid), _threads(pid), int(metrics["entresol_tasks"]),
                 int(sum(v for k, v in metrics.items() if k.startswith("entresol_sessions{"))),
                 {name: metrics.get(f"entresol_{name}", 0.0) for name in HELD},
             )  # fmt: skip
@@ -423,11 +437,16 @@ def _judge(
 
 def _judge_rest(tally: Tally, rests: Sequence[Rest], growth_max: float) -> list[str]:
     """What is left when nobody asks for anything. Memory is the median of a tenth of the rounds,
-    at either end: of 55 MiB, the allocators' own coming and going is one or two. Judged are the
-    interpreter's objects, which are counted, and what the process has, beyond one arena."""
+    at either end: of 55 MiB, the allocators' own coming and going is one or two. Judged is what is
+    in use by the count of either allocator, and what the process has, beyond one arena; of all of
+    it, what grew by more than the receipts of erased tenants."""
     findings = []
     some = max(1, len(rests) // 10)
-    for name, spare in (("rss_bytes", ARENA_BYTES), ("objects", 0)):
+    receipts = RECEIPT_BYTES * (rests[-1].erased - rests[0].erased)
+    tally.figure("max_receipts_bytes", receipts)
+    for name, spare in (
+        ("rss_bytes", ARENA_BYTES + receipts), ("malloc_bytes", receipts), ("objects", 0),
+    ):  # fmt: skip
         before = statistics.median(getattr(rest, name) for rest in rests[:some])
         after = statistics.median(getattr(rest, name) for rest in rests[-some:])
         tally.figure(f"max_{name}_growth_percent", round(100 * (after / before - 1), 2))
