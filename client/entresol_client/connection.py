@@ -24,7 +24,6 @@ from typing import Any, cast
 from entresol_client.results import RequestFailedError
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.receiving import Receiver
 from entresol_proto.status import ProtocolError, Status
 from entresol_proto.wire.data import Commit, Grant, Release, Reserved
 from entresol_proto.wire.opening import ErrorReply, Goodbye, NamespaceOpened, OpenNamespace, Ping
@@ -136,7 +135,7 @@ class GrantSink:
             self._waiter.set_result(None)
 
 
-class Connection(Receiver):
+class Connection(asyncio.Protocol):
     """The control stream. Made by `handshake.connect`; ends by itself when the stream does.
 
     Attributes:
@@ -165,14 +164,14 @@ class Connection(Receiver):
         self._flush_due = False
         self._why_closed = "closed by the daemon"
 
-    # asyncio.BufferedProtocol ----------------------------------------------------------------
+    # asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_QUEUE_BYTES_MAX)
 
-    def received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         now_ns = self.last_received_ns = time.monotonic_ns()
         try:
             for received in self.session.receive(data, now_ns):

@@ -363,19 +363,7 @@ class SimTransport(asyncio.Transport):
                 return
             network.bytes_carried += len(piece)
             self._peer._taken(len(piece))
-            self._deliver(piece)
-
-    def _deliver(self, piece: bytes) -> None:
-        """As a transport does, into the protocol's buffer if it has one."""
-        if not isinstance(self.protocol, asyncio.BufferedProtocol):
             self.protocol.data_received(piece)
-            return
-        while piece:
-            room = self.protocol.get_buffer(len(piece))
-            part = piece[: len(room)]
-            room[: len(part)] = part
-            self.protocol.buffer_updated(len(part))
-            piece = piece[len(part) :]
 
     def _taken(self, length: int) -> None:
         self._queued_bytes -= length

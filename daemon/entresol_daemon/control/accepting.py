@@ -70,7 +70,7 @@ class TlsServer:
     """Listens at an address; `factory` makes the protocol of a connection that shook hands."""
 
     def __init__(
-        self, factory: Callable[[], asyncio.BaseProtocol], *, host: str, port: int,
+        self, factory: Callable[[], asyncio.Protocol], *, host: str, port: int,
         tls: ssl.SSLContext, shake_hands: Callable[[str], Awaitable[None]],
         refused: Callable[[Status], None], sockets: Sequence[socket.socket] = (),
     ) -> None:  # fmt: skip

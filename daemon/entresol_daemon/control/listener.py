@@ -20,7 +20,6 @@ from entresol_daemon.control.accepting import CLOSE_SECONDS_MAX, TlsServer
 from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_daemon.shard.shard import Shard
 from entresol_proto.identity import IdentityError, tenant_from_cert
-from entresol_proto.receiving import Receiver
 from entresol_proto.status import ConfigError, Status
 
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024  # unsent answers; above it nothing more is read
@@ -31,7 +30,7 @@ _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 log = logging.getLogger("entresol.control")
 
 
-class _Connection(Receiver):
+class _Connection(asyncio.Protocol):
     """One TLS connection of one host."""
 
     def __init__(self, listener: ControlListener) -> None:
@@ -77,7 +76,7 @@ class _Connection(Receiver):
             loop = asyncio.get_running_loop()
             self._timers[:1] = [loop.call_later(left_ns / 1e9, self._watch_handshake)]
 
-    def received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         if self.handler is not None:
             self.handler.receive(data)
 
