@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.deploy.world import SOCKET, TOML, UNIT, World, expect
 
-SIZE_BYTES = 256 << 20
+SIZE_BYTES = 384 << 20
 MOUNT, NODE = "/mnt/kv", "/dev/entresol-raw"
 
 
@@ -44,7 +44,7 @@ def other_user(world: World) -> str:
 def mounted_drive(world: World) -> str:
     """A data file on another file system."""
     world.machine.run("mkdir", "-p", MOUNT)
-    world.machine.run("mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", MOUNT)
+    world.machine.run("mount", "-t", "tmpfs", "-o", "size=450m", "tmpfs", MOUNT)
     world.machine.run(
         "install", "-d", "-o", "entresol", "-g", "entresol", "-m", "700", f"{MOUNT}/entresol"
     )
