@@ -150,8 +150,7 @@ class FlashConfig:
     )
     scrub_bytes_per_s: int = setting(
         32 * MIB,
-        "Rate at which stored blocks are verified: all of them once a day, or in as many days as "
-        "this rate takes (2.9TB in one); 0 means never.",
+        "Rate at which stored blocks are verified, all once a day (2.9TB at 32MiB); 0 means never.",
         low=0,
     )
 
@@ -188,8 +187,7 @@ class FabricConfig:
     )
     shm_dir: Path | None = setting(
         None,
-        "Folder of the shm socket for engines that run as other users; left out: [listen] unix_dir,"
-        " for the daemon's own user and root. Made beforehand, mode 2750: its group may connect.",
+        "Folder of the shm socket, mode 2750: its group may connect; left out: [listen] unix_dir.",
     )
     streams: int = setting(
         2, "tcp data streams per session.", low=1, high=proto_limits.DATA_STREAMS_PER_SESSION_MAX

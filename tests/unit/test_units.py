@@ -79,11 +79,13 @@ def test_the_packaged_configuration_says_only_what_it_has_to() -> None:
     flat = {f"{section}.{name}" for section, table in said.items() for name in table}
     assert flat == {
         "shard.name", "listen.control_host", "listen.data_host", "tls.cert", "tls.key", "tls.ca",
-        "keys.kek_file", "flash.size_bytes", "memory.dram_bytes",
+        "keys.kek_file", "flash.size_bytes", "fabric.shm_dir", "memory.dram_bytes",
     }  # fmt: skip
     config = Config.load(SYSTEMD / "entresold.toml")
     assert str(config.shard.state_dir) == f"/var/lib/{values(UNIT, 'StateDirectory')[0]}"
     assert str(config.listen.unix_dir) == f"/run/{values(UNIT, 'RuntimeDirectory')[0]}"
+    assert values(UNIT, "ReadWritePaths") == [f"-{config.fabric.shm_dir}"]
+    assert f"d {config.fabric.shm_dir} 2750 " in (SYSTEMD / "entresol.tmpfiles").read_text()
     assert str(config.keys.kek_file) == "$CREDENTIALS_DIRECTORY/kek"
     assert values(UNIT, "LoadCredential") == ["kek:/etc/entresol/kek"]
 
