@@ -49,7 +49,7 @@ def mounted_drive(world: World) -> str:
         "install", "-d", "-o", "entresol", "-g", "entresol", "-m", "700", f"{MOUNT}/entresol"
     )
     path = f"{MOUNT}/entresol/flash.data"
-    with _flash(world, path, f"{SIZE_BYTES >> 20}MiB"):
+    with _flash(world, path, f'"{SIZE_BYTES >> 20}MiB"'):
         refused = world.systemctl("start", UNIT, check=False)
         expect(refused.returncode != 0, "it writes outside of the unit's folders")
         world.says("ReadWritePaths=")
@@ -104,7 +104,7 @@ def _flash(world: World, path: str, size: str) -> Iterator[None]:
     lines = []
     for line in before.splitlines():
         if line.startswith("size_bytes"):
-            line = f'size_bytes = "{size}"\npath = "{path}"'
+            line = f'size_bytes = {size}\npath = "{path}"'
         lines.append(line)
     world.systemctl("stop", SOCKET, UNIT)
     world.machine.write(Path(TOML), "\n".join([*lines, ""]))
