@@ -14,13 +14,13 @@ import os
 import platform
 import resource
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from entresol_client.cli import output
 from entresol_client.cli.doctor import FAIL, OK, WARN, Finding
 from entresol_client.config import ClientConfig
+from entresol_client.programs import command_of
 from entresol_proto import limits, native
 from entresol_proto.fabric.base import VerbsSettings
 from entresol_proto.fabric.verbs_device import find_ports
@@ -172,9 +172,7 @@ def check_daemon_config(path: str) -> Iterator[Finding]:
             "run this on the daemon's machine, or pip install 'entresol[daemon]'",
         )  # fmt: skip
         return
-    done = subprocess.run(
-        [sys.executable, "-m", JUDGE, path], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command_of(JUDGE, path), capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         row = json.loads(line)
         yield Finding("daemon", row["level"], row["text"], row["fix"])

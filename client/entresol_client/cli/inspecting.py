@@ -15,6 +15,7 @@ from typing import Any
 from entresol_client.cli import options, output, rpc
 from entresol_client.cli.errors import EXIT_INTERRUPTED, CliError, UsageProblem
 from entresol_client.cli.overview import one_admin_socket
+from entresol_client.programs import command_of
 from entresol_proto.status import Status
 
 READER = "entresol_daemon.inspect"
@@ -77,7 +78,7 @@ def _run_reader(args: argparse.Namespace) -> int:
             hint="pip install 'entresol[daemon]'",
             status=Status.UNSUPPORTED,
         )
-    words = [sys.executable, "-m", READER, args.path]
+    words = command_of(READER, args.path)
     for name in ("json", "records", "quick", "progress", "force_read_only"):
         if getattr(args, name):
             words.append(f"--{name.replace('_', '-')}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from entresol_client.cli import options
 from entresol_client.cli.errors import EXIT_INTERRUPTED, CliError
+from entresol_client.programs import command_of
 from entresol_proto.status import Status
 
 REPLAYER = "entresol_daemon.replay"
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             hint="pip install 'entresol[daemon]'",
             status=Status.UNSUPPORTED,
         )
-    words = [sys.executable, "-m", REPLAYER]
+    words = command_of(REPLAYER)
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
         if name in ("run", "command", "trace") or value is None or value is False:

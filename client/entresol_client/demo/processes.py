@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from entresol_client.config import ClientConfig
+from entresol_client.programs import command_of
 from entresol_proto.status import EntresolError
 
 START_SECONDS_MAX = 60.0
@@ -75,7 +75,7 @@ class Daemon:
         assert self._process is None, "started twice"
         for tenant in self._tenants:
             self.client_toml(tenant).unlink(missing_ok=True)
-        command = [sys.executable, "-m", DAEMON_MODULE, "--dev", "--dir", str(self.directory)]
+        command = command_of(DAEMON_MODULE, "--dev", "--dir", str(self.directory))
         for tenant in self._tenants:
             command += ["--tenant", tenant]
         # Its pointer for other terminals stays in the demo's folder: this daemon is not for them.
@@ -138,7 +138,7 @@ class Host:
         self._log_path = log_path
         with open(log_path, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "entresol_client.demo.host", role, *arguments],
+                command_of("entresol_client.demo.host", role, *arguments),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
