@@ -25,9 +25,11 @@ def new_superblock(device: Device, options: EngineOptions, random_bytes: RandomB
     """The superblock of a fresh file on this device. Raises: DeviceError when it is too small."""
     mirror_offset = (device.size_bytes & -BLOCK) - BLOCK
     count = (mirror_offset - DATA_OFFSET) // options.segment_bytes
-    if count < max(SEGMENTS_MIN, options.free_segments_min + 2):
+    wanted = max(SEGMENTS_MIN, options.free_segments_min + 2)
+    if count < wanted:
         raise DeviceError(
-            f"{device.name} has room for {max(0, count)} segments",
+            f"{device.name} has room for {max(0, count)} segments of {options.segment_bytes:,} "
+            f"bytes beside its superblocks, and {wanted} are needed",
             hint="use a larger data file or smaller segments",
             status=Status.NO_SPACE,
         )
