@@ -10,6 +10,7 @@ key kept.
 from __future__ import annotations
 
 import datetime
+import grp
 import json
 import os
 import resource
@@ -48,7 +49,7 @@ def judge(path: Path) -> Rows:
         yield _problem(error)
         return
     yield OK, f"{path} is a good configuration of shard {config.shard.name}", ""
-    for look in (_tls, _kek, _state, _flash, _drives, _memory, _listen, _files):
+    for look in (_tls, _kek, _state, _flash, _drives, _memory, _shm, _listen, _files):
         yield from _guarded(look, config)
 
 
@@ -244,6 +245,28 @@ def _memory(config: Config) -> Rows:
             WARN, f"only {soft // 1024} KiB of memory may be locked: verbs cannot register slabs",
             "LimitMEMLOCK=infinity in the unit (ulimit -l unlimited by hand)",
         )  # fmt: skip
+
+
+def _shm(config: Config) -> Rows:
+    folder = config.fabric.shm_dir
+    if folder is None or "shm" not in config.fabric.enabled:
+        return
+    fix = f"install -d -m 2750 -o USER -g GROUP {folder}, as the daemon's user and its hosts' group"
+    if not folder.is_dir():
+        yield FAIL, f"there is no folder {folder} ([fabric] shm_dir)", fix
+        return
+    found = folder.stat()
+    if not found.st_mode & stat.S_ISGID or not found.st_mode & stat.S_IXGRP:
+        yield WARN, f"{folder} lets no group in: engines of other users get no shm", fix
+    else:
+        yield OK, f"engines whose user is of group {_group(found.st_gid)} may use shm", ""
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
 
 
 def _listen(config: Config) -> Rows:

@@ -307,6 +307,22 @@ def test_a_key_that_only_the_unit_is_shown_is_no_fault(
     assert any("credential of the unit" in row["text"] for row in rows)
 
 
+def test_the_folder_of_shm_is_judged(site: DaemonSite, tmp_path: Path) -> None:
+    folder = tmp_path / "hosts"
+    site.values["fabric", "shm_dir"] = str(folder)
+    code, rows = site.judged()
+    assert code == 1
+    assert any("there is no folder" in row["text"] for row in rows)
+    folder.mkdir(mode=0o700)
+    code, rows = site.judged()
+    assert code == 0
+    assert any(row["level"] == "warn" and "lets no group in" in row["text"] for row in rows)
+    folder.chmod(0o2750)
+    code, rows = site.judged()
+    assert code == 0
+    assert any("may use shm" in row["text"] for row in rows)
+
+
 def test_ports_that_are_taken_are_told(site: DaemonSite) -> None:
     port = int(str(site.values["listen", "grpc_port"]))
     with socket.socket() as other:
