@@ -380,6 +380,7 @@ def verbs_lifetime() -> None:
 _READER = "tests/unit/test_verbs_reader.py::"
 _HOSTILE_TCP = "tests/unit/test_fabric_hostile_tcp.py::"
 _HOSTILE_SHM = "tests/unit/test_fabric_hostile_shm.py::"
+_CLOSING = "tests/unit/test_closing.py::"
 _BOUNDS = "tests/unit/test_bounds.py::"
 _OF_THE_DEVICE = Reason("given to the RDMA device, which keeps to it; tests/rdma runs with it")
 _WINDOW = Test(_READER + "test_the_window_follows_the_wire")
@@ -420,6 +421,11 @@ CHECKS: dict[str, Check] = {
         Test(_HOSTILE_SHM + "test_memory_and_regions_of_a_peer_are_bounded"),
     "SHM_MESSAGES_QUEUED_MAX":
         Test(_HOSTILE_SHM + "test_a_peer_that_does_not_receive_its_answers_is_cut_off"),
+    "SHM_CLOSERS_MAX": Test(
+        _CLOSING + "test_threads_that_hang_are_bounded_and_then_nobody_new_is_let_in"
+    ),
+    "SHM_CLOSING_MAX":
+        Test(_CLOSING + "test_nothing_is_received_while_too_much_waits_to_be_closed"),
     "EXPOSE_DEADLINE_NS":
         Test(_HOSTILE_SHM + "test_a_peer_that_hangs_or_refuses_fails_the_expose_only"),
     "REVOKE_DEADLINE_NS": Test(

@@ -30,6 +30,7 @@ from tests.flashlab import (
     OPTIONS,
     Name,
     device_bytes,
+    drop_namespace,
     get_all,
     key_of,
     put,
@@ -349,7 +350,7 @@ class Life:
             self.say("removed", name)
             del self.held[name]
             self.removed.append(name)
-        engine.drop_namespace(namespace)
+        drop_namespace(engine, namespace)
 
     async def barrier(self, engine: Engine) -> None:
         gone, self.removed = self.removed, []

@@ -17,6 +17,7 @@ from entresol_daemon.flash.engine import (
     Engine,
     EngineOptions,
     Record,
+    Removed,
     RemoveReason,
     SegmentState,
     extent_bytes,
@@ -92,6 +93,11 @@ def _scratch(length_bytes: int) -> memoryview:
     if _memory.nbytes < length_bytes:
         _memory = aligned_buffer(length_bytes)
     return _memory
+
+
+def drop_namespace(engine: Engine, namespace: bytes) -> list[Removed]:
+    """Drop it without a turn of the loop in between."""
+    return [each for removed in engine.drop_namespace(namespace) for each in removed]
 
 
 async def get_all(engine: Engine) -> dict[Name, tuple[Status, bytes]]:
@@ -246,6 +252,8 @@ def stock_faults(engine: Engine) -> list[str]:
     where: dict[int, str] = {}
     for info in engine.segments():
         state, alive = info.state, info.live_blocks > 0
+        if info.segment in engine.stock.resting:
+            continue
         if state is SegmentState.CONDEMNED:
             where[info.segment] = "condemned"
         elif state is SegmentState.SEALED:

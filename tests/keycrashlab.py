@@ -28,7 +28,7 @@ from entresol_proto.seal import block, codecs
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import KeyringError, Status
 from tests.crashlab import SMALL, ImageDevice, Verdict, Wreck, open_at
-from tests.flashlab import Name, get_all, put
+from tests.flashlab import Name, drop_namespace, get_all, put
 
 KEKS = {name: FileKek(random.Random(name).randbytes(32), name) for name in ("A", "B")}
 TENANTS = ("acme", "zeta", "mono")
@@ -365,7 +365,7 @@ class KeyLife:
         self.say(KeyFact("erasing", tenant))
         self.ring.erase(tenant, now_unix_s=2)
         self.say(KeyFact("receipt", tenant, blobs=blobs))
-        engine.drop_namespace(namespace)
+        drop_namespace(engine, namespace)
         await engine.barrier()
 
     async def put(self, engine: Engine, tenant: str) -> None:

@@ -32,6 +32,7 @@ from tests.flashlab import (
     OPTIONS,
     Name,
     device_bytes,
+    drop_namespace,
     get,
     key_of,
     open_engine,
@@ -159,7 +160,7 @@ class Work:
 
     async def drop(self, engine: Engine, namespace: bytes) -> None:
         names = [name for name in self.ever if name[0] == namespace]
-        engine.drop_namespace(namespace)
+        drop_namespace(engine, namespace)
         for name in names:
             self.durable.pop(name, None)
         await self.barrier(engine, names)

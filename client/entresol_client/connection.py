@@ -6,7 +6,9 @@ Invariants:
 - a request given up stays known until its answer comes: late grants are released, late
   reservations returned, and staging memory behind a late commit is not reused before it;
 - at most WRITE_QUEUE_BYTES_MAX of requests wait for a peer that does not read, then no more are
-  accepted.
+  accepted;
+- of the requests that may be in flight, work leaves one to PING: a daemon that is merely full can
+  still say that it is there.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ log = logging.getLogger("entresol.client")
 
 RELEASE_DELAY_S = 0.001  # how long a finished lease may wait for company
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
+PINGS_ROOM = 1  # requests in flight that are kept for PING
 _NOTHING = RemoteSpan(0, 0, 0)
 
 Report = tuple[int, int, Status]  # lease id, index in the FETCH, what was wrong
@@ -289,6 +292,8 @@ class Connection(asyncio.Protocol):
         """The handle of a namespace on this session, opened once. Raises: RequestFailedError."""
         while True:
             task = self._opening(canonical, deadline_ns)
+            if task.done() and not task.cancelled() and task.exception() is None:
+                return task.result()  # opened before, as a rule
             left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
             done, _ = await asyncio.wait((task,), timeout=left_s)
             if not done:
@@ -364,8 +369,12 @@ class Connection(asyncio.Protocol):
     def _send(self, message: Message, entry: Call | GrantSink) -> int:
         if self.draining and not isinstance(message, Commit):  # it ends what was begun before
             raise RequestFailedError(Status.DRAINING)
+        session = self.session
+        room = max(1, session.requests_in_flight_max - PINGS_ROOM)
+        if len(session.in_flight) >= room and not isinstance(message, Ping):
+            raise RequestFailedError(Status.BUSY, "too many requests in flight")
         try:
-            request_id, raw = self.session.send(message)
+            request_id, raw = session.send(message)
         except ProtocolError as error:
             raise RequestFailedError(error.status, str(error)) from None
         self._pending[request_id] = entry

@@ -100,6 +100,7 @@ class _Get:
         self._asked_ns = 0
         self._digests: list[bytes] = []  # of the engine keys, for what the daemon opened
         self._groups: set[asyncio.Task[list[Status]]] = set()
+        self._last: tuple[_Lease, list[Granted]] | None = None
         self._context = OpenContext(
             endpoint=session.endpoint,
             workers=link.workers,
@@ -131,6 +132,8 @@ class _Get:
             while grants := await sink.next(self._deadline_ns):
                 for grant, received_ns in grants:
                     self._accept(grant, received_ns)
+                if self._last is not None:
+                    await self._open_last(*self._last)
         finally:
             connection.end_fetch(request_id, sink)
             await self._finish_groups()
@@ -175,14 +178,32 @@ class _Get:
                 usable.append(one)
             else:  # nothing is read or written
                 self._done(lease, [one], [Status.BAD_REQUEST])
-        for group in plan_groups(self._context, usable):
+        groups = plan_groups(self._context, usable)
+        for group in groups:
             statuses = open_at_once(self._context, group)
             if statuses is not None:
                 self._done(lease, group, statuses)
                 continue
+            if grant.final and len(groups) == 1:
+                self._last = lease, group
+                return
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
             self._groups.add(task)
             task.add_done_callback(functools.partial(self._group_done, lease, group))
+
+    async def _open_last(self, lease: _Lease, group: list[Granted]) -> None:
+        """Open the only group of the last grant here: nothing comes beside which a task would."""
+        self._last = None
+        statuses = [Status.DISCONNECTED] * len(group)
+        try:
+            statuses = await open_group(self._context, group)
+        except RequestFailedError as error:  # the client is closed
+            statuses = [error.status] * len(group)
+        except Exception:
+            log.exception("event=bug where=open_group")
+            statuses = [Status.INTERNAL] * len(group)
+        finally:
+            self._done(lease, group, statuses)
 
     def _answer(self, index: int) -> Wanted:
         """The block an answer is about; an answer nobody asked for ends the session."""

@@ -362,7 +362,7 @@ class ShardLink:
             begun_ns = time.monotonic_ns()
             until_ns = begun_ns + self.config.ping_deadline_ns
             try:
-                self._rtt_ns = await connection.ping(until_ns)
+                self._rtt_ns = await self._ask(connection, until_ns)
                 return
             except RequestFailedError as error:
                 if connection.last_received_ns >= begun_ns and not connection.lost.done():
@@ -374,6 +374,21 @@ class ShardLink:
                     "event=asked_again shard=%s reason='this process was late' late_ms=%d",
                     self.address.name, late_ns // 1_000_000,
                 )  # fmt: skip
+
+    async def _ask(self, connection: Connection, until_ns: int) -> int:
+        """Round trip time of one PING, ns. Raises: RequestFailedError.
+
+        BUSY says nothing about the shard: earlier questions hold every place. What it says until
+        the deadline answers this one, too.
+        """
+        try:
+            return await connection.ping(until_ns)
+        except RequestFailedError as error:
+            if error.status is not Status.BUSY:
+                raise
+            left_s = max(0.0, (until_ns - time.monotonic_ns()) / 1e9)
+            await asyncio.wait((connection.lost,), timeout=left_s)
+            raise RequestFailedError(Status.DEADLINE, str(error)) from None
 
     async def _until_ping(self, connection: Connection) -> None:
         """Sleep until the next ping is due, a caller suspects a hang, or the session ends."""

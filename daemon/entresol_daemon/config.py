@@ -130,7 +130,7 @@ class FlashConfig:
     )
     io_threads: int = setting(8, "Threads that read and write flash.", low=1, high=256)
     eviction: str = setting(
-        "median",
+        "worth",
         "What leaves: median, segments used longest ago by their median block; worth, as learned.",
         choices=("median", "worth"),
     )
@@ -458,9 +458,9 @@ class Config:
         segment, slab, flash = self.flash.segment_bytes, self.memory.slab_bytes, self.flash
         if segment % proto_limits.ALIGN_BYTES:
             found.append(("[flash] segment_bytes is not a multiple of 4KiB", "try 64MiB"))
-        if flash.size_bytes and flash.size_bytes < 4 * segment:
+        if flash.size_bytes and flash.size_bytes < 5 * segment:  # 4, and the superblocks
             hint = "give more flash, or smaller segments"
-            found.append(("[flash] size_bytes is less than 4 segments", hint))
+            found.append(("[flash] size_bytes is less than 5 segments", hint))
         found += self.memory.problems()
         block = self.limits.block_bytes_max
         if block * 2 > slab or block * 4 > segment:

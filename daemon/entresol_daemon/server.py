@@ -126,6 +126,10 @@ class Daemon:
         )
         # The shard closes the engine; from here on the engine's own closer has nothing to do.
         self._on_close("shard", lambda: self.shard.close(clean=True))
+        if config.fabric.tcp_tls and FabricKind.TCP in self.fabrics:
+            tcp = self.fabrics[FabricKind.TCP]
+            assert isinstance(tcp, TcpFabricServer)
+            tcp.shake_hands = self._shake_hands
         await self._open_surfaces(tls)
         log.info(
             "event=serving version=%s shard=%s control=%s:%d blocks=%d recovery=%s ready_ms=%d",
@@ -184,7 +188,7 @@ class Daemon:
         kek = await asyncio.to_thread(FileKek.open, path)
         if await self.compute.run(keyring.unlock, kek):
             for info in keyring.tenants():
-                self.shard.adopt_tenant(info)
+                self.shard.tenancy.adopt(info)
             self.metrics.set_state(self.admin.state())
             await self.grpc.set_serving(not self.admin.reasons_not_ready())
             tell("STATUS=serving, unlocked")
@@ -269,6 +273,11 @@ class Daemon:
         for server in servers:
             self.fabrics[server.kind] = server
             self._on_close(f"fabric {server.kind.label}", server.close)
+
+    async def _shake_hands(self, origin: str) -> None:
+        """Of a data stream: its address waits between many of them, but not the control port's."""
+        parts = self.shard.parts
+        await parts.turns.loop.shake_hands(f"data {origin}", parts.now_ns())
 
     async def _open_surfaces(self, tls: ReloadingServerContext) -> None:
         config, listen = self.config, self.config.listen

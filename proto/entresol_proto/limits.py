@@ -55,6 +55,8 @@ SPANS_PER_STREAM_MAX = 16_384  # their spans
 MAPPED_BYTES_PER_SESSION_MAX = 256 * GIB  # peer memory mapped by shm; a daemon passes less
 SHM_REGIONS_PER_HOST_MAX = 4  # of one session mapped by a daemon, whose mappings have an end
 SHM_MESSAGES_QUEUED_MAX = 4_096  # unsent shm messages, then the session ends
+SHM_CLOSERS_MAX = 16  # threads that close what peers passed, and may be stuck with it
+SHM_CLOSING_MAX = 4_096  # descriptors that wait to be closed, then none is received
 EXPOSE_DEADLINE_NS = 5_000_000_000  # the peer's acknowledgement of an exposure (shm)
 REVOKE_DEADLINE_NS = 1_000_000_000  # bytes of a revoked exposure still queued, then the stream ends
 

@@ -14,7 +14,7 @@ from entresol_daemon.flash import writer as flash_writer
 from entresol_daemon.flash.device import Check
 from entresol_daemon.flash.group import Pending
 from entresol_daemon.keys import keyring
-from entresol_daemon.shard import gets, shard
+from entresol_daemon.shard import gets, tenancy
 from entresol_daemon.shard.sessions import Leased
 from entresol_proto.status import Status
 
@@ -45,14 +45,16 @@ def rotation_destroys() -> None:
 
 def locked_drops() -> None:
     """A daemon without its KEK drops what it cannot open."""
-    adopt = shard.Shard._adopt
+    find = tenancy.Tenancy.find
 
-    def careless(self: shard.Shard) -> None:
-        adopt(self)
-        if self.parts.keyring.locked:
-            self.removal.drop_namespaces(list(self.parts.engine.index.namespaces()))
+    def careless(self: tenancy.Tenancy) -> None:
+        find(self)
+        engine = self._parts.engine
+        if self._parts.keyring.locked:
+            for namespace in engine.index.namespaces():
+                list(engine.drop_namespace(namespace))
 
-    shard.Shard._adopt = careless  # type: ignore[method-assign]
+    tenancy.Tenancy.find = careless  # type: ignore[method-assign]
 
 
 def keeps_leases() -> None:

@@ -375,7 +375,7 @@ async def test_a_get_that_fails_and_is_cut_in_the_same_moment_holds_nothing(
 
             async def refused(_job: object, rest: list[Any]) -> None:
                 assert rest, "nothing of the window was in memory"
-                shard.gets._undo(_job, rest)  # type: ignore[arg-type]
+                shard.gets.granting.undo(_job, rest)  # type: ignore[arg-type]
                 asyncio.get_running_loop().call_soon(fetching.cancel)
                 raise FabricError("the session is gone", status=Status.DISCONNECTED)
 

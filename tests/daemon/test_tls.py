@@ -18,6 +18,7 @@ from pki_lab import DOMAIN, Pki, config_of, greeted, refused_pairs, without_cert
 
 from entresol_client.client import AsyncClient
 from entresol_client.results import RequestFailedError
+from entresol_daemon.shard.turns import LoopTurns
 from entresol_proto.limits import KIB
 from entresol_proto.status import Status
 
@@ -70,6 +71,29 @@ async def test_tls_data_streams_want_the_same_certificates(tmp_path: Path) -> No
                     said = await reader.read(1)
                 writer.transport.abort()
                 assert not said or (context is None and said[0] == 0x15), said  # a TLS alert
+
+
+async def test_data_streams_shake_hands_in_turns_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    shake_hands = LoopTurns.shake_hands
+
+    async def noted(turns: LoopTurns, origin: str, now_ns: int) -> None:
+        asked.append(origin)
+        await shake_hands(turns, origin, now_ns)
+
+    monkeypatch.setattr(LoopTurns, "shake_hands", noted)
+    for fabric in ("tls", "tcp"):
+        asked.clear()
+        change = shape(fabrics=["tcp"], tcp_tls=fabric == "tls")
+        async with (
+            running_daemon(tmp_path / fabric, change) as running,
+            client_of(running, fabric=fabric),
+        ):
+            streams = running.daemon.config.fabric.streams
+        assert asked.count("data 127.0.0.1") == (streams if fabric == "tls" else 0)
+        assert "127.0.0.1" in asked
 
 
 def _ca_of(path: Path) -> tuple[object, object]:

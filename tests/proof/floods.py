@@ -317,8 +317,8 @@ FLOODS: tuple[type[Flood], ...] = (
 class Weather:
     """What the victims had, all together, over one stretch."""
 
-    get_p99_s: float
-    put_p99_s: float
+    gets: Seen
+    puts: Seen
     done_bytes: int
     offered_blocks: int
     blocks: int
@@ -336,8 +336,7 @@ async def _live(victims: list[Victim], seconds: float) -> Weather:
             total.blocks += mine.blocks
     offered = GET_BLOCKS * len(gets.seconds) + PUT_BLOCKS * len(puts.seconds)
     return Weather(
-        gets.p99(), puts.p99(), gets.done_bytes + puts.done_bytes, offered,
-        gets.blocks + puts.blocks,
+        gets, puts, gets.done_bytes + puts.done_bytes, offered, gets.blocks + puts.blocks,
     )  # fmt: skip
 
 

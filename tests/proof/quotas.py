@@ -31,7 +31,7 @@ async def place_with(folder: Path, seed: int, **quota: int) -> AsyncIterator[Pla
     """Two tenants; `ann` has this quota."""
     place = await Place.open(folder, seed, {"ann": 1, "ben": 1})
     info = place.keyring.set_quota("ann", replace(TenantQuota(), **quota))
-    place.shard.adopt_tenant(info)
+    place.shard.tenancy.adopt(info)
     try:
         yield place
         other = await guest_of(place, "ben")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from entresol_daemon.core import worth
+from entresol_daemon.shard.valued import TOLD_TOGETHER
 from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Ack, OpenAt
@@ -41,6 +42,7 @@ async def story(world: World) -> None:
     await host.open()
     await fill(world, host, 60)
     parts = world.shard.parts
+    assert len(parts.valued._told) < TOLD_TOGETHER
     (standing,) = parts.valued.report()
     assert standing.stream == parts.accounts.by_name[TenantName("alpha")].stream
     assert standing.rules, f"seed {SEED}: worth never ruled: {standing}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.dispatch import (
     SessionHandler,
 )
+from entresol_daemon.shard.reports import REPORTED_MAX
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, ReadOp
-from entresol_proto.ids import TenantName, engine_key_digest
+from entresol_proto.ids import NamespaceDescriptor, TenantName, engine_key_digest
 from entresol_proto.status import EntresolError, FabricError, Status
-from entresol_proto.wire import data
+from entresol_proto.wire import data, opening
 from entresol_proto.wire.data import Ack, OpenAt
 from tests import simloop
 from tests.sim.shardlab import SECOND_NS, Host, Oracle, World
@@ -269,21 +271,124 @@ def test_a_fetch_waits_for_exposures_of_its_earlier_leases(
     simulate(tmp_path, story)
 
 
+def test_plaintext_is_not_wiped_while_a_closing_data_path_still_answers(tmp_path: Path) -> None:
+    """verbs: the queue pairs answer until the last goodbye is out."""
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:1])
+        ask = data.Fetch(host.handle, OpenAt.DAEMON, False, SECOND_NS, names(host, KEYS[:1]))
+        grant = await host._call(ask)
+        plain = world.oracle.content("alpha", KEYS[0])
+        assert await read(host, grant.items[0]) == plain
+        session = next(iter(world.shard.sessions.values()))
+        honest = host.wire.daemon.close
+
+        async def slow() -> None:
+            await asyncio.sleep(15)  # its lease ends in this time
+            await honest()
+
+        host.wire.daemon.close = slow  # type: ignore[method-assign]
+        closing = asyncio.ensure_future(world.shard.close_session(session))
+        into = memoryview(bytearray(len(plain)))
+        for _ in range(14):
+            await asyncio.sleep(1)
+            op = ReadOp(grant.items[0].span, into)
+            (status,) = await host.wire.host.read([op], host._now() + SECOND_NS)
+            assert status is not Status.OK or bytes(into) == plain
+        assert status is not Status.OK, "its lease has ended"
+        await closing
+        assert world.shard.gets.opened.memory.mapped_bytes == 0
+
+    simulate(tmp_path, story)
+
+
+def test_opened_blocks_of_a_session_that_ended_are_not_kept_by_its_leases(tmp_path: Path) -> None:
+    """shm: leases last longer than the session, because nobody can be kept from reading."""
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        endpoint = host.wire.daemon
+        endpoint.capabilities = replace(endpoint.capabilities, revokes=False)
+        await stored(host, KEYS[:4])
+        assert set(await stage(host, KEYS[:4], OpenAt.DAEMON)) == {Status.OK}
+        session = next(iter(world.shard.sessions.values()))
+        assert session.plain_pool is not None
+        slabs = [slab for owned in session.plain_pool._owned.values() for slab in owned]
+        buffers = [weakref.ref(slab.buffer) for slab in slabs]
+        assert buffers
+        del slabs, session
+        await host.gone()
+        world.hosts.remove(host)
+        assert len(world.shard.parts.leases) > 0, "nothing was held"
+        assert not any(buffer() for buffer in buffers)
+
+    simulate(tmp_path, story)
+
+
 def test_reports_without_end_do_not_pile_up(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        host = await joined(world)
-        await stored(host, KEYS[:8])
-        fetch = data.Fetch(host.handle, OpenAt.HOST, False, SECOND_NS, names(host, KEYS[:8]))
+        host, other = await joined(world), await joined(world, tenant="beta")
+        await stored(host, KEYS)
+        await stored(other, KEYS[:1])
+        fetch = data.Fetch(host.handle, OpenAt.HOST, False, SECOND_NS, names(host, KEYS))
         grants = [grant async for grant in host._answers(fetch)]
-        lease = grants[0].lease_id
-        reports = tuple((lease, index, Status.CORRUPT) for index in range(8))
-        (session,) = world.shard.sessions.values()
+        rows = [(grant.lease_id, item.index) for grant in grants for item in grant.items]
+        assert len(rows) == len(KEYS)
+        reports = tuple((lease, index, Status.CORRUPT) for lease, index in rows)
+        fetch = data.Fetch(other.handle, OpenAt.HOST, False, SECOND_NS, names(other, KEYS[:1]))
+        theirs = (await other._call(fetch)).lease_id
+        session, others = world.shard.sessions.values()
+        heard = world.shard.gets._reports._reported
         for _ in range(100):
             world.shard.gets.release(session, data.Release((), reports))
-        assert len(world.shard.gets._tasks) <= 8
-        world.shard.gets.release(session, data.Release((lease,), ()))
+        assert len(heard) == REPORTED_MAX // 2
+        assert len(world.shard.gets._tasks) == 1
+        told = data.Release((theirs,), ((theirs, 0, Status.CORRUPT),))
+        world.shard.gets.release(others, told)
+        assert len(heard) == REPORTED_MAX // 2 + 1, "nobody hears the other tenant"
+        leases = tuple(grant.lease_id for grant in grants)
+        world.shard.gets.release(session, data.Release(leases, ()))
         await asyncio.sleep(1)
-        assert set(await host.get(KEYS[:8], OpenAt.HOST)) == {Status.OK}
+        assert not heard
+        assert set(await host.get(KEYS, OpenAt.HOST)) == {Status.OK}
+
+    simulate(tmp_path, story)
+
+
+def test_a_report_is_examined_in_turn_and_its_memory_wakes_puts(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        parts = world.shard.parts
+        await stored(host, KEYS[:2])
+        fetch = data.Fetch(host.handle, OpenAt.HOST, False, SECOND_NS, names(host, KEYS[:1]))
+        lease = (await host._call(fetch)).lease_id
+        run, allocate, opening = parts.compute.run, parts.scratch.allocate, asyncio.Event()
+
+        async def held(fn: Any, *args: Any) -> Any:
+            if fn is opened._look:
+                await opening.wait()
+            return await run(fn, *args)
+
+        def one_at_a_time(owner: bytes, length_bytes: int) -> Any:
+            return None if parts.scratch.allocated_bytes else allocate(owner, length_bytes)
+
+        parts.compute.run = held  # type: ignore[method-assign]
+        parts.scratch.allocate = one_at_a_time  # type: ignore[method-assign]
+        before = parts.turns.compute.in_service
+        (session,) = world.shard.sessions.values()
+        told = data.Release((lease,), ((lease, 0, Status.CORRUPT),))
+        world.shard.gets.release(session, told)
+        await asyncio.sleep(0.1)
+        assert parts.turns.compute.in_service == before + 1
+        put = asyncio.ensure_future(host.put(KEYS[2:3], Ack.ACCEPTED))
+        await asyncio.sleep(0.5)
+        assert not put.done()
+        opening.set()
+        begun = host._now()
+        assert await put == [Status.OK]
+        assert host._now() - begun < SECOND_NS // 10
+        assert parts.turns.compute.in_service == before
 
     simulate(tmp_path, story)
 
@@ -398,6 +503,37 @@ def test_a_quota_never_evicts_what_others_stored(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
+def test_others_find_room_while_a_tenant_shrinks_to_its_quota(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        mine, other = await joined(world), await joined(world, tenant="beta")
+        parts, removal = world.shard.parts, world.shard.removal
+        await stored(other, KEYS[:8])
+        for account in parts.accounts.by_name.values():
+            if account.name == "alpha":
+                for at in range(0, 64, 16):  # four segments of it
+                    await stored(mine, KEYS[at : at + 16])
+                    parts.engine._table.close(parts.engine._table.open[account.stream, False])
+        alpha, beta = (parts.accounts.by_name[name] for name in ("alpha", "beta"))
+        evict = parts.engine.evict
+
+        async def slow(*args: Any) -> Any:
+            await asyncio.sleep(1)
+            return await evict(*args)
+
+        parts.engine.evict = slow  # type: ignore[method-assign]
+        parts.engine._table.close(parts.engine._table.open[beta.stream, False])
+        beta.flash_quota_bytes, alpha.flash_quota_bytes = beta.flash_bytes, 1
+        shrinking = asyncio.ensure_future(removal.shrink_to_quota(alpha))
+        await asyncio.sleep(0.5)
+        assert await removal.make_room(beta, 4096)
+        assert not shrinking.done(), "it waited for all of it"
+        await shrinking
+        assert alpha.flash_bytes == 0
+        alpha.flash_quota_bytes = beta.flash_quota_bytes = 0
+
+    simulate(tmp_path, story)
+
+
 def test_no_room_is_made_on_flash_that_failed(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host = await joined(world)
@@ -482,6 +618,27 @@ def test_a_session_whose_data_path_does_not_close_is_gone_all_the_same(tmp_path:
         host.wire.daemon.close = broken  # type: ignore[method-assign]
         await host.gone()
         assert not world.shard.sessions
+
+    simulate(tmp_path, story)
+
+
+def test_a_namespace_that_is_opened_again_has_its_handle(tmp_path: Path) -> None:
+    """A host asks again when an answer came too late for it: that must not use handles up."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        (session,) = world.shard.sessions.values()
+        descriptors = [
+            NamespaceDescriptor(model="sim", cache_salt=salt).canonical() for salt in ("s", "t")
+        ]
+        for _ in range(limits.NAMESPACES_PER_SESSION_MAX + 1):
+            first, second = [await host._call(opening.OpenNamespace(raw)) for raw in descriptors]
+            assert (first.handle, first.namespace_id) == (host.handle, host.namespace_id)
+            assert first.secret == host.secret
+            assert second.handle != first.handle
+            assert second.namespace_id != first.namespace_id
+        assert len(session.namespaces) == 2
+        await stored(host, KEYS[:2])
 
     simulate(tmp_path, story)
 

@@ -317,6 +317,50 @@ async def test_a_slow_but_living_shard_does_not_trip_the_breaker(tmp_path: Path)
         assert ns._client.shards()[0].breaker == "closed"
 
 
+async def never(request_id: int, message: Any) -> None:
+    """A handler of a daemon that does not come to it."""
+
+
+@pytest.mark.parametrize("what", ["pongs", "grants", "nothing"])
+async def test_a_session_that_is_full_of_requests(tmp_path: Path, what: str) -> None:
+    """As many requests as a session may have wait for an answer: no outage while the daemon says
+    anything, be it to the pings, or to a request while every ping waits with the others."""
+    async with opened(tmp_path, ping_deadline_ns=300_000_000) as (peer, ns):
+        (session,) = peer.sessions
+        session.on_exists = session.on_fetch = never  # type: ignore[method-assign]
+        link = ns._client._links[0]
+        connection = link._session.connection  # type: ignore[union-attr]
+        if what != "pongs":
+            session.on_ping = never  # type: ignore[method-assign]
+        fetch = data.Fetch(1, data.OpenAt.HOST, False, 10**9, wire_key(SECRET, key(0)))
+        fetch_id, sink = await connection.fetch(fetch, 2**62)
+        asked = [connection.request(data.Exists(1, bytes(16)), 2**62) for _ in range(300)]
+        waiting = [asyncio.create_task(one) for one in asked]
+        await asyncio.sleep(0)
+        busy = [task for task in waiting if task.done()]
+        for _ in range(10):  # four intervals and more, and the deadlines of three pings
+            await asyncio.sleep(0.15)
+            if what == "grants":
+                session.send(data.Grant(False, 1, 1, 1, (), ()), fetch_id)
+        try:
+            assert {task.exception().status for task in busy} == {Status.BUSY}  # type: ignore
+            if what == "nothing":
+                assert link.breaker.openings
+
+                async def replaced() -> bool:
+                    return connection.lost.done()
+
+                await until(replaced, "the end of a session that says nothing")
+            else:
+                assert link.breaker.openings == 0
+                assert ns._client.shards()[0].connects == 1
+        finally:
+            connection.end_fetch(fetch_id, sink)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_calls_that_meet_one_deadline_together_are_one_piece_of_evidence(
     tmp_path: Path,
 ) -> None:

@@ -115,7 +115,7 @@ def test_refusals_name_file_key_and_fix(tmp_path: Path, text: str, parts: list[s
         (TLS + '[shard]\nname = "Not OK"', "[shard] name"),
         (TLS.replace("[tls]", '[tls]\ntrust_domain = "spiffe://x"'), "[tls] trust_domain"),
         (TLS + '[flash]\nsegment_bytes = 67108865\nsize_bytes = "1GiB"', "multiple of 4KiB"),
-        (TLS + '[flash]\nsize_bytes = "128MiB"', "less than 4 segments"),
+        (TLS + '[flash]\nsize_bytes = "319MiB"', "less than 5 segments"),
         (TLS + '[memory]\nslab_bytes = "33MiB"', "multiple of 2MiB"),
         (TLS + '[memory]\ndram_bytes = "32MiB"', "less than two slabs"),
         (TLS + '[memory]\ndram_bytes = "17GiB"', "more than 512 slabs"),

@@ -235,3 +235,63 @@ async def test_cancelled_anywhere_nothing_is_held(metrics: Metrics) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
     assert (door.inside, door.waiting) == (0, 0)
+
+
+async def test_a_get_of_which_several_parts_wait_is_outside_until_the_last_is_back(
+    metrics: Metrics,
+) -> None:
+    door = door_of(1, metrics)
+    door.arrive(ANNA, 1)
+    visit = await door.enter(ANNA, FOREVER_NS, 1)
+    gates = [asyncio.Event() for _ in range(3)]
+    parts = [asyncio.create_task(visit.outside(gate.wait(), own=True)) for gate in gates[:2]]
+    await asyncio.sleep(0)
+    assert (door.inside, door.outside, door._present[ANNA.name]) == (0, 0, 0)
+    gates[0].set()
+    await asyncio.sleep(0.01)
+    assert door.inside == 0, "the other part still waits"
+    other = await door.enter(BERT, FOREVER_NS, 1)
+    gates[1].set()  # it wants to come in, and has to wait for its place
+    await asyncio.sleep(0.01)
+    assert (door.inside, door.waiting) == (1, 1)
+    parts.append(asyncio.create_task(visit.outside(gates[2].wait(), own=False)))
+    await asyncio.sleep(0)
+    other.leave()
+    await asyncio.sleep(0.01)
+    assert (door.inside, door.waiting, door.outside) == (0, 0, 1), "a part went out meanwhile"
+    gates[2].set()
+    await asyncio.gather(*parts)
+    assert (door.inside, door.waiting, door.outside) == (1, 0, 0)
+    visit.leave()
+    door.depart(ANNA)
+    assert (door.inside, door.waiting) == (0, 0)
+    assert not door._present
+
+
+async def test_a_part_that_is_cancelled_outside_or_on_its_way_in_loses_no_place(
+    metrics: Metrics,
+) -> None:
+    for step in range(6):
+        door = door_of(1, metrics)
+        door.arrive(ANNA, 1)
+        visit = await door.enter(ANNA, FOREVER_NS, 1)
+        gates = [asyncio.Event() for _ in range(2)]
+        parts = [asyncio.create_task(visit.outside(gate.wait(), own=False)) for gate in gates]
+        await asyncio.sleep(0)
+        other = await door.enter(BERT, FOREVER_NS, 1) if step % 2 else None
+        if step >= 2:
+            gates[0].set()
+        if step >= 4:
+            gates[1].set()
+        for _ in range(step):
+            await asyncio.sleep(0)
+        for part in parts:
+            part.cancel()
+        await asyncio.gather(*parts, return_exceptions=True)
+        visit.leave()
+        door.depart(ANNA)
+        if other is not None:
+            other.leave()
+        await asyncio.sleep(0)
+        assert (door.inside, door.waiting, door.outside) == (0, 0, 0), step
+        assert not door._present

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import random
 import socket
 import threading
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import leaks
 import pytest
 import uvloop
+from shm_peer import SEALS, mapped, memfd, raw_session, soon
 
 from entresol_daemon.config import LimitsConfig
-from entresol_proto import limits
+from entresol_proto import limits, native
 from entresol_proto.fabric import registry, shmlink
 from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
 from entresol_proto.fabric.memory import (
@@ -31,8 +29,8 @@ from entresol_proto.fabric.memory import (
     MemfdBuffer,
 )
 from entresol_proto.fabric.regions import POPULATE_BYTES, PeerRegion
-from entresol_proto.fabric.shm import ShmFabricServer, _Params
-from entresol_proto.fabric.shmendpoint import UNMAP_AT_ONCE_BYTES, ShmEndpoint
+from entresol_proto.fabric.shm import ShmFabricServer
+from entresol_proto.fabric.shmendpoint import UNMAP_AT_ONCE_BYTES
 from entresol_proto.fabric.shmlink import Kind, Message
 from entresol_proto.status import FabricError, ProtocolError, Status
 
@@ -48,71 +46,6 @@ def runner(request: pytest.FixtureRequest) -> object:
 def run(runner: object, scenario: object) -> None:
     assert isinstance(runner, asyncio.Runner)
     runner.run(scenario)  # type: ignore[arg-type]
-
-
-def soon(seconds: float = 5.0) -> int:
-    return time.monotonic_ns() + int(seconds * 1e9)
-
-
-class RawPeer:
-    """A host made of a plain socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-    def say(self, packet: bytes, *fds: int) -> None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.sock.sendmsg([packet], rights)
-
-    def expose(self, rkey: int, length: int, *fds: int) -> None:
-        self.say(Message(Kind.EXPOSE, rkey, length_bytes=length).encode(), *fds)
-
-    async def hear(self) -> Message:
-        loop = asyncio.get_running_loop()
-        packet = await asyncio.wait_for(loop.sock_recv(self.sock, 100), 5)
-        return shmlink.parse(packet, [])
-
-    async def cut_off(self) -> None:
-        """Wait until the daemon ends the connection."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):
-            while await asyncio.wait_for(loop.sock_recv(self.sock, 100), 5):
-                pass
-
-
-@contextlib.asynccontextmanager
-async def raw_session(
-    folder: Path, *, mapped_bytes_max: int = 64 * MIB
-) -> AsyncIterator[tuple[ShmEndpoint, RawPeer]]:
-    """A daemon endpoint whose peer is raw. Fails for anything that leaks."""
-    before = leaks.snapshot()
-    server = ShmFabricServer(folder / "run", mapped_bytes_max=mapped_bytes_max)
-    await server.start()
-    offer = server.offer()
-    params = _Params.parse(offer.params)
-    loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, params.path)
-        sock.send(shmlink.hello(params.ticket))
-        assert await asyncio.wait_for(loop.sock_recv(sock, 100), 5) == shmlink.welcome()
-        yield await server.accept(offer, b"", soon()), RawPeer(sock)
-        await server.close()
-    await leaks.settle(before, ignore_threads=["asyncio_"])
-    leaks.assert_no_leaks(before, ignore_threads=["asyncio_"])
-
-
-SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
-
-
-def memfd(length: int, seals: int = SEALS, *, whole: bool = True) -> int:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, length)
-    if whole:
-        os.posix_fallocate(fd, 0, max(1, length))
-    os.pwrite(fd, b"content", 0)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
 
 
 # -- what a peer passes -----------------------------------------------------------------------
@@ -155,6 +88,30 @@ def _never_had() -> tuple[int, int]:
     return fd, MIB
 
 
+def _half_of_it() -> tuple[int, int]:
+    """As many pages as announced, but others."""
+    fd = memfd(2 * MIB, whole=False)
+    os.posix_fallocate(fd, MIB, MIB)
+    return fd, MIB - 4_096
+
+
+def _beyond_its_end() -> tuple[int, int]:
+    """As many pages as announced, where nobody can read them."""
+    fd = memfd(MIB, 0, whole=False)
+    os.posix_fallocate(fd, 0, 8_192)
+    libc = ctypes.CDLL(None)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    assert libc.fallocate(fd, 0x01, 2 * MIB, 2 * MIB) == 0  # FALLOC_FL_KEEP_SIZE
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    assert os.fstat(fd).st_blocks * 512 > MIB
+    return fd, MIB
+
+
+def _may_grow() -> tuple[int, int]:
+    """And so may have new pages beyond its end at any time."""
+    return memfd(MIB, SEALS & ~F_SEAL_GROW), MIB
+
+
 def _short() -> tuple[int, int]:
     return memfd(4_096), 4_097
 
@@ -184,7 +141,20 @@ def _socket() -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "make",
-    [_shrinkable, _with_holes, _never_had, _short, _empty, _device, _file, _folder, _socket],
+    [
+        _shrinkable,
+        _with_holes,
+        _never_had,
+        _half_of_it,
+        _beyond_its_end,
+        _may_grow,
+        _short,
+        _empty,
+        _device,
+        _file,
+        _folder,
+        _socket,
+    ],
 )
 def test_descriptors_that_could_hurt_are_refused(
     runner: object, tmp_path: Path, make: object
@@ -312,13 +282,6 @@ class Unmapping:
         patch.setattr(PeerRegion, "unmap", noted)
 
 
-async def mapped(peer: RawPeer, rkey: int, length: int) -> None:
-    fd = memfd(length)
-    peer.expose(rkey, length, fd)
-    os.close(fd)
-    assert (await peer.hear()).status == Status.OK
-
-
 def test_a_large_region_is_unmapped_off_the_loop(
     runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +317,74 @@ def test_a_region_at_the_limit_is_unmapped_at_once(
             peer.say(Message(Kind.REVOKE, 1).encode())
             assert (await peer.hear()).kind is Kind.REVOKED
             assert unmapping.threads == [threading.main_thread()]
+
+    run(runner, scenario())
+
+
+def test_a_small_region_of_a_large_file_is_unmapped_off_the_loop(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its owner is gone, what its end frees is the whole file."""
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (_, peer):
+            fd = memfd(UNMAP_AT_ONCE_BYTES + 1)
+            peer.expose(1, 4_096, fd)
+            os.close(fd)
+            assert (await peer.hear()).status == Status.OK
+            unmapping = Unmapping(monkeypatch, held=False)
+            peer.say(Message(Kind.REVOKE, 1).encode())
+            assert (await peer.hear()).kind is Kind.REVOKED
+            assert [one is threading.main_thread() for one in unmapping.threads] == [False]
+
+    run(runner, scenario())
+
+
+@pytest.mark.parametrize("use", ["its pages are found", "it is read", "a revoked one is read"])
+def test_a_region_in_use_is_unmapped_off_the_loop_when_its_session_ends(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    """A host that dies then left up to a GiB for the loop to unmap, and to free."""
+    go, busy = threading.Event(), threading.Event()
+    left: list[tuple[bool, int]] = []  # on the loop's thread, and how many mappings afterwards
+    unmap, populate, copy = PeerRegion.unmap, PeerRegion.populate, native.copy
+
+    def held(*_: object) -> None:
+        busy.set()
+        assert go.wait(10)
+
+    def noted(region: PeerRegion) -> None:
+        unmap(region)
+        mappings = Path("/proc/self/maps").read_text().count("/memfd:test")
+        left.append((threading.current_thread() is threading.main_thread(), mappings))
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            if use == "its pages are found":
+                monkeypatch.setattr(PeerRegion, "populate", lambda *of: (held(), populate(*of))[0])
+            await mapped(peer, 1, 2 * UNMAP_AT_ONCE_BYTES)
+            reading = None
+            if use != "its pages are found":
+                monkeypatch.setattr(native, "copy", lambda *of: (held(), copy(*of))[0])
+                op = ReadOp(RemoteSpan(1, 0, 2 * MIB), memoryview(bytearray(2 * MIB)))
+                reading = asyncio.create_task(endpoint.read([op], soon()))
+            while not busy.is_set():
+                await asyncio.sleep(0.001)
+            if use == "a revoked one is read":
+                peer.say(Message(Kind.REVOKE, 1).encode())
+            monkeypatch.setattr(PeerRegion, "unmap", noted)
+            await asyncio.sleep(0.05)
+            peer.sock.close()
+            while not endpoint.closed:
+                await asyncio.sleep(0.001)
+            assert not left
+            go.set()
+            if reading is not None:
+                assert await reading == [Status.DISCONNECTED]
+            async with asyncio.timeout(5):
+                while not left:
+                    await asyncio.sleep(0.001)
+            assert left == [(False, 0)]
 
     run(runner, scenario())
 

@@ -21,7 +21,7 @@ from entresol_proto.fabric import datastream, framing, registry
 from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer, RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, HEADER, SPAN, Message
 from entresol_proto.fabric.tcp import TcpFabricServer, _Params
-from entresol_proto.status import FabricError, Status
+from entresol_proto.status import FabricError, QuotaError, Status
 
 KIB, MIB = limits.KIB, limits.MIB
 
@@ -463,6 +463,61 @@ def test_tls_connections_need_a_certificate_of_the_right_ca(runner: object) -> N
         )
         assert endpoint.capabilities.private
         await endpoint.close()
+        await server.close()
+
+    run(runner, scenario())
+
+
+def test_hands_are_shaken_in_the_turn_of_an_address(runner: object) -> None:
+    """A handshake takes the loop 1.5 ms, for whoever connects and says two hundred bytes."""
+    asked: list[str] = []
+
+    async def scenario() -> None:
+        server, ca, _ = await _tls_server()
+        gate = asyncio.Event()
+
+        async def turn(origin: str) -> None:
+            asked.append(origin)
+            await gate.wait()
+
+        server.shake_hands = turn
+        tls = certs.client_context(ca.issue("stranger"), ca)
+        tls.check_hostname = False
+        many = [
+            asyncio.create_task(asyncio.open_connection("127.0.0.1", server.port, ssl=tls))
+            for _ in range(20)
+        ]
+        async with asyncio.timeout(10):
+            while len(asked) < 20:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert asked == ["127.0.0.1"] * 20
+        assert not any(each.done() for each in many), "nobody's hand was shaken"
+        gate.set()
+        for each in many:
+            _, writer = await each
+            writer.close()
+            await writer.wait_closed()
+        endpoint, _ = await registry.connect(server.offer(), soon(), ssl=tls)
+        await endpoint.close()
+        await server.close()
+
+    run(runner, scenario())
+
+
+def test_an_address_that_is_refused_its_turn_is_cut_off(runner: object) -> None:
+    async def scenario() -> None:
+        server, _, _ = await _tls_server()
+
+        async def turn(_: str) -> None:
+            raise QuotaError("too many", status=Status.BUSY)
+
+        server.shake_hands = turn
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert not await asyncio.wait_for(reader.read(1), 5)
+        writer.close()
+        await writer.wait_closed()
+        assert server.refused == 1
         await server.close()
 
     run(runner, scenario())

@@ -17,6 +17,7 @@ from flashlab import (
     SEGMENT,
     STREAMS,
     device_bytes,
+    drop_namespace,
     get,
     key_of,
     open_engine,
@@ -338,7 +339,7 @@ def test_dropping_a_namespace_spares_the_others_and_later_blocks() -> None:
             _, future = put(engine, (NAMESPACES[0], key_of(number)), b"gone")
             _, future = put(engine, (NAMESPACES[1], key_of(number)), b"kept")
             assert await future is Status.OK
-        removed = engine.drop_namespace(NAMESPACES[0])
+        removed = drop_namespace(engine, NAMESPACES[0])
         assert {r.reason for r in removed} == {RemoveReason.NAMESPACE_DROPPED}
         assert len(removed) == 5
         _, future = put(engine, (NAMESPACES[0], key_of(9)), b"later")

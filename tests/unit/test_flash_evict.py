@@ -19,9 +19,10 @@ from flashlab import (
     key_of,
     open_engine,
     put,
+    stock_faults,
 )
 
-from entresol_daemon.flash.device import BLOCK, IoOp
+from entresol_daemon.flash.device import BLOCK, Check, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
 from entresol_daemon.flash.index import PENDING
 from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX
@@ -256,6 +257,79 @@ def test_an_eviction_ends_although_copies_are_refused_for_ever() -> None:
         engine = await open_engine(after)
         assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
         await engine.close()
+
+    simloop.run(life())
+
+
+class Away(SimDevice):
+    """A device that refuses all reads while it is told to."""
+
+    away = False
+
+    async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
+        if self.away:
+            await asyncio.sleep(1e-4)
+            return [Status.IO_ERROR] * len(ops)
+        return await super().read(ops, check)
+
+
+async def with_tombstones(engine: Engine) -> int:
+    """A sealed segment with live blocks and a removal that an older segment still needs."""
+    slots, first = await filled(engine)
+    engine._table.close(engine._table.segments[first])
+    await stored(engine, 20)
+    engine.remove(slots[0], RemoveReason.FORGOTTEN)
+    await engine.barrier()
+    (second,) = {n for n in range(30) if engine._table.segments[n].tombstone_offsets}
+    assert second != first
+    engine._table.close(engine._table.segments[second])
+    return second
+
+
+def test_a_short_outage_of_reads_costs_no_removal() -> None:
+    async def life() -> None:
+        device = Away(device_bytes(30), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        segment = await with_tombstones(engine)
+        device.away = True
+        for _ in range(3 * EVICT_TRIES_MAX):
+            assert not await engine.evict(segment)
+            await asyncio.sleep(0.01)
+        assert segment in engine.stock.resting, "others are chosen first"
+        assert not any(segment in shelf for shelf in engine.stock.sealed.values())
+        assert (await get(engine, (NS, key_of(20))))[0] is Status.IO_ERROR, "nothing was dropped"
+        device.away = False
+        await asyncio.sleep(1)
+        assert segment not in engine.stock.resting
+        assert not stock_faults(engine)
+        await engine.evict(segment)
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        assert engine.stats.tombstones_lost == 0
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
+        assert (await get(engine, (NS, key_of(1))))[0] is Status.OK
+        await engine.close()
+
+    simloop.run(life())
+
+
+def test_a_segment_whose_reads_are_refused_for_ever_is_freed_in_the_end() -> None:
+    async def life() -> None:
+        device = Away(device_bytes(30), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        segment = await with_tombstones(engine)
+        device.away = True
+        began = asyncio.get_running_loop().time()
+        while engine.segment_info(segment).state is not SegmentState.FREE:
+            await engine.evict(segment)
+            await asyncio.sleep(0.05)
+        assert 20 < asyncio.get_running_loop().time() - began < 60
+        assert engine.stats.tombstones_lost == 1
+        assert segment not in engine.stock.resting
+        assert not stock_faults(engine)
+        await engine.close(clean=False)
 
     simloop.run(life())
 

@@ -23,6 +23,7 @@ from flashlab import (
     NAMESPACES,
     OPTIONS,
     device_bytes,
+    drop_namespace,
     get_all,
     key_of,
     open_engine,
@@ -52,7 +53,7 @@ async def build() -> tuple[bytes, dict[str, Any]]:
         assert await future is Status.OK
     await engine.evict(0, lambda slots: slots[:1])
     engine.remove(int(engine.index.live_slots()[3]), FORGOTTEN)
-    engine.drop_namespace(NAMESPACES[2])
+    drop_namespace(engine, NAMESPACES[2])
     _, future = put(engine, (NAMESPACES[2], key_of(50)), b"after the drop")
     await future
     await engine.barrier()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, cast
 
 import pytest
 
-from entresol_daemon.flash.group import GroupLength, Pending, take_records
+from entresol_daemon.flash.group import GroupLength, Pending, PendingQueue
 from entresol_daemon.flash.model import (
     GROUP_BYTES_MAX,
+    GROUP_RECORDS_MAX,
     SHARED_FOR_S,
     SHARED_GROUP_BYTES_MAX,
     SHARED_GROUP_BYTES_MIN,
@@ -42,15 +42,22 @@ def test_a_stream_alone_writes_all_it_has() -> None:
     for at in range(1_000):
         length.came(ONE, at / 1e3)
     assert length.shared_bytes_max(1.0) is None
-    queue = deque(pending(ONE, MIB, lsn) for lsn in range(100))
-    taken = take_records(queue, None)
+    queue = PendingQueue(pending(ONE, MIB, lsn) for lsn in range(100))
+    taken = queue.take(None)
     assert sum(p.extent.nbytes for p in taken) == GROUP_BYTES_MAX
     assert [p.lsn for p in taken] + [p.lsn for p in queue] == list(range(100))
 
 
+def test_a_group_of_one_streams_tiny_records_is_bounded_by_their_number() -> None:
+    queue = PendingQueue(pending(ONE, 4_096, lsn) for lsn in range(GROUP_RECORDS_MAX + 1))
+    assert len(queue.take(None)) == GROUP_RECORDS_MAX
+    assert len(queue.take(None)) == 1
+
+
 def test_a_record_longer_than_a_group_goes_alone() -> None:
-    queue = deque([pending(ONE, 2 * GROUP_BYTES_MAX, 0), pending(ONE, 1, 1)])
-    assert [p.lsn for p in take_records(queue, None)] == [0]
+    queue = PendingQueue([pending(ONE, 2 * GROUP_BYTES_MAX, 0), pending(ONE, 1, 1)])
+    assert [p.lsn for p in queue.take(None)] == [0]
+    assert len(queue) == 1
 
 
 def test_streams_share_for_a_while_after_both_came() -> None:
@@ -109,9 +116,10 @@ def test_a_group_written_in_no_time_teaches_nothing() -> None:
 
 
 def test_each_stream_gets_its_part_and_keeps_its_order() -> None:
-    queue = deque([pending(ONE, MIB, lsn) for lsn in range(50)])
-    queue.extend(pending(TWO, MIB, lsn) for lsn in range(50, 53))
-    taken = take_records(queue, 8 * MIB)
+    queue = PendingQueue([pending(ONE, MIB, lsn) for lsn in range(50)])
+    for lsn in range(50, 53):
+        queue.append(pending(TWO, MIB, lsn))
+    taken = queue.take(8 * MIB)
     assert len(taken) == 8
     assert [p.lsn for p in taken if p.stream == TWO] == [50, 51, 52]
     assert [p.lsn for p in taken if p.stream == ONE] == [0, 1, 2, 3, 4]
@@ -119,13 +127,43 @@ def test_each_stream_gets_its_part_and_keeps_its_order() -> None:
 
 
 def test_a_shared_group_of_tiny_records_is_bounded_by_their_number() -> None:
-    queue = deque(pending(ONE if lsn % 3 else TWO, 4_096, lsn) for lsn in range(1_000))
-    assert len(take_records(queue, SHARED_GROUP_BYTES_MAX)) == SHARED_GROUP_RECORDS_MAX
+    records = [pending(ONE if lsn % 3 else TWO, 4_096, lsn) for lsn in range(1_000)]
+    queue = PendingQueue(records)
+    assert len(queue.take(SHARED_GROUP_BYTES_MAX)) == SHARED_GROUP_RECORDS_MAX
     assert len(queue) == 1_000 - SHARED_GROUP_RECORDS_MAX
 
 
 def test_something_is_taken_whatever_the_bound() -> None:
-    queue = deque([pending(ONE, 5 * MIB, 0), pending(TWO, 5 * MIB, 1)])
-    assert len(take_records(queue, 1)) == 1
-    assert not take_records(deque(), 1)
-    assert not take_records(deque(), None)
+    queue = PendingQueue([pending(ONE, 5 * MIB, 0), pending(TWO, 5 * MIB, 1)])
+    assert len(queue.take(1)) == 1
+    assert not PendingQueue().take(1)
+    assert not PendingQueue().take(None)
+
+
+def test_a_stream_that_was_left_over_goes_in_the_order_they_came() -> None:
+    """Streams share no more, and several still wait."""
+    records = [pending((ONE, TWO)[lsn % 2], MIB, lsn) for lsn in range(100)]
+    queue = PendingQueue(records)
+    assert [p.lsn for p in queue.take(None)] == list(range(GROUP_BYTES_MAX // MIB))
+    assert {p.lsn for p in queue} == set(range(GROUP_BYTES_MAX // MIB, 100))
+    queue.clear()
+    assert not len(queue)
+    assert not list(queue)
+
+
+def test_what_stays_is_not_looked_at() -> None:
+    """With 65,536 records of a device that stood still the queue was made anew for each group."""
+
+    class Counted(bytes):
+        asked = 0
+
+        def __hash__(self) -> int:
+            Counted.asked += 1
+            return bytes.__hash__(self)
+
+    streams = Counted(ONE), Counted(TWO)
+    queue = PendingQueue(pending(streams[lsn % 2], 4_096, lsn) for lsn in range(10_000))
+    Counted.asked = 0
+    taken = queue.take(SHARED_GROUP_BYTES_MAX)
+    assert len(taken) == SHARED_GROUP_RECORDS_MAX
+    assert Counted.asked <= len(taken)

@@ -20,6 +20,7 @@ from flashlab import (
     Name,
     Oracle,
     device_bytes,
+    drop_namespace,
     get,
     key_of,
     open_engine,
@@ -154,7 +155,7 @@ class Run:
 
     def drop(self, engine: Engine) -> None:
         namespace = self.rng.choice(NAMESPACES)
-        seen = {(r.namespace_id, r.wire_key) for r in engine.drop_namespace(namespace)}
+        seen = {(r.namespace_id, r.wire_key) for r in drop_namespace(engine, namespace)}
         for name in [n for n in self.oracle.stories if n[0] == namespace]:
             assert name not in seen or self.oracle.story(name).current is not None
             self.gone[name] = self.gone.get(name, set()) | self.oracle.removed(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -11,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from entresol_daemon.keys import state
-from entresol_daemon.keys.keyring import TenantQuota
+from entresol_daemon.keys.keyring import Keyring, TenantQuota
 from entresol_daemon.keys.state import DamagedError, UnknownVersionError, decode, encode
 from entresol_proto.status import KeyringError, Status
 from tests.kthlab import FILE_KINDS
 from tests.proof.lines import kth_io
 from tests.unit.keyring_lab import (
+    KEK_B,
     Crash,
     FaultyCalls,
     everything,
+    keys_of,
     open_ring,
     seeded,
     wrapped_of,
@@ -226,15 +229,59 @@ def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None
     last = len(calls.trace) - calls.trace[::-1].index("rename keyring.json.bak")
     calls.count, calls.k = 0, last + 2
     with pytest.raises(KeyringError):
-        ring.rotate("acme", now_unix_s=7)
+        ring.retire("acme", 1)
     failed = decode((tmp_path / "keyring.json.bak").read_bytes())
-    assert failed.tenants["acme"].active == 3
+    assert len(failed.tenants["acme"].deks) == 1
     calls.k = -1
     ring.set_quota("acme", TenantQuota(weight=5))
     ring.close()
     after = decode((tmp_path / "keyring.json").read_bytes())
-    assert after.tenants["acme"].active == 2
+    assert len(after.tenants["acme"].deks) == 2
     assert after.generation > failed.generation
+
+
+CHANGES: dict[str, Callable[[Keyring], object]] = {
+    "add": lambda ring: ring.add_tenant("new", now_unix_s=7),
+    "quota": lambda ring: ring.set_quota("acme", TenantQuota(weight=7)),
+    "rotate": lambda ring: ring.rotate("acme", now_unix_s=7),
+    "rotate by force": lambda ring: ring.rotate("acme", now_unix_s=7, force=True),
+    "rewrap": lambda ring: ring.rewrap(KEK_B),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_start_believes_what_the_running_keyring_does(
+    tmp_path: Path, change: str, number: int
+) -> None:
+    """A copy that was not written must not leave keys in use that no start will find: what is
+    sealed under them, or put under the KEK that is thrown away, would be lost."""
+    for k in range(1, 200):
+        folder = tmp_path / str(k)
+        seeded(folder)
+        calls = FaultyCalls(crash=False, error_number=number)
+        ring = open_ring(folder, calls=calls)
+        calls.count, calls.k = 0, k
+        refused = False
+        try:
+            CHANGES[change](ring)
+        except KeyringError:
+            refused = True
+        reached = calls.count >= k
+        calls.k = -1
+        running, kek = keys_of(ring), ring._kek
+        ring.close()
+        assert kek is not None
+        again = open_ring(folder, kek)
+        assert keys_of(again) == running, (k, refused)
+        again.close()
+        again = open_ring(folder, kek)
+        assert again.copies_recovered == 0, "the start before made both right"
+        again.close()
+        if not reached:
+            assert not refused
+            break
+    assert k > 8
 
 
 def test_content_is_flushed_before_and_the_folder_after_each_change_of_names(

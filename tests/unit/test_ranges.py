@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from entresol_daemon.memory.ranges import RangeAllocator, align_up
+from entresol_daemon.memory.ranges import RangeAllocator, align_up, cheapest_run
 from entresol_proto.limits import ALIGN_BYTES, MIB
 
 PAGE = ALIGN_BYTES
@@ -87,6 +89,42 @@ def test_freeing_what_is_not_allocated_is_asserted(offset: int, length: int) -> 
         ranges.free(offset, length)
 
 
+def test_asking_in_vain_again_looks_at_nothing() -> None:
+    ranges = RangeAllocator(64 * PAGE)
+    for _ in range(64):
+        ranges.allocate(PAGE)
+    for number in range(0, 64, 2):
+        ranges.free(number * PAGE, PAGE)
+    assert ranges.allocate(2 * PAGE) is None
+    sizes, ranges._sizes = ranges._sizes, {}
+    assert ranges.allocate(2 * PAGE) is None
+    ranges._sizes = sizes
+    ranges.free(5 * PAGE, PAGE)
+    assert ranges.allocate(4 * PAGE) is None
+    assert ranges.allocate(3 * PAGE) == 4 * PAGE
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 9)), max_size=12),
+       st.integers(1, 12))  # fmt: skip
+def test_the_cheapest_run(shapes: list[tuple[int, int, int]], length: int) -> None:
+    pieces, at = [], 0
+    for gap, size, cost in shapes:
+        pieces.append((at + gap, size, cost * size))
+        at += gap + size
+    runs = {}
+    for first in range(len(pieces)):
+        for end in range(first + 1, len(pieces) + 1):
+            part = pieces[first:end]
+            together = all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(part))
+            if together and sum(size for _, size, _ in part) >= length:
+                runs[range(first, end)] = sum(cost for _, _, cost in part)
+    found = cheapest_run(pieces, length)
+    if runs:
+        assert runs[found] == min(runs.values())
+    else:
+        assert not found
+
+
 class Model(RuleBasedStateMachine):
     """Every page is in exactly one allocated range or free; first fit; partial frees allowed."""
 
@@ -142,7 +180,7 @@ class Model(RuleBasedStateMachine):
     def free_ranges_are_the_holes(self) -> None:
         if not hasattr(self, "ranges"):
             return
-        free = [(at // PAGE, self.ranges._sizes[at] // PAGE) for at in self.ranges._free]
+        free = [(at // PAGE, size // PAGE) for at, size in self.ranges.free_ranges()]
         assert free == self.holes(), "sorted, disjoint, never adjacent, nothing lost"
         assert set(self.ranges._sizes) == set(self.ranges._free)
         assert self.ranges.free_bytes == PAGE * self.owner.count(0)

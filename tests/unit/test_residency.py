@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from collections import Counter
 
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from entresol_daemon.core import residency as residency_module
 from entresol_daemon.core.history import History
-from entresol_daemon.core.residency import Residency, Resident, ResidentState
+from entresol_daemon.core.residency import IN_VAIN, Residency, Resident, ResidentState
 from entresol_daemon.memory.slabs import SlabPool
 from entresol_proto.limits import ALIGN_BYTES
 from entresol_proto.wire.data import Reason
@@ -194,7 +196,112 @@ def test_the_largest_holder_is_passed_over_when_all_of_it_is_pinned() -> None:
     assert all(table.holds(block) for block in many)
 
 
-@pytest.mark.parametrize(("length", "limit"), [(2 * SLAB + 1, NO_LIMIT), (2 * PAGE, PAGE)])
+def test_a_long_run_is_made_within_one_slab() -> None:
+    """Evicted in order, nearly all of a memory full of small blocks went before some 128 of them
+    were neighbours, and every free range was looked at after each."""
+    pages, asked, looked = 256, 128, 0
+    table = Residency(SlabPool(4 * pages * PAGE, pages * PAGE, Buffer))
+    blocks = [put(table, slot) for slot in range(4 * pages)]
+    random.Random(1).shuffle(blocks)
+    for block in blocks:
+        table.pin(block)
+        table.unpin(block)
+
+    class Counted(dict[int, int]):
+        def __getitem__(self, start: int) -> int:
+            nonlocal looked
+            looked += 1
+            return super().__getitem__(start)
+
+    for slab in table.pool.slabs(A):
+        slab.ranges._sizes = Counted(slab.ranges._sizes)
+    assert table.allocate(A, asked * PAGE, NO_LIMIT) is not None
+    assert table.evictions <= (IN_VAIN + 1) * asked
+    assert looked <= 10_000
+    assert [table.holds(block) for block in blocks[: IN_VAIN * asked]] == [False] * IN_VAIN * asked
+
+
+def test_a_long_run_goes_around_what_is_pinned() -> None:
+    table = Residency(SlabPool(16 * PAGE, 16 * PAGE, Buffer))
+    blocks = [put(table, slot) for slot in range(16)]
+    for slot in (3, 12):
+        table.pin(blocks[slot])
+    for block in (blocks[n] for n in (0, 15, 2, 13, 1, 14, 4, 6, 8, 10)):
+        if not block.pins:
+            table.pin(block)
+            table.unpin(block)
+    extent = table.allocate(A, 8 * PAGE, NO_LIMIT)
+    assert extent is not None
+    assert extent.offset_bytes == 4 * PAGE
+    assert table.holds(blocks[3])
+    assert table.holds(blocks[12])
+
+
+def test_who_gives_way_to_another_loses_one_slab() -> None:
+    """In the order of use it lost nearly everything until one slab happened to be empty."""
+    table = Residency(SlabPool(8 * 64 * PAGE, 64 * PAGE, Buffer))
+    mine = [put(table, slot, B) for slot in range(8 * 64)]
+    random.Random(1).shuffle(mine)
+    for block in mine:
+        table.pin(block)
+        table.unpin(block)
+    for slot in range(1000, 1064):
+        put(table, slot, A)
+    assert table.evictions == 64
+    assert sum(table.holds(block) for block in mine) == 7 * 64
+
+
+def test_who_has_something_pinned_everywhere_gives_a_slab_when_it_can() -> None:
+    table = residency(3)
+    mine = [put(table, slot, B) for slot in range(12)]
+    for slot in (0, 1, 4, 5, 8):
+        table.pin(mine[slot])
+    for _ in range(3):
+        assert table.allocate(A, PAGE, NO_LIMIT) is None, "something is pinned in every slab"
+    gone = [block.slot for block in mine if not table.holds(block)]
+    assert gone == [9, 10, 11], "of the slab with the least, and of no other however often"
+    put(table, 20, B)
+    assert table.holds(mine[8])
+    assert not table.holds(mine[2]), "nothing new comes into a slab that is to become empty"
+    table.unpin(mine[8])
+    assert not table.holds(mine[8])
+    put(table, 30, A)
+    assert table.holds(mine[4])
+
+
+def test_a_slab_that_can_go_at_once_is_taken_before_one_that_waits() -> None:
+    table = residency(3)
+    mine = [put(table, slot, B) for slot in range(12)]
+    for slot in (0, 4, 8):
+        table.pin(mine[slot])
+    assert table.allocate(A, PAGE, NO_LIMIT) is None
+    waits = next(slab for slab in table.pool.slabs(B) if slab.leaving)
+    other = next(b for b in (mine[0], mine[4], mine[8]) if b.extent.slab is not waits)
+    table.unpin(other)
+    put(table, 30, A)
+    assert not table.holds(other)
+    assert not waits.leaving
+
+
+def test_one_allocation_evicts_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "EVICTIONS_MAX", 3)
+    table = residency(4)
+    for slot in range(16):
+        put(table, slot, B)
+    assert table.allocate(B, PAGE, PAGE) is None, "its limit was lowered: not all at once"
+    assert table.evictions == 3
+    table = residency(4)
+    for slot in range(16):
+        put(table, slot, B)
+    assert table.allocate(A, PAGE, NO_LIMIT) is None
+    assert table.evictions == 3
+    assert table.allocate(A, PAGE, NO_LIMIT) is not None, "it goes on where it was"
+    assert table.evictions == 4
+
+
+@pytest.mark.parametrize(
+    ("length", "limit"), [(2 * SLAB + 1, NO_LIMIT), (SLAB + 1, NO_LIMIT), (2 * PAGE, PAGE)]
+)
 def test_what_can_never_fit_displaces_nothing(length: int, limit: int) -> None:
     table = residency(2)
     blocks = [put(table, slot, owner) for slot, owner in enumerate((A, A, B))]
@@ -225,12 +332,19 @@ class Model(RuleBasedStateMachine):
     def living(self) -> list[Resident]:
         return [r for r in self.all if r.state is not ResidentState.DEAD]
 
-    def note_evictions(self) -> None:
-        """Whatever left during an allocation was idle, and oldest first within its owner."""
+    def note_evictions(self, asking: bytes, length: int) -> None:
+        """Whatever left during an allocation was idle, and oldest first within its owner; but for
+        what stood together in one slab where that order was in vain, or another owner gave way."""
         for owner, idle in self.idle.items():
             gone = [r for r in idle if r.state is ResidentState.DEAD]
-            assert gone == idle[: len(gone)], "not the least recently used"
-            self.idle[owner] = idle[len(gone) :]
+            first = next((n for n, r in enumerate([*idle, None]) if r not in gone), 0)
+            if gone != idle[:first]:
+                assert len({r.extent.slab for r in gone if r not in idle[:first]}) == 1
+            if owner != asking:
+                assert len({r.extent.slab for r in gone}) <= 1, "one slab, not more"
+            elif gone != idle[:first]:
+                assert sum(r.extent.length_bytes for r in idle[:first]) >= IN_VAIN * length
+            self.idle[owner] = [r for r in idle if r not in gone]
 
     @rule(owner=st.sampled_from([A, B, C]), pages=st.integers(1, 5), pins=st.integers(0, 2),
           limit=st.sampled_from([2 * PAGE, 6 * PAGE, NO_LIMIT]))  # fmt: skip
@@ -242,7 +356,7 @@ class Model(RuleBasedStateMachine):
             assert any(r.state is ResidentState.DEAD for r in self.idle[owner])
         if pages * PAGE > limit:
             assert all(r.state is not ResidentState.DEAD for r in others)
-        self.note_evictions()
+        self.note_evictions(owner, pages * PAGE)
         if extent is None:
             return
         assert self.pool.used_bytes(owner) <= max(limit, before)
@@ -294,7 +408,13 @@ class Model(RuleBasedStateMachine):
         assert self.table.idle_bytes == sum(r.extent.length_bytes for r in idle)
         held = [r for r in self.all if r.pins or r.state is not ResidentState.DEAD]
         assert self.pool.allocated_bytes == sum(r.extent.length_bytes for r in held)
+        slabs = {r.extent.slab for r in held}
+        for slab in slabs:
+            here = [r for r in idle if r.extent.slab is slab]
+            assert slab.idle_bytes == sum(r.extent.length_bytes for r in here)
+            assert not (slab.leaving and here), "what can leave has left"
         for owner, rows in self.idle.items():
+            assert sum(slab.leaving for slab in slabs if slab.owner == owner) <= 1
             assert list(self.table._idle.get(owner, {}).values()) == rows
 
 

@@ -72,6 +72,23 @@ def test_dropping_what_is_nowhere_is_nothing() -> None:
     assert not stock.sealed
 
 
+def test_what_rests_is_nowhere_until_it_wakes() -> None:
+    stock: Stock[Seg] = Stock()
+    each = Seg(3, state=SegmentState.SEALED, live_blocks=1)
+    stock.put(each)
+    stock.rest(each)
+    stock.put(each)
+    each.live_blocks = 0
+    stock.put(each)
+    assert not stock.sealed
+    assert not stock.empty
+    stock.wake(each)
+    assert set(stock.empty) == {3}
+    stock.rest(each)
+    stock.drop(3)
+    assert not stock.resting
+
+
 moves = st.lists(
     st.tuples(st.integers(0, 11), st.sampled_from(["touch", "free", "empty", "ask"])), max_size=120
 )

@@ -7,6 +7,8 @@ import ipaddress
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -24,7 +26,8 @@ from entresol_proto.fabric.verbs_device import (
     pair_rails,
     path_mtu,
 )
-from entresol_proto.fabric.verbs_queue import QP_ACCESS
+from entresol_proto.fabric.verbs_queue import QP_ACCESS, QueuePair, Route
+from entresol_proto.fabric.verbs_rail import RailLink
 from entresol_proto.fabric.verbs_wire import Rail
 from entresol_proto.status import FabricError, Status
 
@@ -199,6 +202,48 @@ def test_unreachable_rails_are_left_out() -> None:
     assert labels(routed) == [(0, "a"), (1, "a")]
     ib = pair_rails(offered, [port("ib", "fe80::9", infiniband=True)], source_of=lambda peer: None)
     assert labels(ib) == [(2, "ib")]
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("10.1.0.9", "fe80::dead"), ("10.1.0.9", "2001:db8::1"), ("2001:db8::9", "10.1.0.1")],
+)
+def test_a_peer_of_another_address_family_is_refused_before_the_system_looks_for_it(
+    here: str, there: str
+) -> None:
+    """The kernel may wait a second for it, with the process stopped; a reply has four of them."""
+    link, connected = joining(port("a", here))
+    with pytest.raises(FabricError, match=r"IPv4 and IPv6") as caught:
+        link.connect(rail(0, there))
+    assert caught.value.status is Status.BAD_REQUEST
+    assert not connected
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "infiniband"),
+    [
+        ("10.1.0.9", "10.1.0.1", False),
+        ("fe80::9", "2001:db8::1", False),
+        ("fe80::9", "10.1.0.1", True),  # no IP address at all
+    ],
+)
+def test_a_peer_of_the_same_family_is_connected(here: str, there: str, infiniband: bool) -> None:
+    link, connected = joining(port("a", here, infiniband=infiniband))
+    link.connect(rail(0, there, infiniband=infiniband))
+    assert [route.peer_gid for route in connected] == [
+        ipaddress.IPv6Address(packed(there)).exploded
+    ]
+
+
+def joining(port: Port) -> tuple[RailLink, list[Route]]:
+    """A link without a device, and where it was connected to."""
+    connected: list[Route] = []
+    link = RailLink.__new__(RailLink)
+    link.port, link._psn, link._rd_atomic = port, 1, 16
+    link._mtu_bytes, link._mtu_setting = 4_096, None
+    queue_pair = SimpleNamespace(connect=lambda route, _psn: connected.append(route))
+    link.queue_pair = cast("QueuePair", queue_pair)
+    return link, connected
 
 
 def test_the_mtu_of_a_path() -> None:

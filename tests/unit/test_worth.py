@@ -27,6 +27,7 @@ from entresol_daemon.flash.model import SegmentInfo, SegmentState
 from entresol_daemon.flash.stock import Stock
 
 NOW = 100_000
+NEVER = np.zeros(0, np.int64)  # none of them is there again
 
 
 def keys(rng: np.random.Generator, count: int) -> worth.U64:
@@ -79,6 +80,44 @@ def test_ages_fall_into_bins_in_order(ages: list[int]) -> None:
     assert bins.max() < BINS
 
 
+def note(ledger: Ledger, some: worth.U64, used: worth.U8, now: int, *, found: bool) -> None:
+    ledger.note(some, used, np.full(len(some), now), np.full(len(some), found))
+
+
+def tell(
+    values: Values, stream: bytes, slots: Slots, some: worth.U64, now: int, *, put: bool
+) -> None:
+    each = np.full(len(some), put)
+    values.told(stream, slots, some, np.full(len(some), now), each, ~each)
+
+
+def test_what_is_told_together_is_learned_as_if_told_one_by_one() -> None:
+    rng = np.random.default_rng(9)
+    known = keys(rng, 64)
+    one, all_ = unranked(), unranked()
+    now = NOW
+    stored = np.zeros(64, np.bool_)
+    for _ in range(LEARN_EVERY // 48 - 1):
+        chosen = rng.integers(0, 12 if now % 3 else 64, 48)  # some many times
+        ticks = now + np.arange(1, 49)
+        put = np.asarray([not stored[slot] and at == list(chosen).index(slot)
+                          for at, slot in enumerate(chosen)])  # fmt: skip
+        stored[chosen] = True
+        stored[rng.integers(0, 64, 8)] = False
+        now += 48
+        slots = chosen.astype(np.int64)
+        for at in range(48):
+            few = slice(at, at + 1)
+            one.told(bytes(16), slots[few], known[chosen][few], ticks[few], put[few], ~put[few])
+        all_.told(bytes(16), slots, known[chosen], ticks, put, ~put)
+    assert (one.uses == all_.uses).all()
+    (first, second) = (next(iter(each._tenants.values())).ledger for each in (one, all_))
+    for name in ("_keys", "_touch", "_uses", "_used", "_lost"):
+        assert (getattr(first, name) == getattr(second, name)).all(), name
+    for name in ("_found", "_lru", "_seen", "_put"):
+        assert getattr(first.trial, name) == getattr(second.trial, name), name
+
+
 def test_the_ledger_learns_who_comes_back() -> None:
     """Blocks that are used once come back after 200 ticks, the others never."""
     rng = np.random.default_rng(3)
@@ -88,12 +127,12 @@ def test_the_ledger_learns_who_comes_back() -> None:
     while ledger.learned < 8:
         now += 20
         fresh = keys(rng, 20)
-        ledger.note(fresh, uses(20), now, found=False)
-        ledger.note(fresh[:4], uses(4, 1), now, found=True)
+        note(ledger, fresh, uses(20), now, found=False)
+        note(ledger, fresh[:4], uses(4, 1), now, found=True)
         due.append((now + 200, fresh[:4]))
         if due[0][0] <= now:
             again = due.pop(0)[1]
-            ledger.note(again, uses(4, 2), now, found=True)
+            note(ledger, again, uses(4, 2), now, found=True)
     touched = np.full(3, NOW, np.uint64)
     never, once, late = (
         float(ledger.worth(touched[:1], uses(1, n), NOW + age)[0])
@@ -101,6 +140,22 @@ def test_the_ledger_learns_who_comes_back() -> None:
     )
     assert once > 3 * never, (once, never)
     assert late < once / 3, (late, once)
+
+
+def test_of_those_worth_the_same_the_oldest_go_first() -> None:
+    ledger, rng = Ledger(), np.random.default_rng(12)
+    count = worth.LEDGER_ENTRIES
+    ledger._touch[:] = rng.permutation(count) + 1
+    ledger._uses[:] = rng.integers(0, CLASSES, count)
+    table = rng.integers(0, 5, (CLASSES, worth.BINS)) / 7.0
+    ledger._worth = table
+    ledger._rank = np.unique(table, return_inverse=True)[1].reshape(table.shape)
+    held = np.flatnonzero(rng.random(count) < 0.5)
+    now = count + 50
+    values = ledger.worth(ledger._touch[held], ledger._uses[held], now)
+    ordered = held[np.lexsort((ledger._touch[held], values))]
+    for many in (1, 100, len(held) - 1, len(held)):
+        assert set(ledger._worth_least(held, many, now)) == set(ordered[:many])
 
 
 def test_a_large_store_is_sampled() -> None:
@@ -118,7 +173,7 @@ def test_tables_never_grow() -> None:
     before = sum(each.nbytes for each in tables)
     assert before <= worth.LEDGER_BYTES
     for now in range(0, 5_000, 10):
-        ledger.note(keys(rng, 50), uses(50), now, found=False)
+        note(ledger, keys(rng, 50), uses(50), now, found=False)
     after = [each for each in vars(ledger).values() if isinstance(each, np.ndarray)]
     assert sum(each.nbytes for each in after) == before
 
@@ -248,7 +303,7 @@ def test_a_store_that_is_not_full_promises_nothing() -> None:
     ledger, rng = Ledger(), np.random.default_rng(1)
     some = keys(rng, 64)
     for turn in range(2 * LEARN_EVERY * worth.LEARNED_MIN // 64):
-        ledger.note(some, uses(64, 1), NOW + 64 * turn, found=turn > 0)
+        note(ledger, some, uses(64, 1), NOW + 64 * turn, found=turn > 0)
     assert ledger.learned >= worth.LEARNED_MIN
     assert abs(ledger.trial.promise) < 0.01
     assert abs(ledger.trial.gain) < 0.01
@@ -314,28 +369,28 @@ def test_a_shadow_holds_the_best_of_what_was_asked_for(
     inside: set[int] = set()
     slack = max(1, room // SLACK)
 
-    def order(held: worth.Ints) -> worth.Ints:
-        return held[np.argsort(worths[held])]
+    def least(held: worth.Ints, count: int) -> worth.Ints:
+        return held[np.argsort(worths[held])[:count]]
 
     for each in asked:
         at = np.asarray([each])
-        assert shadow.asked(at, np.asarray([True])) == (each in inside)
+        assert shadow.asked(at, np.asarray([True]), NEVER) == (each in inside)
         inside.add(each)
-        shadow.fit(room, order)
+        shadow.fit(room, least)
         if len(inside) > room + slack // 2:
             inside = set(sorted(inside, key=lambda x: worths[x])[-(room - slack // 2) :])
         assert len(inside) <= room + slack
     other = np.asarray([asked[-1]])
-    assert shadow.asked(other, np.asarray([False])) == 0, "another key has that entry now"
+    assert shadow.asked(other, np.asarray([False]), NEVER) == 0, "another key has that entry now"
 
 
 def test_a_shadow_forgets_entries_that_are_of_no_key_and_waits_for_a_full_store() -> None:
     shadow = Shadow(16)
     every = np.arange(16)
-    shadow.asked(every, np.zeros(16, np.bool_))
-    shadow.fit(0, lambda held: pytest.fail("nothing leaves a store that was never full"))
+    shadow.asked(every, np.zeros(16, np.bool_), NEVER)
+    shadow.fit(0, lambda held, count: pytest.fail("nothing leaves a store that was never full"))
     shadow.keep(every < 4)
-    assert shadow.asked(every, np.ones(16, np.bool_)) == 4
+    assert shadow.asked(every, np.ones(16, np.bool_), NEVER) == 4
 
 
 # -- which segment
@@ -441,9 +496,9 @@ def scan_beside_regulars(values: Values, stream: bytes, seed: int) -> None:
     regulars, now = keys(rng, 32), NOW
     for turn in range(2 * LEARN_EVERY * worth.LEARNED_MIN // 32):
         now += 32
-        values.stored(stream, np.arange(28), keys(rng, 28), now)
+        tell(values, stream, np.arange(28), keys(rng, 28), now, put=True)
         at = np.arange(28, 32)
-        values.used(stream, at, regulars[4 * (turn % 8) :][:4], now)
+        tell(values, stream, at, regulars[4 * (turn % 8) :][:4], now, put=False)
         values.ranking(stream, 64)
 
 
@@ -465,6 +520,6 @@ def test_one_tenants_use_teaches_nothing_about_anothers() -> None:
     rng = np.random.default_rng(8)
     mine, other = bytes(15) + b"a", bytes(15) + b"b"
     scan_beside_regulars(values, mine, 8)
-    values.stored(other, np.arange(4), keys(rng, 4), NOW)
+    tell(values, other, np.arange(4), keys(rng, 4), NOW, put=True)
     assert values.ranking(mine, 64) is not None
     assert values.ranking(other, 4) is None

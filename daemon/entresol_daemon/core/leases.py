@@ -85,9 +85,13 @@ class LeaseTable(Generic[T]):
                 ended.append(lease)
         return ended
 
+    def of_session(self, session: int) -> list[Lease[T]]:
+        """Every lease of a session."""
+        return [self._leases[lease_id] for lease_id in sorted(self._by_session.get(session, ()))]
+
     def end_session(self, session: int) -> list[Lease[T]]:
         """End every lease of a session."""
-        ended = [self._leases[lease_id] for lease_id in sorted(self._by_session.get(session, ()))]
+        ended = self.of_session(session)
         for lease in ended:
             self._forget(lease)
         return ended

@@ -2,23 +2,33 @@
 
 A resident block is one record in one extent. It is pinned while anybody needs it (a lease, a read
 from flash, a write to flash) and evictable otherwise, least recently used first within its owner.
+That order is left where it would be in vain: a run of bytes that is long beside the blocks would
+come about only when nearly all of them are gone, and an owner gives way to another by whole slabs.
+Then one slab is chosen, of those that hold the oldest, and what goes is in it.
 
 Invariants: an extent is freed exactly once, when its resident has left the table and its last pin
-is gone; a slot has at most one resident.
+is gone; a slot has at most one resident. One allocation evicts, and looks at, a bounded number.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from entresol_daemon.memory.ranges import align_up
-from entresol_daemon.memory.slabs import Extent, SlabPool
+from entresol_daemon.memory.ranges import align_up, cheapest_run
+from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
+
+IN_VAIN = 2  # times what is asked for is evicted in order before a run is looked for
+IN_VAIN_MAX = 1024  # and so many blocks
+EVICTIONS_MAX = 8192  # of one slab, or of an owner over its limit, in one allocation
+OLDEST_SHIFT, OLDEST_MAX = 3, 256  # of an owner's blocks say which slab is the oldest: an eighth
+PIECES_MAX = 16_384  # of memory are looked at for a run, and the rest of a slab
 
 
 class ResidentState(enum.Enum):
@@ -59,6 +69,7 @@ class Residency:
         self._by_slot: dict[int, Resident] = {}
         self._here = bytearray()  # by slot: 1 while it is a key of the table
         self._idle: dict[bytes, OrderedDict[int, Resident]] = {}
+        self._in_slab: dict[Slab, dict[int, Resident]] = {}  # of the table, by slot
         self.idle_bytes = 0
         self.evictions = 0
 
@@ -83,25 +94,28 @@ class Residency:
         An owner at its own limit only displaces its own; otherwise the owner that holds the most
         memory for its weight gives way first, of those with anything idle, and only to one that
         holds less: whoever is within its fair share loses nothing to one that pins more than that.
-        A record that cannot fit in any case displaces nothing.
+        It gives one slab; where something of that is pinned, as soon as it no longer is, and until
+        then this is None. A record that cannot fit in any case displaces nothing.
         """
         length = align_up(length_bytes)
-        if length > min(owner_bytes_max, self.pool.budget_bytes):
+        if length > owner_bytes_max or not self.pool.may_fit(length):
             return None
-        while True:
-            own = self.pool.used_bytes(owner)
-            over = own + length > owner_bytes_max
-            if not over:
-                extent = self.pool.allocate(owner, length)
-                if extent is not None:
-                    return extent
-            if not self._evict_one(owner if over else self._giving_way(owner)):
-                return None
+        if not self._come_within(owner, owner_bytes_max - length):
+            return None
+        extent = self.pool.allocate(owner, length)
+        if extent is not None:
+            return extent
+        if length > self.pool.slab_bytes or self._giving_way(owner, ()) != owner:
+            extent = self._displace_slabs(owner, length)
+            if extent is not None or length > self.pool.slab_bytes:
+                return extent
+        return self._displace_own(owner, length)
 
     def add(self, resident: Resident) -> None:
         """Enter a block, pinned or not. The slot must be free."""
         assert resident.slot not in self._by_slot, resident.slot
         self._by_slot[resident.slot] = resident
+        self._in_slab.setdefault(resident.extent.slab, {})[resident.slot] = resident
         if resident.slot >= len(self._here):
             self._here.extend(bytes(resident.slot + 1))  # at least doubled
         self._here[resident.slot] = 1
@@ -136,6 +150,11 @@ class Residency:
         if self._by_slot.get(resident.slot) is resident:
             del self._by_slot[resident.slot]
             self._here[resident.slot] = 0
+            slab = resident.extent.slab
+            here = self._in_slab[slab]
+            del here[resident.slot]
+            if not here:
+                del self._in_slab[slab]
         if resident.pins == 0:
             self.pool.free(resident.extent)
 
@@ -155,27 +174,148 @@ class Residency:
             self.kill(resident)
 
     def _rest(self, resident: Resident) -> None:
+        extent = resident.extent
+        if extent.slab.leaving:
+            self.kill(resident)
+            self.evictions += 1
+            return
         self._idle.setdefault(resident.owner, OrderedDict())[resident.slot] = resident
-        self.idle_bytes += resident.extent.length_bytes
+        self.idle_bytes += extent.length_bytes
+        extent.slab.idle_bytes += extent.length_bytes
 
     def _wake(self, resident: Resident) -> None:
         mine = self._idle[resident.owner]
         del mine[resident.slot]
         if not mine:
             del self._idle[resident.owner]
-        self.idle_bytes -= resident.extent.length_bytes
+        extent = resident.extent
+        self.idle_bytes -= extent.length_bytes
+        extent.slab.idle_bytes -= extent.length_bytes
 
-    def _giving_way(self, asking: bytes) -> bytes:
-        most = max(self._idle, key=lambda owner: (self._held(owner), owner), default=asking)
+    def _giving_way(self, asking: bytes, passed: Collection[bytes]) -> bytes:
+        having = (owner for owner in self._idle if owner not in passed) if passed else self._idle
+        most = max(having, key=lambda owner: (self._held(owner), owner), default=asking)
         return most if self._held(most) > self._held(asking) else asking
 
     def _held(self, owner: bytes) -> float:
         return self.pool.owned_bytes(owner) / self._weight_of(owner)
 
-    def _evict_one(self, owner: bytes) -> bool:
+    def _come_within(self, owner: bytes, used_bytes_max: int) -> bool:
+        """Evict what an owner has over its limit; False when that is too much, or pinned."""
+        for _ in range(EVICTIONS_MAX):
+            if self.pool.used_bytes(owner) <= used_bytes_max:
+                return True
+            if self._evict_oldest(owner) is None:
+                return False
+        return False
+
+    def _displace_slabs(self, owner: bytes, length: int) -> Extent | None:
+        """Memory from emptied slabs: one of whoever gives way; several for what needs a larger."""
+        pool, passed = self.pool, set[bytes]()
+        needed = -(-length // pool.slab_bytes)
+        while needed:
+            giving = self._giving_way(owner, passed)
+            if giving == owner and length <= pool.slab_bytes:
+                return None
+            if self._empty_slab(giving):
+                needed -= 1
+                extent = pool.allocate(owner, length)
+                if extent is not None:
+                    return extent
+            elif giving == owner:
+                return None
+            else:
+                passed.add(giving)
+        return None
+
+    def _empty_slab(self, owner: bytes) -> bool:
+        """Evict a slab of this owner, the oldest of those with nothing pinned; True if it is empty
+        now. Else it will be: nothing new comes into it, and what is pinned goes with its last pin.
+        """
+        slab = self._choose_slab(owner)
+        if slab is None:
+            return False
+        here = self._in_slab.get(slab, {}).values()
+        idle = list(islice((resident for resident in here if not resident.pins), EVICTIONS_MAX))
+        for resident in idle:
+            self._evict(resident)
+        return slab.ranges.is_empty
+
+    def _choose_slab(self, owner: bytes) -> Slab | None:
+        slabs = [slab for slab in self.pool.slabs(owner) if not slab.ranges.is_empty]
+        if not slabs:
+            return None
+        idle = [slab for slab in slabs if slab.idle_bytes == slab.used_bytes]
+        begun = next((slab for slab in slabs if slab.leaving), None)
+        if begun is not None:
+            if not idle or begun in idle:
+                return begun
+            begun.leaving = False  # another can go at once
+        old = self._oldest(owner)
+        chosen = max(
+            idle or slabs, key=lambda s: (s.idle_bytes - s.used_bytes, old[s], -s.used_bytes)
+        )
+        chosen.leaving = True
+        return chosen
+
+    def _displace_own(self, owner: bytes, length: int) -> Extent | None:
+        """Memory from an owner's own blocks: in order, then what stands together in one slab."""
+        pool, in_vain = self.pool, 0
+        for _ in range(IN_VAIN_MAX):
+            gone = self._evict_oldest(owner)
+            if gone is None:
+                return None
+            slab = gone.extent.slab
+            extent = pool.allocate(owner, length) if slab.closed else pool.allocate_in(slab, length)
+            if extent is not None:
+                return extent
+            in_vain += gone.extent.length_bytes
+            if in_vain >= IN_VAIN * length:
+                break
+        run = self._find_run(owner, length)
+        for resident in run:
+            self._evict(resident)
+        return pool.allocate(owner, length) if run else None
+
+    def _find_run(self, owner: bytes, length: int) -> list[Resident]:
+        """Idle blocks of one slab that stand together, with what is free between them."""
+        old = self._oldest(owner)
+        slabs = [
+            slab for slab in self.pool.slabs(owner)
+            if slab.idle_bytes + slab.ranges.free_bytes >= length and not slab.leaving
+        ]  # fmt: skip
+        slabs.sort(key=lambda slab: (old[slab], slab.idle_bytes), reverse=True)
+        looked = 0
+        for slab in slabs:
+            here = self._in_slab.get(slab, {}).values()
+            idle = {r.extent.offset_bytes: r for r in here if not r.pins}
+            pieces = [(at, r.extent.length_bytes, r.extent.length_bytes) for at, r in idle.items()]
+            pieces += [(at, size, 0) for at, size in slab.ranges.free_ranges()]
+            pieces.sort()
+            run = [pieces[place][0] for place in cheapest_run(pieces, length)]
+            if run:
+                return [idle[at] for at in run if at in idle]
+            looked += len(pieces)
+            if looked > PIECES_MAX:
+                break
+        return []
+
+    def _oldest(self, owner: bytes) -> Counter[Slab]:
+        """In which slabs what would go first is, in bytes."""
+        found: Counter[Slab] = Counter()
+        mine = self._idle.get(owner, OrderedDict())
+        for resident in islice(mine.values(), min(1 + (len(mine) >> OLDEST_SHIFT), OLDEST_MAX)):
+            found[resident.extent.slab] += resident.extent.length_bytes
+        return found
+
+    def _evict_oldest(self, owner: bytes) -> Resident | None:
         mine = self._idle.get(owner)
         if not mine:
-            return False
-        self.kill(next(iter(mine.values())))
+            return None
+        resident = next(iter(mine.values()))
+        self._evict(resident)
+        return resident
+
+    def _evict(self, resident: Resident) -> None:
+        self.kill(resident)
         self.evictions += 1
-        return True

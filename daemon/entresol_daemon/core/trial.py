@@ -37,20 +37,22 @@ class Shadow:
     def __init__(self, entries: int) -> None:
         self._inside: Bools = np.zeros(entries, np.bool_)
 
-    def asked(self, at: Ints, known: Bools) -> int:
-        """These entries were referred to, where `known` still by the key that they are of; returns
-        how many were inside. All are, from now on."""
-        found = int((self._inside[at] & known).sum())
+    def asked(self, at: Ints, known: Bools, again: Ints) -> int:
+        """These entries were referred to, where `known` still by the key that they are of, and
+        those numbered in `again` not for the first time; returns how many were inside. All are,
+        from now on."""
+        inside = self._inside[at]
+        inside[again] = True
         self._inside[at] = True
-        return found
+        return int((inside & known).sum())
 
     def keep(self, entries: Bools) -> None:
         """Only these entries are still of a key."""
         self._inside &= entries
 
-    def fit(self, room: int, order: Callable[[Ints], Ints]) -> None:
-        """At most about `room` stay; `order` sorts entries, those that go first in front. No room:
-        the real store was never full."""
+    def fit(self, room: int, choose: Callable[[Ints, int], Ints]) -> None:
+        """At most about `room` stay; `choose` says which of these entries go, so many of them. No
+        room: the real store was never full."""
         if not room:
             return
         slack = max(1, room // SLACK)
@@ -59,7 +61,7 @@ class Shadow:
             return
         held = np.flatnonzero(self._inside)
         drop = min(count, count - room + slack // 2)
-        self._inside[order(held)[:drop]] = False
+        self._inside[choose(held, drop)] = False
 
 
 class Trial:

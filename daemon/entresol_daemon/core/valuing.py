@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from entresol_daemon.core.trial import Bools
 from entresol_daemon.core.worth import (
     CLASSES,
     HOLES,
@@ -21,7 +22,9 @@ from entresol_daemon.core.worth import (
     U8,
     U64,
     Ghosts,
+    Ints,
     Ledger,
+    repeats,
 )
 from entresol_daemon.core.worth_ranking import Columns, Slots, WorthRanking
 
@@ -68,23 +71,24 @@ class Values:
             found = self._tenants[stream] = WorthRanking(Ledger(), self._slots_of, self._columns_of)
         return found
 
-    def stored(self, stream: bytes, slots: Slots, keys: U64, now_touch: int) -> None:
-        """New blocks of a tenant are in these slots. `keys`: 64 random bits of each one's name."""
-        uses = self._ghosts.uses(keys)
-        self.uses[slots] = uses
-        tenant = self._of(stream)
-        if tenant is not None:
-            tenant.ledger.note(keys, uses, now_touch, found=False)
-
-    def used(
-        self, stream: bytes, slots: Slots, keys: U64, now_touch: int, *, found: bool = True
+    def told(
+        self, stream: bytes, slots: Slots, keys: U64, touch: Ints, put: Bools, found: Bools
     ) -> None:
-        """These blocks were given to a host; or were stored in vain, behind a gap (not `found`)."""
-        uses = np.minimum(self.uses[slots] + np.uint8(1), CLASSES - 1).astype(np.uint8)
+        """Blocks of a tenant in these slots were `put`, or `found` and given to a host, or neither:
+        stored in vain, behind a gap. At these ticks, in order. `keys`: 64 random bits of each one's
+        name."""
+        uses = self.uses[slots] + np.uint8(1)
+        if put.any():
+            uses[put] = self._ghosts.uses(keys[put])
+        again, before = repeats(slots)
+        for place, earlier in zip(again.tolist(), before.tolist(), strict=True):  # in order
+            if not put[place]:
+                uses[place] = min(uses[earlier], CLASSES - 1) + 1
+        uses = np.minimum(uses, CLASSES - 1).astype(np.uint8)
         self.uses[slots] = uses
         tenant = self._of(stream)
         if tenant is not None:
-            tenant.ledger.note(keys, uses, now_touch, found=found)
+            tenant.ledger.note(keys, uses, touch, found)
 
     def evicted(self, stream: bytes, slots: Slots, keys: U64, columns: Columns) -> None:
         """These are about to go; `columns` are theirs."""

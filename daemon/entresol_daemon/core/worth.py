@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from entresol_daemon.core.trial import Shadow, Trial, shadow_bytes
+from entresol_daemon.core.trial import Bools, Shadow, Trial, shadow_bytes
 
 U64 = npt.NDArray[np.uint64]
 U16 = npt.NDArray[np.uint16]
@@ -33,10 +33,10 @@ BINS_PER_OCTAVE = 3
 OCTAVES = 24  # ages of 16 million ticks and more are one
 BINS = BINS_PER_OCTAVE * OCTAVES
 LEDGER_ENTRIES = 16_384
-LEDGER_BYTES = LEDGER_ENTRIES * (8 + 8 + 1) + 3 * CLASSES * BINS * 8 + shadow_bytes(LEDGER_ENTRIES)
+LEDGER_BYTES = LEDGER_ENTRIES * (8 + 8 + 1) + 4 * CLASSES * BINS * 8 + shadow_bytes(LEDGER_ENTRIES)
 TURNOVERS = 4  # an entry is overwritten after about as many times what the store holds
 LEARN_EVERY = 1_024  # sampled events
-DECAY = 0.92  # of what was learned, each time
+DECAY = 1 - LEARN_EVERY / LEDGER_ENTRIES  # of what was learned, each time: it lasts like entries
 PRIOR = 20.0  # blocks of the whole, mixed into every class
 GHOST_TAG_BITS = 14
 LEARNED_MIN = 4  # times, before anything is judged by worth
@@ -44,6 +44,8 @@ HOLES = 8_192  # batches of which it is remembered that they were cut
 
 _EDGES: Floats = np.exp2(np.arange(BINS + 1) / BINS_PER_OCTAVE) - 1
 _WIDTHS: Floats = np.diff(_EDGES)
+_HORIZONS = np.triu_indices(BINS)  # from the start of one bin to the end of another
+_TOUCH_BITS = 48  # ticks of the touch clock, for centuries
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -51,6 +53,20 @@ def age_bin(age: npt.NDArray[np.integer]) -> Ints:
     """The bin of each age in ticks; the last one is open."""
     found: Ints = (BINS_PER_OCTAVE * np.log2(age + 1.0)).astype(np.int64)
     return np.minimum(found, BINS - 1)
+
+
+def repeats(places: Ints) -> tuple[Ints, Ints]:
+    """Which of these were there before, and where each of those was the last time."""
+    order = np.argsort(places, kind="stable")
+    same = np.flatnonzero(places[order[1:]] == places[order[:-1]])
+    return order[same + 1], order[same]
+
+
+def _histogram(classes: npt.NDArray[np.integer], bins: Ints) -> Floats:
+    """How many are of each class and bin."""
+    counts = np.bincount(classes.astype(np.int64) * BINS + bins, minlength=CLASSES * BINS)
+    found: Floats = counts.reshape(CLASSES, BINS).astype(np.float64)
+    return found
 
 
 def yields(used: Floats, lost: Floats) -> Floats:
@@ -70,7 +86,7 @@ def yields(used: Floats, lost: Floats) -> Floats:
     hazard = (used + PRIOR * pooled) / (at_risk(used, lost) + PRIOR)
     decay = np.log1p(-np.minimum(hazard, 0.999))
     left = np.concatenate([np.zeros((len(used), 1)), np.cumsum(decay, 1)], 1)
-    start, end = np.triu_indices(BINS)
+    start, end = _HORIZONS
     alive = np.exp(left)
     # Room held from the start of the first bin to the end of the last, as seen from the very start.
     room = np.concatenate(
@@ -95,6 +111,7 @@ class Ledger:
         self._used: Floats = np.zeros((CLASSES, BINS))
         self._lost: Floats = np.zeros((CLASSES, BINS))
         self._worth: Floats = np.zeros((CLASSES, BINS))
+        self._rank: Ints = np.zeros((CLASSES, BINS), np.int64)  # of each worth among all of them
         self._shift = 0  # a key in 2^shift is sampled
         self._live_blocks = 0
         self._events = 0
@@ -122,26 +139,29 @@ class Ledger:
         found: npt.NDArray[np.bool_] = (keys & mask) == 0
         return found
 
-    def note(self, keys: U64, uses: U8, now: int, *, found: bool) -> None:
-        """These blocks were put (or, if `found`, given to a host) now; `uses` says how often from
-        here on."""
+    def note(self, keys: U64, uses: U8, touch: Ints, found: Bools) -> None:
+        """These blocks were put (or, where `found`, given to a host) at these ticks, in order;
+        `uses` says how often from here on."""
         chosen = self._sampled(keys)
         if not chosen.any():
             return
-        keys, uses = keys[chosen], uses[chosen]
+        keys, uses, touch, found = keys[chosen], uses[chosen], touch[chosen], found[chosen]
+        now, given = int(touch[-1]), int(found.sum())
         at = ((keys * _MIX) >> np.uint64(64 - LEDGER_ENTRIES.bit_length() + 1)).astype(np.int64)
-        there = self._keys[at]
+        there, last, used = self._keys[at], self._touch[at].astype(np.int64), self._uses[at]
+        again, before = repeats(at)
+        there[again], last[again], used[again] = keys[before], touch[before], uses[before]
         known = there == keys
-        ages = now - self._touch[at].astype(np.int64)
-        classes, bins = np.minimum(self._uses[at], CLASSES - 1), age_bin(np.maximum(ages, 0))
-        np.add.at(self._used, (classes[known], bins[known]), 1)
+        ages = touch - last
+        classes, bins = np.minimum(used, CLASSES - 1), age_bin(np.maximum(ages, 0))
+        self._used += _histogram(classes[known], bins[known])
         lost = ~known & (there != 0)
-        np.add.at(self._lost, (classes[lost], bins[lost]), 1)
+        self._lost += _histogram(classes[lost], bins[lost])
         kept = int((known & (ages <= self._lru_age)).sum())
-        shadow = self._shadow.asked(at, known)
-        self.trial.saw(len(keys) if found else 0, kept, 0 if found else len(keys), shadow)
-        self._keys[at], self._touch[at], self._uses[at] = keys, now, uses
-        self._shadow.fit(self._room, lambda held: self._by_worth(held, now))
+        shadow = self._shadow.asked(at, known, again)
+        self.trial.saw(given, kept, len(keys) - given, shadow)
+        self._keys[at], self._touch[at], self._uses[at] = keys, touch, uses
+        self._shadow.fit(self._room, lambda held, count: self._worth_least(held, count, now))
         self._events += len(keys)
         if self._events >= LEARN_EVERY:
             self._learn(now)
@@ -151,20 +171,23 @@ class Ledger:
         """How many of the sampled blocks the store holds."""
         return self._live_blocks >> self._shift
 
-    def _by_worth(self, held: Ints, now: int) -> Ints:
-        """Entries, those worth least in front; of equals, the oldest."""
-        last = self._touch[held]
-        worth = self.worth(last, self._uses[held], now)
-        ordered: Ints = held[np.lexsort((last, worth))]
-        return ordered
+    def _worth_least(self, held: Ints, count: int, now: int) -> Ints:
+        """So many of these entries that are worth least; of equals, the oldest."""
+        last = self._touch[held].astype(np.int64)
+        bins = age_bin(np.maximum(now - last, 0))
+        rank = self._rank[np.minimum(self._uses[held], CLASSES - 1), bins]
+        if count >= len(held):
+            return held
+        found: Ints = held[np.argpartition((rank << _TOUCH_BITS) + last, count)[:count]]
+        return found
 
     def _learn(self, now: int) -> None:
         self._events = 0
         held = np.flatnonzero(self._keys)
-        still = np.zeros_like(self._lost)
         ages = np.maximum(now - self._touch[held].astype(np.int64), 0)
-        np.add.at(still, (np.minimum(self._uses[held], CLASSES - 1), age_bin(ages)), 1)
+        still = _histogram(np.minimum(self._uses[held], CLASSES - 1), age_bin(ages))
         self._worth = yields(self._used, self._lost + still)
+        self._rank = np.unique(self._worth, return_inverse=True)[1].reshape(self._worth.shape)
         self._used *= DECAY
         self._lost *= DECAY
         would = self._room

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from entresol_proto.status import Status
+from entresol_proto.status import DeviceError, Status
 
 BLOCK = 4096  # alignment of offsets, lengths and (with O_DIRECT) buffer addresses
 
@@ -26,9 +26,19 @@ def round_up(length_bytes: int) -> int:
 
 
 def aligned_buffer(length_bytes: int) -> memoryview:
-    """Zeroed page-aligned private memory, rounded up to whole blocks; freed with its last view."""
+    """Zeroed page-aligned private memory, rounded up to whole blocks; freed with its last view.
+
+    Raises: DeviceError when there is none: what needs it fails as if the device had refused it.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, max(BLOCK, round_up(length_bytes)), flags=flags))
+    length = max(BLOCK, round_up(length_bytes))
+    try:
+        return memoryview(mmap.mmap(-1, length, flags=flags))
+    except (OSError, MemoryError) as error:
+        raise DeviceError(
+            f"no memory for {length} bytes of I/O: {error}",
+            hint="raise MemoryMax= or vm.max_map_count",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,12 +46,11 @@ from entresol_daemon.flash.opening import (
 )
 from entresol_daemon.flash.reader import Reader
 from entresol_daemon.flash.recovery import Found, Recovery
+from entresol_daemon.flash.removing import Remover
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     RecordKind,
     Superblock,
-    Tombstone,
-    TombstoneKind,
     extent_bytes,
 )
 from entresol_daemon.flash.space import SegmentTable
@@ -106,6 +105,7 @@ class Engine:
             device, self.index, self._table, self._writer, self.stats,
             options.verify_reads,
         )  # fmt: skip
+        self._remover = Remover(self.index, self._table, self._writer, self.stats)
         self._evictor = Evictor(
             device, self.index, self._table, self._writer, self._reader, self.stats, log
         )
@@ -341,54 +341,29 @@ class Engine:
 
     def remove(self, slot: int, reason: RemoveReason) -> Removed:
         """Forget a live block at once; a tombstone follows in the next group commit."""
-        index = self.index
-        segment = self._table.segments[index.m_segment[slot]]
-        size = extent_bytes(index.m_sealed_bytes[slot])
-        space, key = index.namespace_of(slot), index.key_of(slot)
-        gone = Removed(space, key, slot, reason, size, segment.stream)
-        self._unhand(slot)
-        index.remove(slot)
-        self._table.add_dead(segment, size)
-        self._bury(TombstoneKind.BLOCK, gone.namespace_id, gone.wire_key, segment.sequence)
-        self._table.on_removed([gone])
-        return gone
+        return self._remover.remove(slot, reason)
 
     def drop_namespace(
         self, namespace_id: bytes, reason: RemoveReason = RemoveReason.NAMESPACE_DROPPED
-    ) -> list[Removed]:
-        """Forget all blocks of a namespace at once, under one tombstone."""
-        index = self.index
-        slots = index.slots_of(namespace_id)
-        removed = []
-        for slot in slots.tolist():
-            size = extent_bytes(index.m_sealed_bytes[slot])
-            home = self._table.segments[index.m_segment[slot]]
-            key = index.key_of(slot)
-            removed.append(Removed(namespace_id, key, slot, reason, size, home.stream))
-            self._unhand(slot)
-            self._table.add_dead(home, size)
-        index.remove_many(slots)
-        self._table.on_removed(removed)
-        self._bury(TombstoneKind.NAMESPACE, namespace_id, bytes(16), self._table.sequence)
-        return removed
+    ) -> Iterator[list[Removed]]:
+        """Forget all blocks that a namespace has now, under one tombstone.
+
+        The tombstone is queued at once, the blocks leave with every step, some at a time. Between
+        steps others may run: what is put meanwhile stays. So do blocks that an eviction or a failed
+        group moves meanwhile; the caller looks for those afterwards. Run it to its end.
+        """
+        return self._remover.drop_namespace(namespace_id, reason)
+
+    def bury_namespace(self, namespace_id: bytes) -> None:
+        """A crash after `barrier` brings nothing back that a namespace without blocks has had: a
+        copy that failed while it was dropped may be on flash, and younger than that tombstone."""
+        assert not self.index.has_namespace(namespace_id), "it has blocks"
+        self._remover.bury_namespace(namespace_id)
 
     def bury_absent(self, namespace_id: bytes, keys: Sequence[bytes]) -> None:
         """A crash after `barrier` brings none of these back, which left the index before: what an
         eviction dropped lies on flash until its segment is free."""
-        if any(segment.shadows for segment in self._table.used()):
-            for key in keys:
-                self._bury(TombstoneKind.BLOCK, namespace_id, key, 0)
-
-    def _unhand(self, slot: int) -> None:
-        """A block leaves the index while its record is on the way."""
-        pending = self._writer.pending.pop(slot, None)
-        if pending is not None:
-            pending.dead = True
-
-    def _bury(self, kind: TombstoneKind, namespace_id: bytes, wire_key: bytes, cover: int) -> None:
-        self.stats.tombstones += 1
-        lsn = self._table.next_lsn()
-        self._writer.bury([Tombstone(kind, namespace_id, wire_key, lsn, cover)])
+        self._remover.bury_absent(namespace_id, keys)
 
     async def barrier(self) -> None:
         """Return when every removal so far is durable.
@@ -430,6 +405,10 @@ class Engine:
         """One of them."""
         return self._table.info(self._table.segments[segment])
 
+    def stream_of(self, segment: int) -> bytes:
+        """Whose segment it is; cheap where `segment_info` is not."""
+        return self._table.segments[segment].stream
+
     def segment_slots(self, segment: int) -> Slots:
         """Slots of the blocks that live in a segment, in the order of their places."""
         return self._evictor.live_slots(self._table.segments[segment])
@@ -441,8 +420,8 @@ class Engine:
         IO_ERROR or NO_SPACE for kept blocks that could not be read or found no room. When this
         returns the segment is FREE, unless the device does not take the copies (they stay where
         they are) or its tombstones cannot be carried on right now: then it is still used, and a
-        later call tries again (at most EVICT_TRIES_MAX times, then it is freed regardless). Never
-        raises for device faults.
+        later call tries again (at most EVICT_TRIES_MAX times, then it is freed regardless); where
+        the device refuses reads, some time later. Never raises for device faults.
         """
         return await self._evictor.evict(segment, keep)
 

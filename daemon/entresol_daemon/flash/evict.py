@@ -3,7 +3,8 @@
 Invariants: a segment is freed only after its kept blocks and still-needed tombstones are durable
 elsewhere and nobody reads from it, also when an earlier eviction of it was cancelled; a kept block
 whose copy cannot be written stays where it is; a tombstone is dropped only when no copy it covers
-can be left on flash; eviction always ends, whatever the device does.
+can be left on flash; eviction always ends, whatever the device does. A segment that the device does
+not give is not chosen for a while, longer each time: an outage of seconds costs nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from entresol_daemon.flash.group import Pending
 from entresol_daemon.flash.index import PENDING, Index, Slots
 from entresol_daemon.flash.model import (
     COPY_BYTES_MAX,
+    EVICT_REST_NS,
     EVICT_TRIES_MAX,
     EngineStats,
     Removed,
@@ -73,7 +75,7 @@ class Evictor:
         segment = self._table.segments[number]
         if segment.state in (SegmentState.FREE, SegmentState.FREEING) or number in self._running:
             return []
-        if self._writer.failed or self._finishing:
+        if self._writer.failed or self._finishing or number in self._table.stock.resting:
             await asyncio.sleep(0)  # a caller that asks again and again must not stop the loop
             return []  # nothing can be freed; what is there stays readable
         self._running.add(number)
@@ -97,10 +99,14 @@ class Evictor:
                 await asyncio.sleep(_FINISH_POLL_S)
 
     async def _empty(self, segment: Segment, keep: Keep) -> list[Removed]:
+        # First of all: nothing is dropped for a segment that cannot be freed.
+        tombstones, refused, lost = await self._tombstones(segment)
+        if refused and segment.refusals < EVICT_TRIES_MAX - 1:
+            self._rest(segment)
+            return []
         # From here on it holds copies of blocks that the index does not know in this place.
         segment.shadows = True
-        segment.evict_tries += 1
-        last_try = segment.evict_tries >= EVICT_TRIES_MAX
+        last_try = segment.evict_tries >= EVICT_TRIES_MAX - 1
         live = self.live_slots(segment)
         chosen = keep(live) if callable(keep) else keep
         kept = np.asarray(chosen, np.int64)
@@ -110,14 +116,36 @@ class Evictor:
         self._stats.evicted_blocks += len(dropped)
         removed += await self._copy(segment, kept.tolist())
         if self._writer.failed or (segment.live_blocks and not last_try):
+            segment.evict_tries += 1
             return removed  # what could not be copied stays where it is, readable
         removed += self._give_up(self.live_slots(segment), segment)
-        if not await self._carry(segment, last_try=last_try):
+        if not await self._carry(segment, tombstones, last_try=last_try):
+            segment.evict_tries += 1
             return removed
+        if refused + lost:
+            self._stats.tombstones_lost += refused + lost
+            self._log.error(
+                "event=tombstones_lost segment=%d records=%d", segment.index, refused + lost
+            )
         await segment.quiet()
         if await self._writer.free(segment):
             self._stats.evicted_segments += 1
         return removed
+
+    def _rest(self, segment: Segment) -> None:
+        """The device does not give it: others are freed first, for a while."""
+        wait_s = EVICT_REST_NS * 2**segment.refusals / 1e9
+        segment.refusals += 1
+        self._table.stock.rest(segment)
+        self._log.warning(
+            "event=eviction_waits segment=%d tries=%d wait_ms=%d",
+            segment.index, segment.refusals, int(wait_s * 1000),
+        )  # fmt: skip
+        asyncio.get_running_loop().call_later(wait_s, self._wake, segment, segment.sequence)
+
+    def _wake(self, segment: Segment, sequence: int) -> None:
+        if segment.sequence == sequence:  # else it has another life by now
+            self._table.stock.wake(segment)
 
     def live_slots(self, segment: Segment) -> Slots:
         """Slots of the blocks that live in the segment, in the order of their places."""
@@ -247,16 +275,13 @@ class Evictor:
 
     # -- tombstones
 
-    async def _carry(self, segment: Segment, *, last_try: bool) -> bool:
-        """Make the tombstones that are still needed durable elsewhere.
+    async def _carry(
+        self, segment: Segment, tombstones: list[Tombstone], *, last_try: bool
+    ) -> bool:
+        """Make those of its tombstones that are still needed durable elsewhere.
 
         False when that is not possible now; at the last of EVICT_TRIES_MAX it is given up.
         """
-        if not segment.tombstone_offsets:
-            return True
-        tombstones, unreadable = await self._tombstones(segment)
-        if unreadable and not last_try:
-            return False
         needed = self._needed(tombstones, segment)
         if needed:
             self._writer.bury(needed)
@@ -270,44 +295,49 @@ class Evictor:
                     return False
                 self._stats.tombstones_lost += len(needed)
             self._stats.tombstones_carried += len(needed)
-        self._stats.tombstones_lost += unreadable
         return True
 
-    async def _tombstones(self, segment: Segment) -> tuple[list[Tombstone], int]:
-        """All entries of the segment, and how many records the device refused to give.
-
-        A record that arrives but does not verify is destroyed: no later opening would find it.
-        """
+    async def _tombstones(self, segment: Segment) -> tuple[list[Tombstone], int, int]:
+        """All entries of the segment, how many records the device refused to give, and how many
+        are destroyed: what arrives and does not verify no later opening would find either."""
         found: list[Tombstone] = []
-        unreadable = 0
+        refused = lost = 0
+        for offset in segment.tombstone_offsets:
+            for _ in range(TOMBSTONE_READ_TRIES_MAX):
+                entries, status = await self._tombstone_record(segment, offset)
+                if entries is not None:
+                    found += entries
+                    break
+            else:
+                refused += status is not Status.OK
+                lost += status is Status.OK
+        return found, refused, lost
+
+    async def _tombstone_record(
+        self, segment: Segment, offset: int
+    ) -> tuple[list[Tombstone] | None, Status]:
+        """One record's entries, None where it does not verify, and what the device said."""
         superblock = self._table.superblock
         base = superblock.segment_at(segment.index)
-        limit = superblock.segment_bytes
-        for offset in segment.tombstone_offsets:
-            for attempt in range(TOMBSTONE_READ_TRIES_MAX):
-                head = aligned_buffer(BLOCK)
-                status = (await self._device.read([IoOp(base + offset * BLOCK, head)]))[0]
-                header = decode_record_header(head, superblock.check_key)
-                buffer = head
-                size = BLOCK if header is None else header.extent_bytes
-                if header is not None and BLOCK < size <= limit - offset * BLOCK:
-                    buffer = aligned_buffer(size)
-                    status = (await self._device.read([IoOp(base + offset * BLOCK, buffer)]))[0]
-                if (
-                    status is Status.OK
-                    and header is not None
-                    and header.kind is RecordKind.TOMBSTONES
-                    and (header.sequence, header.offset) == (segment.sequence, offset)
-                    and size == buffer.nbytes
-                    and payload_hash(buffer, header.sealed_bytes) == header.payload_hash
-                ):
-                    end = RECORD_HEADER_BYTES + header.sealed_bytes
-                    found += decode_tombstones(buffer[RECORD_HEADER_BYTES:end])
-                    break
-                if attempt == TOMBSTONE_READ_TRIES_MAX - 1:
-                    unreadable += status is not Status.OK
-                    self._stats.tombstones_lost += status is Status.OK
-        return found, unreadable
+        head = aligned_buffer(BLOCK)
+        status = (await self._device.read([IoOp(base + offset * BLOCK, head)]))[0]
+        header = decode_record_header(head, superblock.check_key)
+        buffer = head
+        size = BLOCK if header is None else header.extent_bytes
+        if header is not None and BLOCK < size <= superblock.segment_bytes - offset * BLOCK:
+            buffer = aligned_buffer(size)
+            status = (await self._device.read([IoOp(base + offset * BLOCK, buffer)]))[0]
+        if (
+            status is Status.OK
+            and header is not None
+            and header.kind is RecordKind.TOMBSTONES
+            and (header.sequence, header.offset) == (segment.sequence, offset)
+            and size == buffer.nbytes
+            and payload_hash(buffer, header.sealed_bytes) == header.payload_hash
+        ):
+            end = RECORD_HEADER_BYTES + header.sealed_bytes
+            return decode_tombstones(buffer[RECORD_HEADER_BYTES:end]), status
+        return None, status
 
     def _needed(self, tombstones: list[Tombstone], segment: Segment) -> list[Tombstone]:
         """Those that may still cover something on flash outside `segment`."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from entresol_daemon.compute import Compute, ComputeError
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.model import (
     GROUP_BYTES_MAX,
+    GROUP_RECORDS_MAX,
     SHARED_FOR_S,
     SHARED_GROUP_BYTES_MAX,
     SHARED_GROUP_BYTES_MIN,
@@ -80,6 +84,11 @@ class Group:
     footers: list[Segment] = field(default_factory=list)
     frees: list[Segment] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return not (self.records or self.headers or self.footers or self.frees)
+
     def tables(self) -> tuple[list[SegmentHeader], list[Footer], int]:
         """What `fill` needs to know of segments, and the bytes of scratch for it."""
         headers = [
@@ -90,6 +99,21 @@ class Group:
         ]
         size = BLOCK * (len(self.headers) + 2 * len(self.frees))
         return headers, footers, size + sum(footer_bytes(s.row_count) for s in self.footers)
+
+
+async def writes_of(group: Group, superblock: Superblock, compute: Compute) -> list[IoOp]:
+    """All that a group writes, hashed and encoded by a thread. Raises: DeviceError (no memory)."""
+    headers, footers, size = group.tables()
+    scratch = aligned_buffer(size)
+    args = (superblock, group.records, headers, footers, scratch)
+    try:
+        pieces = await compute.run(fill, *args)
+    except ComputeError:
+        pieces = fill(*args)  # the pool is full or closing; durability does not wait for it
+    ops = [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]
+    for p in group.records:
+        ops.append(IoOp(superblock.segment_at(p.segment.index) + p.offset * BLOCK, p.extent))
+    return ops
 
 
 def fill(
@@ -176,43 +200,79 @@ class GroupLength:
         return min(max(length, SHARED_GROUP_BYTES_MIN), SHARED_GROUP_BYTES_MAX)
 
 
-def take_records(queue: deque[Pending], shared_bytes_max: int | None) -> list[Pending]:
-    """The records of the next group, taken off the queue: about GROUP_BYTES_MAX of them, or the
-    smaller part of that which streams that share may have together.
+class PendingQueue:
+    """Records that wait for a group. Those of one stream stay in order."""
 
-    Then each gets its part of the group, so that a stream that has little waits for a group or two
-    and not for all that another has queued. The records of one stream stay in order.
-    """
-    taken: list[Pending] = []
-    size = 0
-    if shared_bytes_max is not None:
-        lines: dict[bytes, deque[Pending]] = {}
-        for p in queue:
-            lines.setdefault(p.stream, deque()).append(p)
-        return _take_in_turns(queue, lines, shared_bytes_max)
-    while queue and (not taken or size + queue[0].extent.nbytes <= GROUP_BYTES_MAX):
-        taken.append(queue.popleft())
-        size += taken[-1].extent.nbytes
-    return taken
+    def __init__(self, records: Iterable[Pending] = ()) -> None:
+        self._lines: dict[bytes, deque[Pending]] = {}
+        self._count = 0
+        for p in records:
+            self.append(p)
 
+    def __len__(self) -> int:
+        return self._count
 
-def _take_in_turns(
-    queue: deque[Pending], lines: dict[bytes, deque[Pending]], bytes_max: int
-) -> list[Pending]:
-    taken: list[Pending] = []
-    size = 0
-    heap = [(0, number, line) for number, line in enumerate(lines.values())]
-    while heap and size < bytes_max and len(taken) < SHARED_GROUP_RECORDS_MAX:
-        had, number, line = heap[0]
+    def __iter__(self) -> Iterator[Pending]:
+        """Stream by stream."""
+        return itertools.chain.from_iterable(self._lines.values())
+
+    def append(self, p: Pending) -> None:
+        """The last of its stream."""
+        line = self._lines.get(p.stream)
+        if line is None:
+            line = self._lines[p.stream] = deque()
+        line.append(p)
+        self._count += 1
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._lines.clear()
+        self._count = 0
+
+    def take(self, shared_bytes_max: int | None) -> list[Pending]:
+        """The records of the next group: about GROUP_BYTES_MAX in the order they came, or the
+        smaller part of that which streams that share may have together.
+
+        Then each gets its part of the group, so that a stream that has little waits for a group or
+        two and not for all that another has queued. What stays is not looked at.
+        """
+        if shared_bytes_max is None:
+            return self._take_oldest()
+        taken: list[Pending] = []
+        size = 0
+        heap = [(0, number, line) for number, line in enumerate(self._lines.values())]
+        while heap and size < shared_bytes_max and len(taken) < SHARED_GROUP_RECORDS_MAX:
+            had, number, line = heap[0]
+            p = self._pop(line)
+            taken.append(p)
+            size += p.extent.nbytes
+            if line:
+                heapq.heapreplace(heap, (had + p.extent.nbytes, number, line))
+            else:
+                heapq.heappop(heap)
+        return taken
+
+    def _take_oldest(self) -> list[Pending]:
+        taken: list[Pending] = []
+        size = 0
+        heap = [(line[0].lsn, number, line) for number, line in enumerate(self._lines.values())]
+        heapq.heapify(heap)
+        while heap and len(taken) < GROUP_RECORDS_MAX:
+            _, number, line = heap[0]
+            if taken and size + line[0].extent.nbytes > GROUP_BYTES_MAX:
+                break
+            p = self._pop(line)
+            taken.append(p)
+            size += p.extent.nbytes
+            if line:
+                heapq.heapreplace(heap, (line[0].lsn, number, line))
+            else:
+                heapq.heappop(heap)
+        return taken
+
+    def _pop(self, line: deque[Pending]) -> Pending:
         p = line.popleft()
-        taken.append(p)
-        size += p.extent.nbytes
-        if line:
-            heapq.heapreplace(heap, (had + p.extent.nbytes, number, line))
-        else:
-            heapq.heappop(heap)
-    chosen = set(map(id, taken))
-    left = [p for p in queue if id(p) not in chosen]
-    queue.clear()
-    queue.extend(left)
-    return taken
+        self._count -= 1
+        if not line:
+            del self._lines[p.stream]
+        return p

@@ -289,6 +289,10 @@ class Index:
         """Live blocks per namespace."""
         return {name: self._counts[number] for name, number in self._ids.items()}
 
+    def has_namespace(self, namespace_id: bytes) -> bool:
+        """Whether a namespace has a live block."""
+        return namespace_id in self._ids
+
     def namespace_numbers(self) -> tuple[U32, list[bytes]]:
         """The namespace column and the names its numbers stand for (for a checkpoint)."""
         return self._namespace, list(self._names)

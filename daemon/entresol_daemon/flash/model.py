@@ -19,6 +19,7 @@ from entresol_proto.status import ConfigError
 APPEND_TRIES_MAX = 3  # groups a record may fail in before its future says IO_ERROR
 GROUP_FAILURES_MAX = 5  # consecutive failed groups after which the engine pauses writing
 GROUP_BYTES_MAX = 64 << 20  # one group writes at most about this much
+GROUP_RECORDS_MAX = 2_048  # and so many records, each of which costs some microseconds of the loop
 SHARED_GROUP_BYTES_MIN = 1 << 19  # while several streams write, a group is as long as is written
 SHARED_GROUP_BYTES_MAX = 16 << 20  # in SHARED_GROUP_S, within these bounds,
 SHARED_GROUP_RECORDS_MAX = 128  # and no more than so many records
@@ -26,7 +27,11 @@ SHARED_GROUP_S = 0.0025  # or as long as a flush takes, if that is longer
 SHARED_FOR_S = 0.5  # so long after records of two streams came
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although not all it held could be carried on
+EVICT_REST_NS = (
+    250_000_000  # after the first refused read of it, then doubled: half a minute in all
+)
 COPY_BYTES_MAX = 16 << 20  # memory that eviction uses to copy kept blocks
+DROP_BLOCKS_AT_ONCE = 32  # of a namespace that is dropped, between two chances for others to run
 RECOVERY_BATCH_BYTES = 16 << 20  # memory that recovery reads into, besides one segment
 
 
@@ -193,6 +198,7 @@ class RecoveryReport:
     duplicates: int = 0  # older copies that lost against newer ones
     tombstones: int = 0
     records_damaged: int = 0
+    tombstones_lost: int = 0  # records of removals that cannot be read
     superblock_copies: int = 2
     checkpoint_refused: str = ""  # why a checkpoint was not used, empty when it was or none is set
     elapsed_ns: int = 0

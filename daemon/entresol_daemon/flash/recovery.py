@@ -19,6 +19,7 @@ from entresol_daemon.compute import Compute
 from entresol_daemon.flash.checkpoint import Checkpoint
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.index import U32, U64, Index, Slots
+from entresol_daemon.flash.looking import BATCH_OPS, Edges, Looking, decode_edges
 from entresol_daemon.flash.model import (
     RECOVERY_BATCH_BYTES,
     RecoveryKind,
@@ -38,21 +39,17 @@ from entresol_daemon.flash.segment import (
     Superblock,
     Tombstone,
     Trailer,
-    decode_header,
     decode_table,
-    decode_trailer,
     extent_bytes,
     footer_bytes,
     scan_segment,
     tombstones_in,
 )
 from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
-from entresol_proto.status import Status
 
 _SCAN_OP_BYTES = 1 << 20
+_TOMBSTONE_READS_MAX = 3  # of a record before it is given up
 _ROW_RAW = np.dtype((np.void, ROW.itemsize))
-_BATCH_OPS = RECOVERY_BATCH_BYTES // BLOCK
-_Edges = tuple[SegmentHeader | None, Trailer | None]
 
 
 @dataclass(slots=True)
@@ -61,18 +58,6 @@ class Found:
 
     to_free: list[Segment] = field(default_factory=list)
     to_footer: list[Segment] = field(default_factory=list)
-
-
-def _decode_edges(
-    superblock: Superblock, first: int, headers: list[bytes | None], trailers: list[bytes | None]
-) -> list[_Edges]:
-    return [
-        (
-            None if head is None else decode_header(superblock, first + n, head),
-            None if tail is None else decode_trailer(superblock, first + n, tail),
-        )
-        for n, (head, tail) in enumerate(zip(headers, trailers, strict=True))
-    ]
 
 
 class Recovery:
@@ -94,6 +79,7 @@ class Recovery:
         self._superblock = table.superblock
         self._report = report
         self._log = log
+        self._looking = Looking(device, compute, table.superblock, log)
         self._rows: list[Rows] = []
         self._where: list[tuple[int, int, int]] = []  # segment, sequence, count per part of rows
         self._tombstones: list[Tombstone] = []
@@ -107,9 +93,9 @@ class Recovery:
         if len(checkpoint.key0) > self._index.capacity:
             return "more blocks than blocks_max"
         count = self._superblock.segment_count
-        raw = await self._blocks([self._superblock.segment_at(n) for n in range(count)])
+        raw = await self._looking.blocks([self._superblock.segment_at(n) for n in range(count)])
         no_trailers: list[bytes | None] = [None] * count
-        edges = await self._compute.run(_decode_edges, self._superblock, 0, raw, no_trailers)
+        edges = await self._compute.run(decode_edges, self._superblock, 0, raw, no_trailers)
         notes = {note.segment: note for note in checkpoint.segments}
         for number, (header, _) in enumerate(edges):
             note = notes.pop(number, None)
@@ -159,15 +145,11 @@ class Recovery:
         count = self._superblock.segment_count
         sealed: list[Trailer] = []
         to_scan: list[tuple[Segment, int]] = []
-        step = _BATCH_OPS // 2
+        step = BATCH_OPS // 2
         for first in range(0, count, step):
             last = min(count, first + step)
-            starts = [self._superblock.segment_at(n) for n in range(first, last)]
-            end = self._superblock.segment_bytes - BLOCK
-            heads = await self._blocks(starts)
-            tails = await self._blocks([start + end for start in starts])
-            edges = await self._compute.run(_decode_edges, self._superblock, first, heads, tails)
-            await self._renew_free(first, heads, edges)
+            heads, tails, edges, free = await self._looking.edges(first, last)
+            await self._renew_free(first, heads, edges, free)
             for n, (header, trailer) in enumerate(edges):
                 segment = self._table.segments[first + n]
                 if not self._classify(
@@ -183,12 +165,12 @@ class Recovery:
         return self._found
 
     async def _renew_free(
-        self, first: int, heads: Sequence[bytes | None], edges: Sequence[_Edges]
+        self, first: int, heads: Sequence[bytes | None], edges: Sequence[Edges], certain: set[int]
     ) -> None:
-        free = [  # where the other end says so, too: it is not the read that was wrong
+        free = [  # where the other end says so, too
             (first + n, head)
-            for n, (head, (header, trailer)) in enumerate(zip(heads, edges, strict=True))
-            if head and header and header.state is HeaderState.FREE and trailer is None
+            for n in sorted(certain)
+            if (head := heads[n]) is not None and edges[n][1] is None
         ]
         if free and not await renew_free(self._device, self._superblock, free):
             self._log.warning("event=free_headers_not_renewed segments=%d", len(free))
@@ -225,8 +207,8 @@ class Recovery:
         """A segment without edges is freed, unless it was the read that was wrong."""
         start = self._superblock.segment_at(segment.index)
         end = start + self._superblock.segment_bytes - BLOCK
-        head, tail = await self._blocks([start, end])
-        ((header, trailer),) = _decode_edges(self._superblock, segment.index, [head], [tail])
+        head, tail = await self._looking.blocks([start, end])
+        ((header, trailer),) = decode_edges(self._superblock, segment.index, [head], [tail])
         if not self._classify(segment, header, trailer, head, tail, sealed, to_scan):
             self._adopt(segment, SegmentState.SEALED, NO_STREAM, 0)
             self._report.segments_damaged += 1
@@ -249,7 +231,7 @@ class Recovery:
                 for t, start, end in batch
                 if end > start
             ]
-            await self._read(ops)
+            await self._looking.read(ops)
             tables = await self._compute.run(_decode_tables, self._superblock, batch, buffer)
             for (trailer, _, _), rows in zip(batch, tables, strict=True):
                 segment = self._table.segments[trailer.segment]
@@ -294,18 +276,33 @@ class Recovery:
                 ops.append((base + offset * BLOCK, length))
                 size += length
             buffer = aligned_buffer(size)
-            await self._read(
+            await self._looking.read(
                 [
                     IoOp(at, buffer[start:end])
                     for (at, _), (_, _, start, end) in zip(ops, batch, strict=True)
                 ]
             )
-            for sequence, offset, start, end in batch:
-                entries = tombstones_in(self._superblock, sequence, offset, buffer[start:end])
-                if entries is None:
-                    self._report.records_damaged += 1
-                else:
-                    self._tombstones += entries
+            for (at, _), (sequence, offset, start, end) in zip(ops, batch, strict=True):
+                await self._take_tombstones(at, sequence, offset, buffer[start:end])
+
+    async def _take_tombstones(
+        self, at: int, sequence: int, offset: int, record: memoryview
+    ) -> None:
+        """A record of removals, asked for again where one read of it went wrong: without it, what
+        it removed would be served."""
+        for attempt in range(_TOMBSTONE_READS_MAX):
+            if attempt:
+                await self._looking.read([IoOp(at, record)])
+            entries = tombstones_in(self._superblock, sequence, offset, record)
+            if entries is not None:
+                self._tombstones += entries
+                return
+        self._report.records_damaged += 1
+        self._report.tombstones_lost += 1
+        self._log.error(
+            "event=tombstones_lost offset=%d effect=removed_blocks_may_be_back "
+            "hint='forget again what must not be served'", at,
+        )  # fmt: skip
 
     async def _scan(self, segments: list[tuple[Segment, int]]) -> None:
         """Search whole segments for records; one segment's bytes in memory at a time."""
@@ -346,7 +343,7 @@ class Recovery:
     ) -> tuple[Scan, bool]:
         """What is in a segment, and whether the device gave all of it."""
         start, size = self._superblock.segment_at(segment.index), len(buffer)
-        good = await self._read(
+        good = await self._looking.read(
             [
                 IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
                 for at in range(0, size, _SCAN_OP_BYTES)
@@ -442,41 +439,6 @@ class Recovery:
             if segment.state is SegmentState.FREE:
                 self._table.free.append(segment.index)
         self._report.segments = len(self._table.segments)
-
-    async def _blocks(self, offsets: Sequence[int]) -> list[bytes | None]:
-        """One block at each offset; None where the device refuses twice."""
-        found: list[bytes | None] = []
-        for first in range(0, len(offsets), _BATCH_OPS):
-            part = offsets[first : first + _BATCH_OPS]
-            buffer = aligned_buffer(BLOCK * len(part))
-            ops = [
-                IoOp(offset, buffer[BLOCK * n : BLOCK * (n + 1)]) for n, offset in enumerate(part)
-            ]
-            good = await self._read(ops)
-            found += [bytes(op.view) if ok else None for op, ok in zip(ops, good, strict=True)]
-        return found
-
-    async def _read(self, ops: Sequence[IoOp]) -> list[bool]:
-        """Read; refused ops are tried again block by block, lost blocks become zeros.
-
-        Returns per op whether all of it was read.
-        """
-        statuses = await self._device.read(ops)
-        for number, op in enumerate(ops):
-            if statuses[number] is Status.OK:
-                continue
-            pieces = [
-                IoOp(op.offset_bytes + at, op.view[at : at + BLOCK])
-                for at in range(0, op.view.nbytes, BLOCK)
-            ]
-            again = await self._device.read(pieces)
-            for piece, second in zip(pieces, again, strict=True):
-                if second is not Status.OK:
-                    piece.view[:] = bytes(BLOCK)
-                    self._log.warning("event=unreadable_block offset=%d", piece.offset_bytes)
-            if all(second is Status.OK for second in again):
-                statuses[number] = Status.OK
-        return [status is Status.OK for status in statuses]
 
 
 def _decode_tables(

@@ -54,6 +54,7 @@ class Segment:
         "live_bytes",
         "oldest_touch",
         "readers",
+        "refusals",
         "row_count",
         "rows",
         "sequence",
@@ -69,7 +70,6 @@ class Segment:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.evict_tries = 0
         self.readers = 0  # device reads in flight
         self.waiters: list[asyncio.Future[None]] = []
         self.reset(SegmentState.FREE, NO_STREAM, 0)
@@ -97,7 +97,8 @@ class Segment:
         # May hold copies that are neither in the index nor covered by a tombstone that names this
         # sequence: while such a segment exists, no tombstone is dropped.
         self.shadows = False
-        self.evict_tries = 0
+        self.evict_tries = 0  # evictions that could not write elsewhere what must not be lost
+        self.refusals = 0  # evictions for which the device did not give what is here
 
     @property
     def segment(self) -> int:

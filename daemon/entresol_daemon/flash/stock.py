@@ -2,8 +2,8 @@
 one need not look at all of them, of which there may be a hundred thousand.
 
 Invariant: a segment that is sealed, condemned, or open with live blocks is in exactly one of the
-four; any other in none. The owner calls `put` at every change of state, and when the number of live
-blocks becomes zero or ceases to be.
+four; any other in none, nor one that rests. The owner calls `put` at every change of state, and
+when the number of live blocks becomes zero or ceases to be.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Stock(Generic[S]):
         self.empty: dict[int, S] = {}  # sealed, without
         self.opened: dict[bytes, dict[int, S]] = {}  # with live blocks
         self.condemned: dict[int, S] = {}
+        self.resting: set[int] = set()  # could not be freed just now; nobody should try
         self._homes: dict[int, tuple[dict[int, S], bytes | None]] = {}
         self._stamps: dict[int, int] = {}
         self._stamp = 0
@@ -60,6 +61,7 @@ class Stock(Generic[S]):
 
     def drop(self, number: int) -> None:
         """It is free, or about to be. Nothing happens if it was in none."""
+        self.resting.discard(number)
         home, stream = self._homes.pop(number, (None, None))
         if home is None:
             return
@@ -68,12 +70,24 @@ class Stock(Generic[S]):
             by_stream = self.sealed if self.sealed.get(stream) is home else self.opened
             del by_stream[stream]
 
+    def rest(self, segment: S) -> None:
+        """Others are to be freed first, until `wake`."""
+        self.drop(segment.segment)
+        self.resting.add(segment.segment)
+
+    def wake(self, segment: S) -> None:
+        """It may be freed again."""
+        self.resting.discard(segment.segment)
+        self.put(segment)
+
     def stamp_of(self, number: int) -> int:
         """Grows with every segment that comes to where it is."""
         return self._stamps[number]
 
     def _home_of(self, segment: S) -> tuple[dict[int, S] | None, bytes | None]:
         state = segment.state.value
+        if segment.segment in self.resting:
+            return None, None
         if state == "condemned":
             return self.condemned, None
         if state == "sealed" and not segment.live_blocks:

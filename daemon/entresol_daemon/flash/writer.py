@@ -14,9 +14,16 @@ import asyncio
 import logging
 from collections import deque
 
-from entresol_daemon.compute import Compute, ComputeError
-from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
-from entresol_daemon.flash.group import Group, GroupLength, Pending, fill, free_again, take_records
+from entresol_daemon.compute import Compute
+from entresol_daemon.flash.device import Device, aligned_buffer
+from entresol_daemon.flash.group import (
+    Group,
+    GroupLength,
+    Pending,
+    PendingQueue,
+    free_again,
+    writes_of,
+)
 from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
     APPEND_TRIES_MAX,
@@ -72,7 +79,7 @@ class Writer:
         self._table = table
         self._stats = stats
         self._log = log
-        self._queue: deque[Pending] = deque()
+        self._queue = PendingQueue()
         self._inflight: list[Pending] = []  # in the group being written
         self.queued_bytes = 0
         self.length = GroupLength()
@@ -264,7 +271,7 @@ class Writer:
         """Decide what goes out together."""
         self._urgent = False
         group = Group()
-        group.records = take_records(self._queue, self.length.shared_bytes_max(self._now()))
+        group.records = self._queue.take(self.length.shared_bytes_max(self._now()))
         self.queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)
@@ -293,7 +300,11 @@ class Writer:
             if segment is None:
                 self._stall()
                 break
-            buffer = aligned_buffer(extent)
+            try:
+                buffer = aligned_buffer(extent)
+            except DeviceError as error:  # they wait for the next group
+                self._log.warning("event=tombstones_wait error=%s", error)
+                break
             buffer[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + len(payload)] = payload
             taken = [self._tombstones.popleft() for _ in range(count)]
             lsn = self._table.next_lsn()
@@ -315,22 +326,12 @@ class Writer:
                 )
 
     async def _commit(self, group: Group) -> None:
-        headers, footers, size = group.tables()
-        if not (size or group.records):
+        if group.is_empty:
             return
-        scratch = aligned_buffer(size)
-        args = (self._superblock, group.records, headers, footers, scratch)
-        try:
-            pieces = await self._compute.run(fill, *args)
-        except ComputeError:
-            pieces = fill(*args)  # the pool is full or closing; durability does not wait for it
-        ops = [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]
-        for p in group.records:
-            at = self._superblock.segment_at(p.segment.index) + p.offset * BLOCK
-            ops.append(IoOp(at, p.extent))
         self._stats.groups += 1
-        start = self._now()
         try:
+            ops = await writes_of(group, self._superblock, self._compute)
+            start = self._now()
             await self._device.write(ops)
             written = self._now()
             self._stats.flushes += 1
@@ -405,10 +406,10 @@ class Writer:
             self._log.error("event=engine_failed effect=writes_pause reads=go_on")
             self.failed = True
         moving = list(group.records)
-        stay: deque[Pending] = deque()
+        stay: list[Pending] = []
         for p in self._queue:
             (moving if p.segment.state is SegmentState.CONDEMNED else stay).append(p)
-        self._queue = stay
+        self._queue = PendingQueue(stay)
         self.queued_bytes = sum(p.extent.nbytes for p in stay)
         for p in moving:
             self._move(p, error.status)

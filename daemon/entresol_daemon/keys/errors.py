@@ -16,6 +16,15 @@ def erased_error(name: str) -> KeyringError:
     )
 
 
+def erasing_error(name: str) -> KeyringError:
+    """For changes of a tenant that is being erased, or whose erasure was given up on its way."""
+    return KeyringError(
+        f"tenant {name} is being erased",
+        hint="wait until `entresol tenant erase` has returned; if it was interrupted, repeat it",
+        status=Status.CONFLICT,
+    )
+
+
 def io_error(path: Path, error: OSError) -> KeyringError:
     """For a file operation that failed."""
     return KeyringError(

@@ -248,7 +248,8 @@ class Keyring(NamespaceNames):
     def rotate(self, name: str, *, now_unix_s: int, force: bool = False) -> int:
         """Begin a new DEK version for new blocks and return it; older ones still open theirs.
 
-        `force` destroys the older ones in the same step: what they sealed is gone.
+        `force` destroys the older ones in the same step: what they sealed is gone. (A copy that
+        could not be written holds them until the next change or start, and the log says so.)
         Raises: KeyringError; QuotaError when too many versions are in use.
         """
         with self._lock:
@@ -311,7 +312,7 @@ class Keyring(NamespaceNames):
                     status=Status.BAD_REQUEST,
                 )
             stored = replace(stored, deks=kept)
-            self._save(self._with(stored))
+            self._save(self._with(stored), both=True)
             if name in self._unwrapped:
                 old = self._unwrapped[name]
                 self._destroyed.setdefault(name, []).append(old.deks[version])
@@ -333,7 +334,7 @@ class Keyring(NamespaceNames):
             state = self._state
             if self.was_erased(name):
                 # The first attempt may have failed halfway: make both copies right, once more.
-                self._save(state)
+                self._save(state, both=True)
                 return next(
                     receipt.parsed() for receipt in reversed(state.erased) if receipt.tenant == name
                 )
@@ -356,9 +357,8 @@ class Keyring(NamespaceNames):
                 receipt = sign_receipt(receipt, self._receipt_seed)
             left = {key: value for key, value in state.tenants.items() if key != name}
             erased = (*state.erased, StoredReceipt.of(receipt))[-RECEIPTS_KEPT_MAX:]
-            self._save(
-                replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"])
-            )
+            after = replace(state, tenants=left, erased=erased, receipts_issued=receipt["number"])
+            self._save(after, both=True)
             held = self._unwrapped.pop(name, None)
             if held is not None:
                 self._destroyed.setdefault(name, []).extend(
@@ -402,8 +402,7 @@ class Keyring(NamespaceNames):
     def rewrap(self, new_kek: KekProvider) -> None:
         """Change the KEK: every key is wrapped anew, the keys themselves stay.
 
-        Raises: KeyringError; the keyring is then still (also) readable under the old KEK, so keep
-            that until this returned.
+        Raises: KeyringError; nothing has changed then.
         """
         with self._lock:
             self._need_kek("changing the key-encryption key")
@@ -491,8 +490,8 @@ class Keyring(NamespaceNames):
         kek_id = (state or self._state).kek_id
         return wrong_kek_error(self._store.path, kek_id, source, kek.kek_id())
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: State, *, both: bool = False) -> None:
         try:
-            self._state = self._store.save(state)
+            self._state = self._store.save(state, both=both)
         except OSError as error:
             raise io_error(self._store.path, error) from None

@@ -111,8 +111,12 @@ class KeyringStore:
         for path in (self.path, self.backup_path):
             files.destroy(self._calls, files.old_of(path))
 
-    def save(self, state: State) -> State:
+    def save(self, state: State, *, both: bool = False) -> State:
         """Write the next generation to both copies, overwrite what they held, return it as written.
+
+        Where one copy took it and the other did not, it is what the next start believes, and so
+        what holds from now on; unless `both`, for what is destroyed, must have it. The other copy
+        is made right by the next save, or the next start.
 
         Raises: OSError; then each copy holds either generation, and the next save wins over both.
         """
@@ -121,8 +125,23 @@ class KeyringStore:
         self._generation += 1
         state = replace(state, generation=self._generation)
         raw = encode(state)
+        failed: OSError | None = None
+        written = 0
         for path in (self.path, self.backup_path):
-            self._write(path, raw)
+            try:
+                self._write(path, raw)
+                written += 1
+            except OSError as error:
+                if both:
+                    raise
+                failed = error
+        if failed is not None and not written:
+            raise failed
+        if failed is not None:
+            log.error(
+                "event=keyring_copy_stale reason=%r hint='it holds the state before; the next "
+                "change or start makes it right'", failed.strerror,
+            )  # fmt: skip
         return state
 
     def _write(self, path: Path, raw: bytes) -> None:

@@ -11,7 +11,8 @@ Invariants: bytes of all slabs together stay within the budget; two owners never
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,12 +30,21 @@ class SlabBuffer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """One owner's piece of readable memory."""
+    """One owner's piece of readable memory. `idle_bytes` and `leaving` are for whoever decides what
+    goes: how much of it nobody needs just now, and that nothing new may come until it is empty."""
 
     number: int
     owner: bytes
     buffer: SlabBuffer
     ranges: RangeAllocator
+    idle_bytes: int = 0
+    leaving: bool = False
+    closed: bool = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of its extents."""
+        return self.ranges.size_bytes - self.ranges.free_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +79,7 @@ class SlabPool:
         self._numbers = itertools.count(1)
         self._owned: dict[bytes, list[Slab]] = {}
         self._owned_bytes: dict[bytes, int] = {}  # of owners that have any
+        self._used_bytes: Counter[bytes] = Counter()
         self.on_close: Callable[[Slab], None] | None = None  # told before a slab's memory goes away
 
     def owned_bytes(self, owner: bytes) -> int:
@@ -77,29 +88,53 @@ class SlabPool:
 
     def used_bytes(self, owner: bytes) -> int:
         """Bytes of extents this owner holds."""
-        slabs = self._owned.get(owner, ())
-        return sum(slab.ranges.size_bytes - slab.ranges.free_bytes for slab in slabs)
+        return self._used_bytes[owner]
+
+    def slabs(self, owner: bytes) -> Sequence[Slab]:
+        """The slabs this owner holds, used or not."""
+        return self._owned.get(owner, ())
+
+    def may_fit(self, length_bytes: int) -> bool:
+        """Whether an empty pool has room for an extent of this length."""
+        return self._slab_for(length_bytes) <= self.budget_bytes
 
     def allocate(self, owner: bytes, length_bytes: int) -> Extent | None:
         """An extent of at least `length_bytes`, or None when the budget has no room for it now."""
         length = align_up(length_bytes)
         for slab in reversed(self._owned.get(owner, [])):
-            found = self._take(slab, length)
-            if found is not None:
-                return found
-        fits = length <= self.slab_bytes
-        fresh = self._new_slab(owner, self.slab_bytes if fits else align_up(length, limits.MIB))
-        return None if fresh is None else self._take(fresh, length)
+            if length <= slab.ranges.longest_bytes_max:
+                found = self.allocate_in(slab, length)
+                if found is not None:
+                    return found
+        fresh = self._new_slab(owner, self._slab_for(length))
+        return None if fresh is None else self.allocate_in(fresh, length)
+
+    def allocate_in(self, slab: Slab, length_bytes: int) -> Extent | None:
+        """An extent of one slab, or None when it has no room or is to become empty."""
+        assert not slab.closed, slab.number
+        if slab.leaving:
+            return None
+        length = align_up(length_bytes)
+        offset = slab.ranges.allocate(length)
+        if offset is None:
+            return None
+        self.allocated_bytes += length
+        self._used_bytes[slab.owner] += length
+        return Extent(slab, offset, length, slab.buffer.view[offset : offset + length])
 
     def free(self, extent: Extent) -> None:
         """Give an extent back, once. Its view must not be used afterwards."""
         assert not extent.freed, "extent is freed twice"
         extent.freed = True
         extent.view.release()
-        extent.slab.ranges.free(extent.offset_bytes, extent.length_bytes)
+        slab = extent.slab
+        slab.ranges.free(extent.offset_bytes, extent.length_bytes)
         self.allocated_bytes -= extent.length_bytes
-        if extent.slab.ranges.is_empty and extent.slab.ranges.size_bytes > self.slab_bytes:
-            self._close(extent.slab)  # made for one large block; not worth keeping
+        self._used_bytes[slab.owner] -= extent.length_bytes
+        if slab.ranges.is_empty:
+            slab.leaving = False
+            if slab.ranges.size_bytes > self.slab_bytes:
+                self._close(slab)  # made for one large block; not worth keeping
 
     def shrink(self, extent: Extent, length_bytes: int) -> None:
         """Keep only the first `length_bytes` (rounded up) of an extent."""
@@ -114,6 +149,7 @@ class SlabPool:
         extent.slab.ranges.free(extent.offset_bytes + keep, rest)
         extent.length_bytes = keep
         self.allocated_bytes -= rest
+        self._used_bytes[extent.slab.owner] -= rest
 
     def release_owner(self, owner: bytes) -> None:
         """Close the empty slabs of an owner (tenant erased, or idle)."""
@@ -127,12 +163,8 @@ class SlabPool:
             for slab in list(slabs):
                 self._close(slab)
 
-    def _take(self, slab: Slab, length: int) -> Extent | None:
-        offset = slab.ranges.allocate(length)
-        if offset is None:
-            return None
-        self.allocated_bytes += length
-        return Extent(slab, offset, length, slab.buffer.view[offset : offset + length])
+    def _slab_for(self, length: int) -> int:
+        return self.slab_bytes if length <= self.slab_bytes else align_up(length, limits.MIB)
 
     def _new_slab(self, owner: bytes, size_bytes: int) -> Slab | None:
         if size_bytes > self.budget_bytes:
@@ -167,5 +199,7 @@ class SlabPool:
         self._owned_bytes[slab.owner] -= slab.ranges.size_bytes
         if not slabs:
             del self._owned[slab.owner], self._owned_bytes[slab.owner]
+            del self._used_bytes[slab.owner]
+        slab.closed = True
         self.mapped_bytes -= slab.ranges.size_bytes
         slab.buffer.close()

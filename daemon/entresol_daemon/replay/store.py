@@ -182,7 +182,7 @@ class Store:
         if self._values is not None:
             behind = self._position[ids] >= usable
             for these, found in ((ids[~behind], True), (ids[behind], False)):
-                self._values.used(stream, these, self._keys[these], self._now, found=found)
+                self._tell(stream, these, put=False, found=found)
 
     def insert(self, stream: bytes, ids: Blocks) -> None:
         """Store new blocks in this order, evicting as needed."""
@@ -191,8 +191,16 @@ class Store:
         self._touch[ids] = np.arange(self._now + 1, self._now + 1 + len(ids))
         self._now += len(ids)
         if self._values is not None:
-            self._values.stored(stream, ids, self._keys[ids], self._now)
+            self._tell(stream, ids, put=True, found=False)
         self._append(stream, ids)
+
+    def _tell(self, stream: bytes, ids: Blocks, *, put: bool, found: bool) -> None:
+        assert self._values is not None, "nobody learns"
+        if len(ids):
+            self._values.told(
+                stream, ids, self._keys[ids], np.full(len(ids), self._now),
+                np.full(len(ids), put), np.full(len(ids), found),
+            )  # fmt: skip
 
     def _append(self, stream: bytes, ids: Blocks, *, kept: bool = False) -> None:
         while len(ids):

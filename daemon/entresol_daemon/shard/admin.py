@@ -199,15 +199,15 @@ class ShardAdmin:
             now_unix_s, kept = parts.unix_ns() // 10**9, quotas.to_keyring(quota)
             parts.keyring.add_tenant(name, kept, now_unix_s=now_unix_s, after_erase=True)
 
-        await parts.compute.run(add)
-        self._adopt(name)
-        return self._record(name)
+        async with self._shard.tenancy.changing(name):
+            await parts.compute.run(add)
+            return self._record(name)
 
     async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
-        await self._shard.parts.compute.run(
-            self._shard.parts.keyring.set_quota, name, quotas.to_keyring(quota)
-        )
-        account = self._adopt(name)
+        parts = self._shard.parts
+        async with self._shard.tenancy.changing(name):
+            await parts.compute.run(parts.keyring.set_quota, name, quotas.to_keyring(quota))
+            account = self._adopt(name)
         await self._shard.removal.shrink_to_quota(account)
         return self._record(name)
 
@@ -216,6 +216,10 @@ class ShardAdmin:
         return self._record(name)
 
     async def tenant_erase(self, name: TenantName) -> EraseReceipt:
+        async with self._shard.tenancy.erasing(name):
+            return await self._erase(name)
+
+    async def _erase(self, name: TenantName) -> EraseReceipt:
         parts = self._shard.parts
         now_ns = parts.unix_ns()
 
@@ -234,9 +238,8 @@ class ShardAdmin:
         dropped = 0
         if account is not None:
             # By what lies in its segments: a namespace may have been opened until a moment ago.
-            stored = self._shard.removal.namespaces_of(account.stream)
-            dropped = self._shard.removal.drop_namespaces(stored)
-            await parts.engine.barrier()
+            dropped = await self._shard.removal.drop_stream(account)
+            await self._shard.removal.barrier(account)
             parts.valued.forget(account.stream)
             parts.accounts.remove(name)
             parts.residency.pool.release_owner(account.stream)
@@ -424,7 +427,7 @@ class ShardAdmin:
     def _adopt(self, name: TenantName) -> Account:
         info = self._shard.parts.keyring.info(name)
         assert info is not None, name
-        return self._shard.adopt_tenant(info)
+        return self._shard.tenancy.adopt(info)
 
     def _record(self, name: TenantName) -> TenantRecord:
         parts = self._shard.parts

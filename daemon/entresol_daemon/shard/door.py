@@ -30,12 +30,15 @@ _ONE = 1  # every get costs the same here: blocks and bytes are bounded behind t
 class Visit:
     """One get inside. `leave` ends it."""
 
-    __slots__ = ("_account", "_door", "_inside")
+    __slots__ = ("_account", "_door", "_entering", "_inside", "_out", "_own")
 
     def __init__(self, door: Door, account: Account) -> None:
         self._door = door
         self._account = account
         self._inside = True
+        self._entering = False
+        self._out = 0  # parts of the get that wait outside
+        self._own = False  # as the first of them said
 
     def leave(self) -> None:
         """The get is over. Idempotent."""
@@ -44,20 +47,33 @@ class Visit:
             self._door._left()
 
     async def outside(self, waiting: Coroutine[Any, Any, T], *, own: bool) -> T:
-        """Wait for memory in front of the door, so that other tenants may use the place; then come
-        in again. It was begun, so it is not refused any more.
+        """Wait in front of the door for memory, or for a host, so that other tenants may use the
+        place; then come in again. It was begun, so it is not refused any more.
 
         `own`: only its own session is in its way. Then it does not count as one who is here.
+        A get of which several parts wait is outside until the last of them is back.
         """
         door = self._door
+        self._out += 1
+        if self._out == 1:
+            self._own = own
+            door._go_out(self._account, own, 1)
         self.leave()
-        door._go_out(self._account, own, 1)
         try:
             found = await waiting
         finally:
-            door._go_out(self._account, own, -1)
-        await door._enter_again(self._account)
-        self._inside = True
+            self._out -= 1
+            if not self._out:
+                door._go_out(self._account, self._own, -1)
+        if not (self._out or self._inside or self._entering):
+            self._entering = True
+            try:
+                await door._enter_again(self._account)
+            finally:
+                self._entering = False
+            self._inside = True
+            if self._out:  # another part went out meanwhile, and will come in itself
+                self.leave()
         return found
 
 

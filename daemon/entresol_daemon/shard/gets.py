@@ -13,21 +13,20 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident
-from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.flash.segment import extent_bytes
 from entresol_daemon.shard.door import Door
+from entresol_daemon.shard.granting import Granting
 from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.lookups import slots_of
-from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
-from entresol_daemon.shard.sessions import Leased, Session
+from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.staging import Staging
 from entresol_daemon.shard.turns import (
     BLOCK_COST,
@@ -37,18 +36,14 @@ from entresol_daemon.shard.turns import (
     WINDOW_COST,
 )
 from entresol_proto import limits
-from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.seal.block import BlockKey, derive_block_key
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import (
     Fetch,
     Grant,
-    GrantItem,
     OpenAt,
     Release,
     Stage,
     Staged,
-    Tier,
 )
 
 RECORD_ROOM_BYTES = 64 * limits.KIB  # so that blocks of a whole number of MiB fill a window
@@ -56,7 +51,6 @@ LOAD_FIRST_BYTES = 4 * (limits.MIB + RECORD_ROOM_BYTES)  # read from flash and g
 LOAD_WINDOW_BYTES = 2 * LOAD_FIRST_BYTES  # the first of a request soon, the others with less ado
 WINDOWS_LANDING_MAX = 8  # of those of one request under way
 WINDOW_BLOCKS_MAX = 64
-NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
 MISSES_PER_COST = 4  # of the loop, to be told
 _KEY = limits.WIRE_KEY_BYTES
 
@@ -69,7 +63,8 @@ class GetPath:
     def __init__(self, parts: Parts, removal: Removal) -> None:
         self._parts = parts
         self._removal = removal
-        self.opened = OpenedBlocks(parts)
+        self.granting = Granting(parts, removal)
+        self.opened = self.granting.opened
         self._staging = Staging(parts, removal, self._spawn)
         self.reads = self._staging.reads
         self._reports = HostReports(parts, removal, self.opened, self._spawn)
@@ -132,23 +127,7 @@ class GetPath:
         for lease_id in request.lease_ids:
             lease = self._parts.leases.release(session.number, lease_id)
             if lease is not None:
-                self.let_go(lease.payload)
-
-    def let_go(self, leased: Leased) -> None:
-        """A lease ended (release, expiry, session end): unpin everything it kept."""
-        for resident in leased.sealed.values():
-            self._parts.residency.unpin(resident)
-        self.opened.let_go(leased)
-        if leased.granted:
-            leased.session.account.leases -= 1
-            self._parts.held.leases.refund(1)
-        self._unhold(leased.session, leased.held_bytes)
-        self._parts.room.notify(leased.session.number)
-
-    def _unhold(self, session: Session, length_bytes: int) -> None:
-        session.held_bytes -= length_bytes
-        assert session.held_bytes >= 0, "a lease was let go twice"
-        self._parts.held.let_go(session.account, length_bytes)
+                self.granting.let_go(lease.payload)
 
     def _job(
         self, session: Session, handle: int, open_at: OpenAt, keys: bytes, deadline_ns: int
@@ -209,14 +188,15 @@ class GetPath:
                     if job.ended:
                         return
                 elif not len(window) and not await job.visit.outside(
-                    self._wait_for_room(job, landing, in_vain), own=self._full(job.session) > 0
+                    self._wait_for_room(job, landing, in_vain),
+                    own=self.granting.full(job.session) > 0,
                 ):
                     self._refuse(job, wanted.pending)
                 in_vain = not len(window)
             while landing:
                 await self._first_of(landing)
             if not job.ended:
-                await self._grant(job, [], final=True)
+                await self.granting.grant(job, [], final=True)
         finally:
             hits = [slot for slot in reversed(job.hits) if index.is_live(slot)]
             self._parts.meters.usefulness.served(hits)
@@ -224,7 +204,7 @@ class GetPath:
             self._parts.valued.used(hits)
             for task, window in landing.items():
                 task.cancel()
-                self._undo(job, window.take_waits())  # of one that has not begun, and never will
+                self.granting.undo(job, window.take_waits())  # not begun, and never will be
             if landing:  # last: this may be cancelled once more
                 await asyncio.gather(*landing, return_exceptions=True)
 
@@ -246,7 +226,7 @@ class GetPath:
         """No room for the rest by the deadline: BUSY, and counted where the tenant holds it."""
         parts, account = self._parts, job.session.account
         job.misses += [(index, Status.BUSY) for index in pending]
-        if not self._may_lease(job.session):
+        if not self.granting.may_lease(job.session):
             parts.metrics.quota_refusals[account.name, "leases"].inc(len(pending))
         elif parts.held.get_room(account, parts.accounts.of_free(account)) <= 0:
             parts.metrics.quota_refusals[account.name, "get"].inc(len(pending))
@@ -285,15 +265,9 @@ class GetPath:
             await self._first_of(landing)
             return True
         return await parts.room.wait(
-            session.account, left_ns, session=self._full(session), again=again,
+            session.account, left_ns, session=self.granting.full(session), again=again,
             cost=WINDOW_COST + BLOCK_COST,
         )  # fmt: skip
-
-    def _full(self, session: Session) -> int:
-        """The session's number when it holds as much as one session may, else 0."""
-        bounds = self._parts.config.limits
-        full = session.held_bytes >= bounds.inflight_bytes_per_session_max
-        return session.number if full or not self._parts.leases.room(session.number) else 0
 
     def _window(self, job: Job, pending: deque[int], known: list[int] | None) -> Window:
         """What of `pending` can be served or loaded now; `known` are the slots of all keys."""
@@ -301,7 +275,7 @@ class GetPath:
         account = job.session.account
         room = parts.config.limits.inflight_bytes_per_session_max - job.session.held_bytes
         room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
-        if room <= 0 or not self._may_lease(job.session):
+        if room <= 0 or not self.granting.may_lease(job.session):
             return Window()
         most = WINDOW_BLOCKS_IN_TURN if parts.turns.loop.waiting else WINDOW_BLOCKS_MAX
         indices = list(itertools.islice(pending, most))
@@ -326,12 +300,6 @@ class GetPath:
         if window.loads:
             self._staging.start(account, [resident for _, resident in window.loads])
         return window
-
-    def _may_lease(self, session: Session) -> bool:
-        parts, account = self._parts, session.account
-        return parts.leases.room(session.number) and parts.held.may_lease(
-            account, parts.accounts.of_free(account)
-        )
 
     def _shape(self, slot: int, key: bytes) -> Shape:
         if slot < 0:
@@ -359,22 +327,15 @@ class GetPath:
                     lost.append((index, resident))
                     misses.append((index, status))
             mine = arrived
-            self._undo(job, lost)
+            self.granting.undo(job, lost)
             job.misses += misses
             granted = True
             if arrived:
-                await self._grant(job, arrived, final=job.is_last)
+                await self.granting.grant(job, arrived, final=job.is_last)
             job.owed -= 1
         finally:
             if not granted:
-                self._undo(job, mine)
-
-    def _undo(self, job: Job, entries: Sequence[tuple[int, Resident]]) -> None:
-        for _, resident in entries:
-            self._parts.residency.unpin(resident)
-            self._unhold(job.session, resident.extent.length_bytes)
-        if entries:
-            self._parts.room.notify(job.session.number)
+                self.granting.undo(job, mine)
 
     async def _grant_ready(self, job: Job, rest: list[tuple[int, Resident]]) -> None:
         """Grant what is in memory; of a large window the first part at once."""
@@ -382,111 +343,13 @@ class GetPath:
         try:
             if first := granted_ahead(rest):
                 ahead, rest = rest[:first], rest[first:]
-                await self._grant(job, ahead, final=False)
+                await self.granting.grant(job, ahead, final=False)
                 await asyncio.sleep(0)  # the frame leaves while the rest is prepared
             mine, rest = rest, []
-            await self._grant(job, mine, final=job.is_last)
+            await self.granting.grant(job, mine, final=job.is_last)
             job.owed -= 1
         finally:
-            self._undo(job, rest)
-
-    async def _grant(self, job: Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
-        """Turn pinned residents into one lease and emit it, with the misses known so far."""
-        parts, session = self._parts, job.session
-        entries = self._openable(job, entries)
-        leased = Leased(session, job.namespace)
-        leased.sealed = dict(entries)
-        leased.held_bytes = sum(resident.extent.length_bytes for _, resident in entries)
-        items: list[GrantItem] = []
-        try:
-            if job.open_at is OpenAt.DAEMON and entries:
-                failed = await self.opened.open(leased, self._removal)
-                job.misses += failed
-                items = await self.opened.items(leased, job.deadline_ns)
-                if not items:
-                    job.misses += [(index, Status.BUSY) for index in leased.plain]
-            elif entries:
-                items = await self._sealed_items(session, entries)
-            if items and not await self._lease_room(job):
-                job.misses += [(item.index, Status.BUSY) for item in items]
-                items = []
-            expires_ns = parts.now_ns() + job.lease_ns
-            lease_id = 0
-            if items:
-                lease_id = parts.leases.grant(session.number, leased, expires_ns).lease_id
-                leased.granted = True
-                session.account.leases += 1
-                parts.held.leases.take(1)
-        except BaseException:
-            self.let_go(leased)
-            raise
-        if not items and entries:
-            self.let_go(leased)
-        job.hits += [resident.slot for _, resident in entries]
-        misses, job.misses = tuple(sorted(job.misses, key=itemgetter(0))), []
-        parts.meters.granted(session.account.name, items, misses, job.open_at)
-        job.ended |= final
-        job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
-
-    async def _lease_room(self, job: Job) -> bool:
-        """Wait until the session may hold another lease: windows land several at a time."""
-        parts = self._parts
-        again = False
-        while not self._may_lease(job.session):
-            left_ns = job.deadline_ns - parts.now_ns()
-            session = self._full(job.session)
-            if not await parts.room.wait(
-                job.session.account, left_ns, session=session, again=again
-            ):
-                return False
-            again = True
-        return True
-
-    def _openable(
-        self, job: Job, entries: list[tuple[int, Resident]]
-    ) -> list[tuple[int, Resident]]:
-        """Without the blocks whose key version was retired: those are gone for good."""
-        deks, at_host = job.session.tenant.deks, job.namespace.host_sealed
-
-        def usable(resident: Resident) -> bool:
-            if resident.host_sealed is not at_host:
-                return False  # ids of the two kinds never meet, unless somebody made them
-            return at_host or resident.dek_version in deks
-
-        gone = [entry for entry in entries if not usable(entry[1])]
-        if not gone:
-            return entries
-        kept = [entry for entry in entries if usable(entry[1])]
-        for _, resident in gone:
-            self._removal.without_key(resident)
-        self._undo(job, gone)
-        job.misses += [(index, Status.ERASED) for index, _ in gone]
-        return kept
-
-    async def _sealed_items(
-        self, session: Session, entries: list[tuple[int, Resident]]
-    ) -> list[GrantItem]:
-        items = []
-        deks = session.tenant.deks
-        keys = [  # before anything is waited for: then a version may be destroyed, and wiped
-            NO_KEY if r.host_sealed else derive_block_key(deks[r.dek_version], r.salt)
-            for _, r in entries
-        ]
-        for (index, resident), block_key in zip(entries, keys, strict=True):
-            extent = resident.extent
-            exposure = session.exposures.get(extent.slab.number)
-            if exposure is None:
-                exposure = await session.expose_slab(extent.slab)
-            address = exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES
-            tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
-            resident.from_flash = False
-            items.append(
-                GrantItem(
-                    index, tier, RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
-                    resident.plain_bytes, block_key.key, block_key.commitment,
-                )
-            )  # fmt: skip
-        return items
+            self.granting.undo(job, rest)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -28,6 +28,8 @@ from entresol_daemon.keys.keyring import DEK_VERSIONS_PER_TENANT_MAX, TenantInfo
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Session
+from entresol_daemon.shard.tenancy import Tenancy
+from entresol_daemon.shard.turns import DROP_COST, NAMESPACE_COST, REMOVAL_COST, Stretches
 from entresol_proto.ids import HostSealedNamespace, TenantName
 from entresol_proto.seal.block import SealedHeader
 from entresol_proto.status import EntresolError, SealError
@@ -68,14 +70,19 @@ async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
 class KeyCare:
     """Of all tenants of a shard."""
 
-    def __init__(self, parts: Parts, removal: Removal, sessions: Mapping[int, Session]) -> None:
+    def __init__(
+        self, parts: Parts, removal: Removal, tenancy: Tenancy, sessions: Mapping[int, Session]
+    ) -> None:
         self._parts = parts
         self._removal = removal
+        self._tenancy = tenancy
         self._sessions = sessions
         self._putting: Counter[tuple[bytes, int]] = Counter()  # (stream, version): reservations
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy: set[TenantName] = set()  # a change of their keys is under way
         self._not_before_ns: dict[TenantName, int] = {}
+        # Of namespaces that a rotation is emptying: what it leaves, see `core.census`.
+        self._spared: dict[bytes, frozenset[int]] = {}
         self._next_look_ns = 0
         self.rotations: Counter[str] = Counter()  # by cause
         self.versions_ended = 0
@@ -97,11 +104,15 @@ class KeyCare:
 
     # -- what the operator asks
 
-    async def rotate(self, name: TenantName, *, force: bool = False, cause: str = "asked") -> int:
+    async def rotate(self, name: TenantName, *, force: bool = False) -> int:
         """Begin a new version; `force` ends the older ones and drops what they sealed.
 
         Returns the number of blocks dropped, once that would survive a crash. Raises: KeyringError.
         """
+        async with self._tenancy.changing(name):
+            return await self._rotate(name, force=force, cause="asked")
+
+    async def _rotate(self, name: TenantName, *, force: bool, cause: str) -> int:
         parts = self._parts
 
         def rotate() -> None:
@@ -116,7 +127,7 @@ class KeyCare:
         if not force:
             return 0
         dropped = await self._drop_unreadable(name)
-        await parts.engine.barrier()
+        await self._removal.barrier(parts.accounts.by_name[name])
         await wipe_from_memory(parts, name)
         log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
         return dropped
@@ -161,7 +172,7 @@ class KeyCare:
                 continue
             cause = self._due(info)
             if cause:
-                self._start(info.name, self._rotate_by_itself(info, cause))
+                self._start(info.name, self._rotate_by_itself(info.name))
             elif info.active_version > 1 and self._not_counted(info.stream):
                 self._start(info.name, self._count(account))
             elif self._unused(info):
@@ -199,20 +210,26 @@ class KeyCare:
     def _not_counted(self, stream: bytes) -> int:
         return self._parts.census.blocks(stream, NOT_COUNTED)
 
-    async def _rotate_by_itself(self, info: TenantInfo, cause: str) -> None:
-        if len(info.fingerprints) >= DEK_VERSIONS_PER_TENANT_MAX:
-            # The oldest has had its time: so many rotations of it ago.
-            await self._end_versions(info.name, [min(info.fingerprints)])
-            await self._drop_unreadable(info.name)
-        await self.rotate(info.name, cause=cause)
-        log.info("event=key_rotated_by_itself tenant=%s cause=%s", info.name, cause)
+    async def _rotate_by_itself(self, name: TenantName) -> None:
+        async with self._tenancy.changing(name):
+            info = self._parts.keyring.info(name)
+            cause = self._due(info) if info is not None else ""
+            if info is None or not cause:
+                return  # rotated, or erased, by somebody else meanwhile
+            if len(info.fingerprints) >= DEK_VERSIONS_PER_TENANT_MAX:
+                # The oldest has had its time: so many rotations of it ago.
+                await self._end_versions(name, [min(info.fingerprints)])
+                await self._drop_unreadable(name)
+            await self._rotate(name, force=False, cause=cause)
+        log.info("event=key_rotated_by_itself tenant=%s cause=%s", name, cause)
 
     async def _end_unused(self, name: TenantName) -> None:
-        """A rotation may be under way, of which no session has heard: those that still reserve
-        under the older version are told before it is looked at once more, and ended."""
-        info = self._renew_sessions(name)
-        if info is not None:
-            await self._end_versions(name, self._unused(info))
+        """Before they are ended, those that still reserve under an older version are told, and it
+        is looked at once more."""
+        async with self._tenancy.changing(name):
+            info = self._renew_sessions(name)
+            if info is not None:
+                await self._end_versions(name, self._unused(info))
 
     async def _end_versions(self, name: TenantName, versions: list[int]) -> None:
         for version in versions:
@@ -243,8 +260,8 @@ class KeyCare:
         expected = [(index.namespace_of(slot), index.key_of(slot)) for slot in mine]
         heads = await parts.engine.read_heads(mine)
         info = parts.keyring.info(account.name)
-        if info is None:
-            return
+        if info is None or info.stream != account.stream:
+            return  # erased meanwhile
         for slot, place, head in zip(mine, expected, heads, strict=True):
             if not index.is_live(slot) or (index.namespace_of(slot), index.key_of(slot)) != place:
                 continue  # another block by now, and counted
@@ -262,7 +279,7 @@ class KeyCare:
             parts.census.note(slot, account.stream, census_code)
 
     async def _drop_unreadable(self, name: TenantName) -> int:
-        """Forget every block of a tenant whose key version is gone, a namespace at a time.
+        """Forget every block of a tenant whose key version is gone, others' turns between.
 
         Those found at start and not looked at yet are older than the only version, if there is but
         one and they are known to be sealed here; otherwise their turn comes when they are counted.
@@ -274,22 +291,54 @@ class KeyCare:
         kept = [HOST_SEALED, *map(code_of, info.fingerprints)]
         if len(info.fingerprints) > 1:
             kept.append(NOT_COUNTED)
+        stretches = self._removal.stretches_of(parts.accounts.by_name[name])
+        doomed: list[bytes] = []
         dropped = 0
-        for namespace_id in self._removal.namespaces_of(info.stream):
-            described = parts.keyring.descriptor_of(namespace_id)
-            if isinstance(described, HostSealedNamespace):
-                continue
-            slots = parts.engine.index.slots_of(namespace_id)
-            spared = kept if described is not None else [*kept, NOT_COUNTED]
-            doomed = slots[~np.isin(parts.census.codes(slots), spared)].tolist()
-            dropped += len(doomed)
-            if len(doomed) == len(slots):
-                parts.engine.drop_namespace(namespace_id, RemoveReason.UNREADABLE)
-                continue
-            for slot in doomed:  # without a turn of the loop in between: slots are reused
-                parts.engine.remove(slot, RemoveReason.UNREADABLE)
-            await asyncio.sleep(0)
+        try:
+            for namespace_id in self._removal.namespaces_of(info.stream):
+                described = parts.keyring.descriptor_of(namespace_id)
+                await self._removal.rest(stretches, NAMESPACE_COST)
+                if isinstance(described, HostSealedNamespace):
+                    continue
+                spared = kept if described is not None else [*kept, NOT_COUNTED]
+                self._spared[namespace_id] = frozenset(spared)
+                doomed.append(namespace_id)
+            for namespace_id in doomed:
+                dropped += await self._drop_doomed(namespace_id, stretches)
+        finally:
+            for namespace_id in doomed:
+                del self._spared[namespace_id]
         return dropped
+
+    async def _drop_doomed(self, namespace_id: bytes, stretches: Stretches) -> int:
+        engine, census = self._parts.engine, self._parts.census
+        spared = list(self._spared[namespace_id])
+        dropped = 0
+        while True:  # again: an eviction has moved some meanwhile
+            slots = engine.index.slots_of(namespace_id)
+            doomed = slots[~np.isin(census.codes(slots), spared)]
+            if not len(doomed):
+                return dropped
+            if len(doomed) == len(slots):
+                for removed in engine.drop_namespace(namespace_id, RemoveReason.UNREADABLE):
+                    dropped += len(removed)
+                    await self._removal.rest(stretches, len(removed) * DROP_COST)
+                continue
+            for slot in doomed.tolist():
+                # Others have had their turns: it may hold another block by now.
+                if engine.index.is_live(slot) and engine.index.namespace_of(slot) == namespace_id:
+                    dropped += self.drop_if_doomed(namespace_id, slot)
+                    await self._removal.rest(stretches, REMOVAL_COST)
+
+    def drop_if_doomed(self, namespace_id: bytes, slot: int) -> bool:
+        """True if a forced rotation has destroyed the key of the block in this slot: whoever meets
+        it before its turn to be dropped has come drops it."""
+        spared = self._spared.get(namespace_id)
+        if spared is None or self._parts.census.code(slot) in spared:
+            return False
+        if self._parts.engine.index.is_live(slot):  # not of two that met it at once the second
+            self._parts.engine.remove(slot, RemoveReason.UNREADABLE)
+        return True
 
     def _renew_sessions(self, name: TenantName) -> TenantInfo | None:
         """Sessions use the keys as they are now, which are returned. The tenant may have been

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.plaintext import PLAIN_OWNER, PlainMemory
 from entresol_daemon.shard.removal import Removal
@@ -60,6 +62,15 @@ def _open(job: _Opening) -> tuple[Status, bytes]:
     if status is not Status.OK:
         return status, b""
     return status, engine_key_digest(SealedHeader.parse(job.sealed).engine_key)
+
+
+def _look(job: _Opening) -> Status:
+    """Whether a block opens; what came of it is wiped."""
+    try:
+        return _open(job)[0]
+    finally:
+        zero(job.into)
+        job.into.release()
 
 
 class OpenedBlocks:
@@ -123,23 +134,19 @@ class OpenedBlocks:
         leased.sealed.clear()
         return failed
 
-    async def items(self, leased: Leased, deadline_ns: int) -> list[GrantItem]:
+    async def items(self, leased: Leased, job: Job) -> list[GrantItem]:
         """Grant items of a lease's opened blocks, exposing them as the fabric allows.
 
-        None of them when the session has no exposures left by the deadline: those of earlier leases
-        come back as the host gives them up. Raises: FabricError, EntresolError.
+        None of them when the session has no exposures left by the job's deadline: those of earlier
+        leases come back as the host gives them up. Raises: FabricError, EntresolError.
         """
         session = leased.session
         endpoint = session.data_path()
         if endpoint.capabilities.revokes:  # one each, taken for all at once or not at all
-            again = False
-            while session.exposed_blocks + len(leased.plain) > EXPOSED_BLOCKS_MAX:
-                left_ns = deadline_ns - self._parts.now_ns()
-                if not await self._parts.room.wait(
-                    session.account, left_ns, session=session.number, again=again
-                ):
+            while self._crowded(leased):  # also where others of the session were quicker
+                left = self._exposures_left(leased, job.deadline_ns)
+                if not await job.visit.outside(left, own=True):
                     return []
-                again = True
             leased.exposed_blocks = len(leased.plain)
             session.exposed_blocks += leased.exposed_blocks
         items = []
@@ -150,16 +157,36 @@ class OpenedBlocks:
                 leased.exposures.append(exposure)
                 offset = 0
             else:
-                exposure = await session.expose_plain(block.extent.slab)
+                shown = session.plain_exposures.get(block.extent.slab.number)
+                if shown is None:
+                    exposing = session.expose_plain(block.extent.slab)
+                    shown = await job.visit.outside(exposing, own=True)
+                exposure = shown
             span = exposure.span(offset, block.plain_bytes)
             tier = Tier.FLASH if index in leased.staged else Tier.MEMORY
             digest = block.engine_key_digest
             items.append(GrantItem(index, tier, span, block.plain_bytes, digest, NO_COMMITMENT))
         return items
 
+    def _crowded(self, leased: Leased) -> bool:
+        """Whether its session has no exposures left for this lease."""
+        return leased.session.exposed_blocks + len(leased.plain) > EXPOSED_BLOCKS_MAX
+
+    async def _exposures_left(self, leased: Leased, deadline_ns: int) -> bool:
+        """Wait for them; False when the deadline comes first."""
+        session, again = leased.session, False
+        while self._crowded(leased):
+            left_ns = deadline_ns - self._parts.now_ns()
+            if not await self._parts.room.wait(
+                session.account, left_ns, session=session.number, again=again
+            ):
+                return False
+            again = True
+        return True
+
     def let_go(self, leased: Leased) -> None:
         """End of a lease: revoke first, wipe and free what no other lease keeps after that."""
-        if leased.exposures and not leased.session.closed:
+        if leased.exposures and not leased.session.fenced:
             task = asyncio.get_running_loop().create_task(self._revoke(leased))
             self._revoking[task] = leased.session
             task.add_done_callback(self._revoking.pop)
@@ -167,7 +194,19 @@ class OpenedBlocks:
             self._unpin(leased)
 
     async def verify(self, resident: Resident) -> Status:
-        """Open a resident into private scratch memory, only to see whether it opens."""
+        """Open a resident into private scratch memory, only to see whether it opens: in a turn of
+        its owner, after what waits for an answer. Raises: ComputeError, QuotaError (BUSY)."""
+        parts, cost = self._parts, resident.plain_bytes
+        account = parts.accounts.by_stream.get(resident.owner)
+        if account is None:
+            return Status.ERASED
+        await parts.turns.compute.take(account, cost, PUTS)
+        try:
+            return await self._verify(resident)
+        finally:
+            parts.turns.compute.give(cost)
+
+    async def _verify(self, resident: Resident) -> Status:
         parts = self._parts
         extent = parts.scratch.allocate(resident.owner, resident.plain_bytes)
         if extent is None:
@@ -183,19 +222,21 @@ class OpenedBlocks:
                 resident.wire_key,
                 derive_block_key(dek, resident.salt),
             )
-            status, _ = await parts.compute.run(_open, job)
-            zero(job.into)
-            job.into.release()
-            return status
+            return await parts.compute.run(_look, job)
         finally:
             parts.scratch.free(extent)
+            parts.room.notify()  # puts may wait for it
 
     async def close_session(self, session: Session) -> None:
         """Give up all plaintext of a session; its leases have ended."""
         while mine := [task for task, owner in self._revoking.items() if owner is session]:
             await asyncio.wait(mine)  # not those of other sessions: they never cease
-        self.memory.close(session)
+        # Leases that last longer (shm) are the host's, which has a mapping of its own: what is left
+        # of them here would keep the memory beyond the budget.
+        for lease in self._parts.leases.of_session(session.number):
+            lease.payload.plain.clear()
         session.plain_blocks.clear()
+        self.memory.close(session)
 
     def _opening(self, session: Session, resident: Resident, block: PlainBlock) -> _Opening:
         block_key = derive_block_key(session.tenant.deks[resident.dek_version], resident.salt)

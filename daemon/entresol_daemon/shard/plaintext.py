@@ -85,7 +85,7 @@ class PlainMemory:
         self._of_tenant[name] -= size_bytes
         if not self._of_tenant[name]:
             del self._of_tenant[name]
-        exposure = session.plain_exposures.pop(slab.number, None)
+        exposure = session.take_back(slab, plain=True)
         if exposure is not None and session.endpoint is not None and not session.closed:
             task = asyncio.get_running_loop().create_task(session.endpoint.revoke(exposure))
             self._revoking.add(task)

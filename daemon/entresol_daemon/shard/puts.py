@@ -38,7 +38,7 @@ from entresol_daemon.shard.pulls import (
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reserving import Reserving
 from entresol_daemon.shard.sessions import Session
-from entresol_daemon.shard.turns import compute_in_turns
+from entresol_daemon.shard.turns import HeldTurn, compute_in_turns
 from entresol_proto.fabric.base import ReadOp, RemoteSpan
 from entresol_proto.ids import short
 from entresol_proto.seal import codecs
@@ -47,6 +47,8 @@ from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, Commit, PutDone, Reason, Reserve, Reserved
 
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
+HOST_READ_NS_MAX = 30_000_000_000  # and for its host to be read, one window of it
+SLOW_HOST_S = 0.02  # then others take the turn of a window whose host has not answered
 
 APPEND_COST = 80  # of the loop: a block entered into index, books and event log
 
@@ -95,7 +97,7 @@ class PutPath:
         waits: list[tuple[Pull, asyncio.Future[Status]]] = []
         self._committing += 1
         try:
-            for window in windows(pulls):
+            for window in windows([pull for pull in pulls if pull.status is Status.OK]):
                 waits += await self._store(session, window)
             for pull in pulls:
                 statuses[pull.place] = pull.status
@@ -114,7 +116,12 @@ class PutPath:
     def _pull(self, reservation: Reservation, span: RemoteSpan, place: int) -> Pull:
         """Sealed here with the raw codec, a block is read once: where it can be, where it lies."""
         pull, of = Pull(reservation, span, place), reservation.namespace
-        if not reservation.at_host:
+        if reservation.at_host:
+            if extent_bytes(span.length_bytes) > reservation.record_bytes_max:
+                pull.status = Status.TOO_LARGE
+        elif span.length_bytes != reservation.item.plain_bytes:
+            pull.status = Status.BAD_REQUEST
+        else:
             bypass = self._parts.codecs.bypass
             pull.codec_id = bypass.codec(of.namespace_id, of.dtype, of.codec_id)
             endpoint = reservation.session.endpoint
@@ -150,11 +157,10 @@ class PutPath:
         return (namespace_id, key) in self._wanted
 
     async def _await_durable(self, pull: Pull, flushed: asyncio.Future[Status]) -> Status:
-        if flushed.done():  # with the group of a block before it: waiting costs a turn of the loop
-            return flushed.result()
-        left_ns = pull.reservation.deadline_ns - self._parts.now_ns()
-        done, _ = await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
-        return flushed.result() if done else Status.DEADLINE
+        if not flushed.done():  # with the group of a block before it: waiting costs a loop's turn
+            left_ns = pull.reservation.deadline_ns - self._parts.now_ns()
+            await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
+        return _outcome(flushed) if flushed.done() else Status.DEADLINE
 
     async def _store(
         self, session: Session, window: list[Pull]
@@ -163,7 +169,12 @@ class PutPath:
         parts, waits = self._parts, []
         until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
         while window:
-            batch, taken = await self._take(session, window)
+            cost = max(1, sum(pull.span.length_bytes for pull in window))
+            turn = await self._turn(session.account, cost, window)
+            if turn is None:
+                window = [pull for pull in window if pull.status is Status.OK]
+                continue
+            batch, taken = await self._take(session, window, turn)
             waits += taken
             window = window[batch:]
             if batch:
@@ -175,8 +186,25 @@ class PutPath:
                 window = window[1:]
         return waits
 
+    async def _turn(self, account: Account, cost: int, window: list[Pull]) -> HeldTurn | None:
+        """The tenant's turn to pull a window; None when a deadline came before it, and then its
+        blocks' statuses say so."""
+        parts = self._parts
+        pulls = parts.turns.pulls
+        left_ns = min(pull.reservation.deadline_ns for pull in window) - parts.now_ns()
+        try:
+            async with asyncio.timeout(max(0, left_ns) / 1e9):
+                await pulls.take(account, cost, PUTS)
+        except TimeoutError:
+            now_ns = parts.now_ns()
+            for pull in window:
+                if pull.reservation.deadline_ns <= now_ns:
+                    pull.status = Status.DEADLINE
+            return None
+        return HeldTurn(pulls, cost)
+
     async def _take(
-        self, session: Session, window: list[Pull]
+        self, session: Session, window: list[Pull], turn: HeldTurn
     ) -> tuple[int, list[tuple[Pull, asyncio.Future[Status]]]]:
         """Bring the first blocks of a window into records and append them; returns how many.
 
@@ -186,11 +214,9 @@ class PutPath:
         """
         parts, account = self._parts, session.account
         try:
-            cost = max(1, sum(pull.span.length_bytes for pull in window))
-            await parts.turns.pulls.take(account, cost, PUTS)
             try:
                 batch, here = self._find_memory_for(session, window)
-                await self._read(session, [pull for pull in here if not pull.stays])
+                await self._read(session, [pull for pull in here if not pull.stays], turn)
                 here = [pull for pull in here if pull.status is Status.OK]
                 for pull in here:
                     if pull.reservation.at_host:
@@ -202,7 +228,7 @@ class PutPath:
                     ready = [p for p in here if p.status is Status.OK]
                     await self._seal(account, [p for p in ready if not p.reservation.at_host])
             finally:
-                parts.turns.pulls.give(cost)
+                turn.give()
             waits = []
             here = [pull for pull in here if pull.status is Status.OK]
             here.sort(key=lambda p: p.reservation.item.position)
@@ -223,28 +249,21 @@ class PutPath:
                 self._drop_memory(pull)
 
     def _find_memory_for(self, session: Session, window: list[Pull]) -> tuple[int, list[Pull]]:
-        """How many of the first blocks are settled, and those of them that have their memory."""
+        """How many of the first blocks have their memory, and these."""
         here: list[Pull] = []
         for batch, pull in enumerate(window):
-            found = self._find_memory(session, pull)
-            if not found and pull.status is Status.OK:
+            if not self._find_memory(session, pull):
                 return batch, here  # its turn comes in the next round
-            here += [pull] if found else []
+            here.append(pull)
         return len(window), here
 
     def _find_memory(self, session: Session, pull: Pull) -> bool:
-        """Memory for one block, now; False also when its status says why it gets none ever."""
+        """Memory for one block, now."""
         parts, item = self._parts, pull.reservation.item
         account = session.account
         length = pull.reservation.record_bytes_max
         if pull.reservation.at_host:
             length = extent_bytes(pull.span.length_bytes)
-            if length > pull.reservation.record_bytes_max:
-                pull.status = Status.TOO_LARGE
-                return False
-        elif pull.span.length_bytes != item.plain_bytes:
-            pull.status = Status.BAD_REQUEST
-            return False
         most = account.dram_quota_bytes or parts.residency.pool.budget_bytes
         pull.extent = parts.residency.allocate(account.stream, length, most)
         if pull.extent is None:
@@ -256,7 +275,9 @@ class PutPath:
                 pull.extent = None
         return pull.extent is not None
 
-    async def _read(self, session: Session, window: list[Pull]) -> None:
+    async def _read(self, session: Session, window: list[Pull], turn: HeldTurn) -> None:
+        """Read what hosts wrote. The turn is for what moves: a host that is waited for keeps it for
+        SLOW_HOST_S, and not at all while it is waited for already. Then memory bounds it alone."""
         if not window:
             return
         ops = []
@@ -271,7 +292,22 @@ class PutPath:
                 into = pull.extent.view[start : start + pull.span.length_bytes]
             ops.append(ReadOp(pull.span, into))
         deadline_ns = min(pull.reservation.deadline_ns for pull in window)
-        statuses = await session.data_path().read(ops, deadline_ns)
+        deadline_ns = min(deadline_ns, self._parts.now_ns() + HOST_READ_NS_MAX)
+        slow = False
+
+        def waits_long() -> None:
+            nonlocal slow
+            slow = True
+            session.slow_reads += 1
+            turn.give()
+
+        patience_s = 0.0 if session.slow_reads else SLOW_HOST_S
+        timer = asyncio.get_running_loop().call_later(patience_s, waits_long)
+        try:
+            statuses = await session.data_path().read(ops, deadline_ns)
+        finally:
+            timer.cancel()
+            session.slow_reads -= slow
         for pull, status in zip(window, statuses, strict=True):
             pull.status = status
             pull.sealed_bytes = pull.span.length_bytes
@@ -361,7 +397,7 @@ class PutPath:
         if self._durable.get(resident.slot) is done:
             del self._durable[resident.slot]
         self._reserving.close(reservation)
-        status = Status.IO_ERROR if done.cancelled() else done.result()
+        status = _outcome(done)
         if status is not Status.OK:
             log.error("event=put_lost block=%s status=%s", short(resident.wire_key), status.label)
         self._parts.residency.unpin(resident)
@@ -396,3 +432,8 @@ class PutPath:
             self._parts.residency.pool.free(pull.extent)
             pull.extent = None
         self._parts.room.notify()
+
+
+def _outcome(flushed: asyncio.Future[Status]) -> Status:
+    """Of a block's flush that is over."""
+    return Status.IO_ERROR if flushed.cancelled() else flushed.result()

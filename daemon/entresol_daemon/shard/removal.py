@@ -36,10 +36,13 @@ from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason
 from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.turns import DROP_COST, NAMESPACE_COST, Stretches
 from entresol_proto import limits
 from entresol_proto.ids import TenantName, short
-from entresol_proto.status import Status
+from entresol_proto.status import DeviceError, QuotaError, Status
 from entresol_proto.wire.data import Reason
+
+BARRIER_EVICTIONS_MAX = 16  # for the room that removals take to be written down
 
 _REASONS = {
     RemoveReason.EVICTED: (Reason.EVICTED, events.Reason.EVICTED),
@@ -118,11 +121,32 @@ class Removal:
                     return self._fits(account, record_bytes)
         return True
 
-    async def shrink_to_quota(self, account: Account) -> None:
-        """Evict a tenant's blocks until its (new) quota holds."""
-        async with self._making_room:
-            while not self.within_quota(account, 0):
+    async def barrier(self, account: Account) -> None:
+        """Return when every removal so far is durable; this tenant asked for it. To write removals
+        down takes room, too: where there is none left, blocks are evicted for it.
+
+        Raises: DeviceError.
+        """
+        engine = self._parts.engine
+        for _ in range(BARRIER_EVICTIONS_MAX):
+            try:
+                await engine.barrier()
+                return
+            except DeviceError as error:
+                if error.status is not Status.NO_SPACE:
+                    raise
+            async with self._making_room:
                 if not await self._evict_once(account, 0):
+                    break
+        await engine.barrier()
+
+    async def shrink_to_quota(self, account: Account) -> None:
+        """Evict a tenant's blocks until its (new) quota holds, or it is erased. Whoever needs room
+        for a put comes in between."""
+        books = self._parts.accounts.by_stream
+        while not self.within_quota(account, 0) and books.get(account.stream) is account:
+            async with self._making_room:
+                if self.within_quota(account, 0) or not await self._evict_once(account, 0):
                     return
 
     def _fits(self, account: Account, record_bytes: int) -> bool:
@@ -276,21 +300,45 @@ class Removal:
 
     def namespaces_of(self, stream: bytes) -> list[bytes]:
         """Every namespace that has a block in a tenant's segments."""
-        engine = self._parts.engine
-        numbers, found = engine.index.namespace_numbers()
-        mine: set[int] = set()
-        for info in engine.segments():
-            if info.stream == stream and info.live_blocks:
-                mine.update(np.unique(numbers[engine.segment_slots(info.segment)]).tolist())
-        return [found[number] for number in sorted(mine)]
+        index, segments = self._parts.engine.index, self._parts.engine.segments()
+        mine = np.array([info.stream == stream for info in segments], np.bool_)
+        slots = index.live_slots()
+        numbers, found = index.namespace_numbers()
+        counts = np.bincount(numbers[slots[mine[index.segment[slots]]]])
+        return [found[number] for number in np.flatnonzero(counts).tolist()]
 
-    def drop_namespaces(self, namespace_ids: Iterable[bytes]) -> int:
-        """Drop every block of a tenant's namespaces (erase); returns how many."""
-        return sum(len(self._parts.engine.drop_namespace(each)) for each in namespace_ids)
+    async def drop_stream(self, account: Account) -> int:
+        """Drop every block of a tenant whose sessions have ended (erase), others' turns between;
+        returns how many. A crash brings none back once `engine.barrier` returned."""
+        engine, stretches = self._parts.engine, self.stretches_of(account)
+        dropped = 0
+        seen: set[bytes] = set()
+        while namespaces := self.namespaces_of(account.stream):  # again: some were moved meanwhile
+            seen.update(namespaces)
+            for each in namespaces:
+                for removed in engine.drop_namespace(each):
+                    dropped += len(removed)
+                    await self.rest(stretches, len(removed) * DROP_COST)
+        for each in sorted(seen):
+            engine.bury_namespace(each)
+            await self.rest(stretches, NAMESPACE_COST)
+        return dropped
+
+    def stretches_of(self, account: Account) -> Stretches:
+        """To be spent in `rest`."""
+        return Stretches(self._parts.turns.loop, account)
+
+    async def rest(self, stretches: Stretches, cost: int) -> None:
+        """So much of a long removal was done: others come in between."""
+        try:
+            await stretches.spend(cost)
+        except QuotaError:
+            await asyncio.sleep(0)  # its own requests fill the line; this must end all the same
 
     def gone(self, removed: Sequence[Removed]) -> None:
         """The index let go of these in this very moment. Called by the engine."""
         parts = self._parts
+        parts.valued.learn()  # while their slots tell of them
         now = parts.unix_ns()
         groups: dict[tuple[bytes, bytes, RemoveReason], list[bytes]] = {}
         evicted: dict[TenantName, list[tuple[Use, int]]] = {}

@@ -9,6 +9,7 @@ FORGET the tenant may say anyway: kept, it would stand in the way of a good copy
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,10 +20,11 @@ from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Session
 from entresol_proto.ids import short
-from entresol_proto.status import Status
+from entresol_proto.status import QuotaError, Status
 from entresol_proto.wire.data import Release
 
-EXAMINED_AT_ONCE_MAX = 64  # blocks hosts reported; a report beyond is lost, its block reads again
+REPORTED_MAX = 64  # blocks that wait to be examined, of all tenants; a report beyond is lost, and
+# its block reads again. One tenant has as many as are free besides: others' reports are heard.
 
 log = logging.getLogger("entresol.get")
 
@@ -41,7 +43,8 @@ class HostReports:
         self._removal = removal
         self._opened = opened
         self._spawn = spawn
-        self._examining: set[Resident] = set()  # pinned, so none of them comes twice
+        self._waiting: dict[bytes, deque[Resident]] = {}  # by owner; one at a time is examined
+        self._reported: set[Resident] = set()  # those: pinned, so none of them comes twice
 
     def take(self, session: Session, release: Release) -> None:
         """Look into what the host could not verify. Unknown leases and other causes say nothing."""
@@ -56,10 +59,35 @@ class HostReports:
         for resident, status in suspects.items():
             if resident.host_sealed:
                 self._believe(resident, status)
-            elif resident not in self._examining and len(self._examining) < EXAMINED_AT_ONCE_MAX:
-                self._parts.residency.pin(resident)
-                self._examining.add(resident)
-                self._spawn(self._examine(resident))
+            elif resident not in self._reported:
+                self._enter(resident)
+
+    def _enter(self, resident: Resident) -> None:
+        waiting = self._waiting.get(resident.owner)
+        mine = 0 if waiting is None else len(waiting)
+        if mine >= REPORTED_MAX - len(self._reported):
+            return
+        self._parts.residency.pin(resident)
+        self._reported.add(resident)
+        if waiting is None:
+            waiting = self._waiting[resident.owner] = deque()
+            self._spawn(self._examine_all(resident.owner, waiting))
+        waiting.append(resident)
+
+    async def _examine_all(self, owner: bytes, waiting: deque[Resident]) -> None:
+        """One after the other: they share threads and scratch memory with what others wait for."""
+        try:
+            while waiting:
+                await self._examine(waiting[0])
+                self._done(waiting.popleft())
+        finally:
+            del self._waiting[owner]
+            for resident in waiting:
+                self._done(resident)
+
+    def _done(self, resident: Resident) -> None:
+        self._reported.discard(resident)
+        self._parts.residency.unpin(resident)
 
     def _believe(self, resident: Resident, status: Status) -> None:
         """A block only its tenant can open does not open: the tenant's own loss."""
@@ -69,18 +97,15 @@ class HostReports:
 
     async def _examine(self, resident: Resident) -> None:
         """A host could not open a block: believe our own eyes, then drop it or keep it."""
+        if resident.state is not ResidentState.READY:
+            return
         try:
-            if resident.state is not ResidentState.READY:
-                return
             status = await self._opened.verify(resident)
-            self._told(resident, status)
-            if status is Status.CORRUPT:  # and not that its key version is gone
-                self._removal.corrupt(resident, where="host_report")
-        except ComputeError:
+        except (ComputeError, QuotaError):
             return  # no thread to look closer: in doubt, the host's miss was enough
-        finally:
-            self._examining.discard(resident)
-            self._parts.residency.unpin(resident)
+        self._told(resident, status)
+        if status is Status.CORRUPT:  # and not that its key version is gone
+            self._removal.corrupt(resident, where="host_report")
 
     def _told(self, resident: Resident, status: Status) -> None:
         log.warning(

@@ -103,10 +103,22 @@ class Reserving:
 
         After the first that finds no room no further one is looked into: they are BUSY, or EXISTS.
         """
+        answers: list[Reserved.Item] = []
+        try:
+            return answers, await self._decide_each(session, request, deadline_ns, answers)
+        except BaseException:  # nobody will hear of what was reserved so far
+            for answer in answers:
+                if answer.status is Status.OK and answer.put_id in self.open:
+                    self.close(self.open[answer.put_id])
+            raise
+
+    async def _decide_each(
+        self, session: Session, request: Reserve, deadline_ns: int, answers: list[Reserved.Item]
+    ) -> list[tuple[int, asyncio.Future[Status]]]:
+        """Append to `answers`; returns the items that wait for a flush under way."""
         namespace = session.namespace(request.handle)
         session.data_path()
-        parts, items = self._parts, request.items
-        answers: list[Reserved.Item] = []
+        parts, items, doomed = self._parts, request.items, self._keycare.drop_if_doomed
         waits: list[tuple[int, asyncio.Future[Status]]] = []
         full = False
         start = 0
@@ -120,7 +132,7 @@ class Reserving:
             keys = b"".join(item.key for item in part)
             slots = parts.engine.index.lookup(namespace.namespace_id, keys).tolist()
             for place, (item, slot) in enumerate(zip(part, slots, strict=True), start):
-                if slot >= 0:
+                if slot >= 0 and not doomed(namespace.namespace_id, slot):
                     answers.append(Reserved.Item(Status.EXISTS))
                     flushing = self._durable.get(slot)
                     if flushing is not None and request.ack is Ack.DURABLE:
@@ -132,7 +144,7 @@ class Reserving:
                     full = answer.status is Status.BUSY
                     answers.append(answer)
             start += len(part)
-        return answers, waits
+        return waits
 
     def _starved(
         self, session: Session, request: Reserve, answers: Sequence[Reserved.Item]

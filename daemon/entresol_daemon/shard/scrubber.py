@@ -36,7 +36,7 @@ from entresol_daemon.flash.segment import extent_bytes
 from entresol_daemon.keys import files
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
-from entresol_proto.status import EntresolError, Status
+from entresol_proto.status import DeviceError, EntresolError, Status
 
 CHANCES_NS_MAX = 3 * REFUSED_PAUSE_NS  # a cycle waits so long for refused blocks
 SAVE_NS = 60_000_000_000
@@ -140,7 +140,12 @@ class Scrubber:
             while True:
                 await self._until_due()
                 self._under_way = True
-                await self._cycle()
+                try:
+                    await self._cycle()
+                except DeviceError as error:  # no memory, for instance: it goes on where it was
+                    log.warning("event=scrub_waits error=%s", error)
+                    await self._sleep(START_NS)
+                    continue
                 self._under_way = False
         except Exception:
             log.exception("event=scrubber_broke effect=no_scrubbing")

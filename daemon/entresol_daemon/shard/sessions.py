@@ -6,6 +6,8 @@ its own tables, so a forged number reaches nothing of another session.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 from dataclasses import dataclass, field
 from typing import cast
@@ -81,10 +83,13 @@ class Session:
     registrations: dict[Slab, Registration] = field(default_factory=dict)
     plain_pool: SlabPool | None = None
     plain_blocks: dict[tuple[bytes, bytes, bytes], PlainBlock] = field(default_factory=dict)
+    _showing: dict[tuple[bool, int], asyncio.Task[Exposure]] = field(default_factory=dict)
     held_bytes: int = 0
     exposed_blocks: int = 0  # opened blocks exposed one by one
+    slow_reads: int = 0  # of its host under way, so long that their turns went to others
     opening: bool = True  # admitted, its data path not settled yet
     closed: bool = False
+    fenced: bool = False  # its data path is gone: nothing that it was shown can be read through it
 
     def namespace(self, handle: int) -> OpenedNamespace:
         """The namespace of a handle. Raises: EntresolError (BAD_REQUEST) for an unknown one."""
@@ -95,6 +100,13 @@ class Session:
                 status=Status.BAD_REQUEST,
             )
         return found
+
+    def opened(self, namespace_id: bytes) -> OpenedNamespace | None:
+        """The namespace if this session has it open already."""
+        for found in self.namespaces.values():
+            if found.namespace_id == namespace_id:
+                return found
+        return None
 
     def next_handle(self) -> int:
         """A fresh handle. Raises: QuotaError at NAMESPACES_PER_SESSION_MAX."""
@@ -145,10 +157,36 @@ class Session:
         return await self._expose_once(slab, self.plain_exposures)
 
     async def _expose_once(self, slab: Slab, exposures: dict[int, Exposure]) -> Exposure:
+        """Whoever asks while it is being shown waits for that: the peer may take its time."""
         found = exposures.get(slab.number)
-        if found is None:
-            exposure = await self.data_path().expose(slab.buffer)  # type: ignore[arg-type]
-            found = exposures.setdefault(slab.number, exposure)
-            if found is not exposure:
-                await self.data_path().revoke(exposure)
-        return found
+        if found is not None:
+            return found
+        place = (exposures is self.plain_exposures, slab.number)
+        showing = self._showing.get(place)
+        if showing is None:
+            showing = asyncio.get_running_loop().create_task(self._show(slab, exposures))
+            self._showing[place] = showing
+            showing.add_done_callback(functools.partial(self._shown, place))
+        return await asyncio.shield(showing)
+
+    async def _show(self, slab: Slab, exposures: dict[int, Exposure]) -> Exposure:
+        exposure = await self.data_path().expose(slab.buffer)  # type: ignore[arg-type]
+        exposures[slab.number] = exposure
+        return exposure
+
+    def take_back(self, slab: Slab, *, plain: bool = False) -> Exposure | None:
+        """A slab's memory goes away: what is to be revoked, if it was shown."""
+        showing = self._showing.get((plain, slab.number))
+        if showing is not None:
+            showing.cancel()
+        return (self.plain_exposures if plain else self.exposures).pop(slab.number, None)
+
+    def stop_showing(self) -> None:
+        """The data path is closed: nobody is waited for any more."""
+        for showing in self._showing.values():
+            showing.cancel()
+
+    def _shown(self, place: tuple[bool, int], showing: asyncio.Task[Exposure]) -> None:
+        del self._showing[place]
+        if not showing.cancelled():
+            showing.exception()  # told to those who wait; there may be none left

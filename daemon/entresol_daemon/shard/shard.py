@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.config import Config
-from entresol_daemon.core.accounts import Account, Accounts
+from entresol_daemon.core.accounts import Accounts
 from entresol_daemon.core.admission import Admission
 from entresol_daemon.core.census import VersionCensus
 from entresol_daemon.core.history import History
@@ -30,7 +29,7 @@ from entresol_daemon.core.scrubbing import Refused
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
-from entresol_daemon.keys.keyring import Keyring, TenantInfo
+from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
 from entresol_daemon.metrics import Metrics
 from entresol_daemon.shard import lookups, quotas
@@ -46,6 +45,7 @@ from entresol_daemon.shard.quoting import Quoting
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.scrubber import Scrubber
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_daemon.shard.tenancy import Tenancy
 from entresol_daemon.shard.turns import SharedTurns
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, FabricServer, Offer
@@ -105,7 +105,8 @@ class Shard:
         self.removal = Removal(parts)
         self.gets = GetPath(parts, self.removal)
         self.quoting = Quoting(parts, self.gets)
-        self.keycare = KeyCare(parts, self.removal, self.sessions)
+        self.tenancy = Tenancy(parts)
+        self.keycare = KeyCare(parts, self.removal, self.tenancy, self.sessions)
         self.puts = PutPath(parts, self.removal, self.keycare)
         self._explainer = Explainer(parts, self.puts.is_wanted)
         self.host_id = surroundings.host_id
@@ -184,71 +185,12 @@ class Shard:
             sweep=surroundings.sweep,
         )
         shard = cls(parts, fabrics, surroundings, number)
-        shard._adopt()
+        shard.tenancy.find()
         shard.scrubber.start()
         shard._ticker = asyncio.get_running_loop().create_task(shard._tick())
         return shard
 
-    def _adopt(self) -> None:
-        """After recovery: charge every tenant with what lies in its segments.
-
-        Blocks of a stream that is nobody's (a tenant erased just before a crash) cannot be asked
-        for; their segments are the first to be evicted.
-        """
-        parts = self.parts
-        for info in parts.keyring.tenants():
-            self.adopt_tenant(info)
-        orphans = 0
-        blocks: Counter[bytes] = Counter()
-        for segment in parts.engine.segments():
-            blocks[segment.stream] += segment.live_blocks
-            account = parts.accounts.by_stream.get(segment.stream)
-            if account is not None:
-                account.flash_bytes += segment.live_bytes
-                account.flash_blocks += segment.live_blocks
-            else:
-                orphans += segment.live_blocks
-        parts.census.found(parts.engine.index.live_slots(), +blocks)
-        if orphans:
-            log.warning("event=orphan_blocks blocks=%d", orphans)
-
-    def adopt_tenant(self, info: TenantInfo) -> Account:
-        """Enter a tenant of the keyring into the books; its quota follows the keyring."""
-        found = self.parts.accounts.by_name.get(info.name)
-        if found is None:
-            found = Account(info.name, info.stream)
-            self.parts.accounts.add(found)
-        quotas.follow(found, info.quota)
-        self.parts.accounts.reweigh()
-        return found
-
     # Sessions.
-
-    async def admit(self, name: TenantName) -> Account:
-        """The account of an authenticated tenant, added on first sight where that is configured.
-
-        Raises: EntresolError: FORBIDDEN for a stranger, ERASED, LOCKED.
-        """
-        parts = self.parts
-        account = parts.accounts.by_name.get(name)
-        if account is not None:
-            return account
-        if parts.keyring.was_erased(name) or not parts.config.tenants.auto_add:
-            parts.keyring.get(name)  # raises with the right words
-        try:
-            tenant = await parts.compute.run(self._add_first_seen, name)
-        except EntresolError:
-            added = parts.keyring.info(name)  # by another session of its, a moment ago
-            if added is None:
-                raise
-            tenant = added
-        return self.adopt_tenant(tenant)
-
-    def _add_first_seen(self, name: TenantName) -> TenantInfo:
-        quota = quotas.quota_of_new(self.parts.config)
-        return self.parts.keyring.add_tenant(
-            name, quota, now_unix_s=self.parts.unix_ns() // 1_000_000_000
-        ).info
 
     async def open_session(self, name: TenantName, hello: opening.Hello) -> Session:
         """A new session of an authenticated tenant.
@@ -257,7 +199,7 @@ class Shard:
         """
         if self.draining:
             raise EntresolError("the daemon is draining", status=Status.DRAINING)
-        account = await self.admit(name)
+        account = await self.tenancy.admit(name)
         try:
             self.parts.held.may_open_session(account, alone=len(self.parts.accounts.by_name) == 1)
         except QuotaError:
@@ -327,11 +269,13 @@ class Shard:
                 await endpoint.close()
             except Exception:  # what the session holds must come back all the same
                 log.exception("event=endpoint_close_failed session=%d", session.number)
+        session.fenced = True  # until here its leases are revoked like any other's
+        session.stop_showing()
         # Where reads cannot be fenced (shm) the host may be opening a block in place this very
         # moment: what it was promised stays as it is until the lease runs out by itself.
         if endpoint is None or endpoint.capabilities.revokes:
             for lease in self.parts.leases.end_session(session.number):
-                self.gets.let_go(lease.payload)
+                self.gets.granting.let_go(lease.payload)
         await self.gets.close_session(session)
         del self.sessions[session.number]
         session.account.sessions -= 1
@@ -342,35 +286,40 @@ class Shard:
     # Small requests: answered at once.
 
     def open_namespace(self, session: Session, raw: bytes) -> opening.NamespaceOpened:
-        """Name blocks of a descriptor in this session. To ask leaves no trace: it is written down
-        by the first put (`Reserving`).
+        """Name blocks of a descriptor in this session; opened again it has the handle it had. To
+        ask leaves no trace: it is written down by the first put (`Reserving`).
 
         Raises: BadKeyError, QuotaError, KeyringError.
         """
-        found = parse_namespace(raw)
-        host_sealed = isinstance(found, HostSealedNamespace)
-        dtype = _dtype_of(found)
+        described = parse_namespace(raw)
+        host_sealed = isinstance(described, HostSealedNamespace)
+        dtype = _dtype_of(described)
         keyring, name = self.parts.keyring, session.account.name
         namespace_id, secret = keyring.derive_namespace(name, raw)
-        config = self.parts.config
         endpoint = session.endpoint
-        same_host = endpoint is not None and endpoint.capabilities.same_host
-        codec_id = self.parts.codecs.choose(
-            namespace_id,
-            dtype,
-            same_host=same_host or session.same_host,
-            open_threads=session.open_threads,
-        )
-        handle = session.next_handle()
-        session.namespaces[handle] = OpenedNamespace(
-            handle, namespace_id, secret, found.block_tokens, dtype, codec_id, host_sealed
-        )
-        if keyring.tenant_of(namespace_id) != name:
-            session.unwritten[handle] = raw
+        opened = session.opened(namespace_id)
+        if opened is None:
+            same_host = endpoint is not None and endpoint.capabilities.same_host
+            codec_id = self.parts.codecs.choose(
+                namespace_id,
+                dtype,
+                same_host=same_host or session.same_host,
+                open_threads=session.open_threads,
+            )
+            handle = session.next_handle()
+            opened = session.namespaces[handle] = OpenedNamespace(
+                handle, namespace_id, secret, described.block_tokens, dtype, codec_id, host_sealed
+            )
+            if keyring.tenant_of(namespace_id) != name:
+                session.unwritten[handle] = raw
         shown = endpoint is not None and not endpoint.capabilities.private
-        at_host = host_sealed or shown
         return opening.NamespaceOpened(
-            handle, namespace_id, secret, codec_id, at_host, config.sealing.chunk_bytes
+            opened.handle,
+            namespace_id,
+            opened.secret,
+            opened.codec_id,
+            host_sealed or shown,
+            self.parts.config.sealing.chunk_bytes,
         )
 
     async def forget(self, session: Session, request: Forget) -> int:
@@ -379,7 +328,7 @@ class Shard:
         Also when none was found: an earlier try may have failed with its tombstones on the way.
         """
         count = await lookups.forget(self.parts, session, request, self.removal)
-        await self.parts.engine.barrier()
+        await self.removal.barrier(session.account)
         return count
 
     async def explain(self, session: Session, request: Explain) -> Explained:
@@ -449,7 +398,7 @@ class Shard:
         now = self.parts.now_ns()
         expired = self.parts.leases.expire(now)
         for lease in expired:
-            self.gets.let_go(lease.payload)
+            self.gets.granting.let_go(lease.payload)
         if expired:
             self.parts.metrics.leases_expired.inc(len(expired))
         self.puts.expire(now)
@@ -468,7 +417,7 @@ class Shard:
         """A slab's memory goes away: nobody may be shown it any more."""
         for session in self.sessions.values():
             session.forget_slab(slab)
-            exposure = session.exposures.pop(slab.number, None)
+            exposure = session.take_back(slab)
             if exposure is not None and session.endpoint is not None:
                 task = asyncio.get_running_loop().create_task(session.endpoint.revoke(exposure))
                 self._background.add(task)

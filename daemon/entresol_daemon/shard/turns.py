@@ -61,6 +61,7 @@ ITEM_COST = 25  # an item of a RESERVE decided
 COMMIT_COST = 3  # an item of a COMMIT checked
 TOUCH_KEY_COST_SHIFT = 1  # a key looked up and its block made recent: a half
 REMOVAL_COST = 25  # a block forgotten
+DROP_COST = 12  # a block dropped with its namespace
 WHY_COST = 10  # a key explained
 WHY_ELSEWHERE_COST = 3  # and looked for in one namespace more
 NAMESPACE_COST = 40  # what one stands for, read from its record
@@ -157,6 +158,24 @@ class Turns:
                     self._gate.done(unit.cost)
                 else:
                     unit.item.set_result(None)
+
+
+class HeldTurn:
+    """One turn that was taken, to be given back once: when its work has ended, or before, when the
+    work has come to wait for something that nobody else waits for."""
+
+    __slots__ = ("_cost", "_held", "_turns")
+
+    def __init__(self, turns: Turns, cost: int) -> None:
+        self._turns = turns
+        self._cost = cost
+        self._held = True
+
+    def give(self) -> None:
+        """Give it back, if it was not yet."""
+        if self._held:
+            self._held = False
+            self._turns.give(self._cost)
 
 
 class LoopTurns:

@@ -12,21 +12,25 @@ import abc
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.fabric.tickets import OfferTable
 from entresol_proto.origins import Crowd, origin_of
-from entresol_proto.status import FabricError, Status
+from entresol_proto.status import EntresolError, FabricError, Status
 
 _log = logging.getLogger("entresol.fabric")
 _ACCEPT_RETRY_S = 0.1
 
 
-def owning(sock: socket.socket, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task of `work`, which owns the socket once it begins; it is closed if it never does."""
+def owning(
+    sock: socket.socket,
+    work: Coroutine[Any, Any, None],
+    drop: Callable[[socket.socket], None] = socket.socket.close,
+) -> asyncio.Task[None]:
+    """A task of `work`, which owns the socket once it begins; it is dropped if it never does."""
     begun = False
 
     async def whole() -> None:
@@ -37,7 +41,7 @@ def owning(sock: socket.socket, work: Coroutine[Any, Any, None]) -> asyncio.Task
     def ended(_task: object) -> None:
         if not begun:
             work.close()
-            sock.close()
+            drop(sock)
 
     task = asyncio.get_running_loop().create_task(whole())
     task.add_done_callback(ended)
@@ -70,6 +74,9 @@ class ListeningServer(abc.ABC, Generic[E]):
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._greeting: Crowd[asyncio.Task[None]] = Crowd(limits.DATA_STREAMS_PENDING_MAX)
+        # `shake_hands(origin)`, where there is TLS, returns when it is an address's turn to be
+        # greeted, or raises EntresolError. Nothing is read from a connection before.
+        self.shake_hands: Callable[[str], Awaitable[None]] | None = None
         self.refused = 0  # connections turned away: no valid ticket, too slow, too many
 
     @abc.abstractmethod
@@ -82,6 +89,14 @@ class ListeningServer(abc.ABC, Generic[E]):
 
         Owns the socket from the call on, also when it is cancelled.
         """
+
+    def _has_room(self) -> bool:
+        """Whether a new connection may be accepted now."""
+        return True
+
+    def _drop(self, sock: socket.socket) -> None:
+        """Close a socket of ours, accepted or listening."""
+        sock.close()
 
     def _listen(self, listener: socket.socket) -> None:
         """Begin to accept on a bound socket, which the server owns from here on.
@@ -125,7 +140,7 @@ class ListeningServer(abc.ABC, Generic[E]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if listener is not None:
-            listener.close()
+            self._drop(listener)
         self._offers.close()
         for endpoint in list(self._endpoints):
             await endpoint.close()
@@ -133,27 +148,35 @@ class ListeningServer(abc.ABC, Generic[E]):
     async def _accept_all(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            if not self._has_room():
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the peer gave up already
                 _log.warning("event=accept_failed fabric=%s error=%s", self.kind.label, str(error))
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            task = owning(sock, self._greet_one(sock))
-            task.add_done_callback(self._greeting.discard)
             origin = origin_of(address[0]) if isinstance(address, tuple) else ""
+            task = owning(sock, self._greet_one(sock, origin), self._drop)
+            task.add_done_callback(self._greeting.discard)
             leaves = self._greeting.add(task, origin)
             if leaves is not None:
                 leaves.cancel()
 
-    async def _greet_one(self, sock: socket.socket) -> None:
-        known = False
+    async def _greet_one(self, sock: socket.socket, origin: str) -> None:
+        begun = known = False
         try:
             async with asyncio.timeout(self._lifetime_ns / 1e9):
+                if self.shake_hands is not None:
+                    await self.shake_hands(origin)
+                begun = True
                 known = await self._greet(sock)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, EntresolError) as error:
             reason = str(error) or "too slow"
             _log.info("event=connection_refused fabric=%s error=%s", self.kind.label, reason)
         finally:
+            if not begun:
+                self._drop(sock)
             if not known:
                 self.refused += 1

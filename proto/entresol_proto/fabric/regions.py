@@ -1,11 +1,12 @@
 """Peer memory mapped into this process, and copying out of it without holding up the loop.
 
-Invariant: nothing a peer passes can crash or block the reader. Only descriptors that are sealed
-against shrinking and writing are mapped (so there is no SIGBUS: a file that takes writes lets its
-owner punch holes, and where pages are huge ones a hole may find none), only for reading, and only
-after the size was checked against what was announced. A region stays mapped while in use. With
-`whole`, memory that its owner only announced is refused: whoever reads a page first is charged for
-it, and a peer that has none could so use up the reader's.
+Invariant: nothing a peer passes can crash or block the reader. Only memfds are looked at (another
+file may make wait whoever asks it anything), and only those that are sealed against shrinking and
+writing are mapped (so there is no SIGBUS: a file that takes writes lets its owner punch holes, and
+where pages are huge ones a hole may find none), only for reading, and only after the size was
+checked against what was announced. A region stays mapped while in use. With `whole`, memory that
+its owner only announced is refused: whoever reads a page first is charged for it, and a peer that
+has none could so use up the reader's.
 
 Copies run with the GIL released; long ones run in a worker thread in steps short enough that a
 deadline or a cancelled caller is noticed within about a millisecond.
@@ -17,7 +18,6 @@ import asyncio
 import ctypes
 import mmap
 import os
-import stat
 import sys
 import threading
 import time
@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from entresol_proto import limits, native
-from entresol_proto.fabric.memory import is_readers_only
+from entresol_proto.fabric.closing import CLOSER
+from entresol_proto.fabric.memory import F_SEAL_GROW, is_readers_only, seals_of
 from entresol_proto.status import EntresolError, FabricError, Status
 from entresol_proto.threads import Job, Pool
 
@@ -40,19 +41,24 @@ POOL_THREADS = 2  # so that one long copy does not hold up another, or a mapping
 STEP_BYTES = 4 * limits.MIB  # copied between two looks at the stop flag
 POPULATE_BYTES = 32 * limits.MIB  # at a time: a slab may have a GiB, and copies wait for a thread
 _STAT_BLOCK_BYTES = 512  # stat(2)
+_BEYOND_BYTES_MAX = 32 * limits.MIB  # allocated past a file's end: of a huge page, honestly
 _MADV_POPULATE_READ = 22  # linux/mman.h, Linux 5.14: fault pages in now, errors instead of SIGBUS
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PeerRegion:
-    """Memory of the peer, readable. `users` counts the copies that are running on it."""
+    """Memory of the peer, readable. `users` counts the copies that are running on it.
 
-    __slots__ = ("_map", "array", "length_bytes", "revoked", "rkey", "users")
+    Where the peer is gone, the end of the mapping frees the whole file: at most about `file_bytes`.
+    """
 
-    def __init__(self, rkey: int, mapping: mmap.mmap, length_bytes: int) -> None:
+    __slots__ = ("_map", "array", "file_bytes", "length_bytes", "revoked", "rkey", "users")
+
+    def __init__(self, rkey: int, mapping: mmap.mmap, length_bytes: int, file_bytes: int) -> None:
         self.rkey = rkey
         self.length_bytes = length_bytes
+        self.file_bytes = file_bytes
         self.users = 0
         self.revoked = False
         self._map: mmap.mmap | None = mapping
@@ -93,27 +99,52 @@ def unmap_all(regions: Sequence[PeerRegion]) -> None:
 def map_region(rkey: int, fd: int, length_bytes: int, *, whole: bool = False) -> PeerRegion:
     """Check and map a descriptor that a peer sent, and close it. Runs in a worker thread.
 
-    `whole`: every page must be there already. Raises: FabricError (BAD_REQUEST) for one that is too
-    short, not sealed, not whole or not memory.
+    `whole`: every page of the file must be there already, and the descriptor open for writing.
+    Raises: FabricError (BAD_REQUEST) for one that is too short, not sealed, not whole or not
+    memory.
     """
+    mapping: mmap.mmap | None = None
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < length_bytes or length_bytes <= 0:
-            raise FabricError("shared memory is shorter than announced", status=Status.BAD_REQUEST)
         if not is_readers_only(fd):
-            text = "shared memory could be shrunk, or its pages taken back"
+            text = "no shared memory, or it could be shrunk, or its pages taken back"
+            raise FabricError(text, status=Status.BAD_REQUEST)
+        found = os.fstat(fd)
+        if found.st_size < length_bytes or length_bytes <= 0:
+            raise FabricError("shared memory is shorter than announced", status=Status.BAD_REQUEST)
+        if whole and not _is_whole(fd, found.st_size):
+            text = "shared memory that its owner never had"
             raise FabricError(text, status=Status.BAD_REQUEST)
         # Of huge pages only whole ones are unmapped; and only there is this more than was asked.
         mapped_bytes = min(-(-length_bytes // found.st_blksize) * found.st_blksize, found.st_size)
-        if whole and found.st_blocks * _STAT_BLOCK_BYTES < length_bytes:
-            text = "shared memory that its owner never had"
-            raise FabricError(text, status=Status.BAD_REQUEST)
+        may_grow = not seals_of(fd) & F_SEAL_GROW
+        file_bytes = max(found.st_size, found.st_blocks * _STAT_BLOCK_BYTES)
         mapping = _map_for_reading(fd, mapped_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise FabricError(f"cannot map shared memory: {error}", status=Status.BAD_REQUEST) from None
     finally:
-        os.close(fd)
-    return PeerRegion(rkey, mapping, length_bytes)
+        if mapping is None:
+            CLOSER.give(fd)  # anything, or memory that ends with it
+        else:
+            os.close(fd)
+    return PeerRegion(rkey, mapping, length_bytes, sys.maxsize if may_grow else file_bytes)
+
+
+def _is_whole(fd: int, file_bytes: int) -> bool:
+    """Whether a sealed memfd has all its pages; if so, it keeps them. Raises: OSError.
+
+    `st_blocks` counts pages beyond the end of the file as well, where a file may have some for each
+    that it lacks. To set the length that it has drops those, and no more come where it is sealed
+    against growing. Pages that the system swapped out count as there.
+    """
+
+    def allocated_bytes() -> int:
+        return os.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
+
+    beyond_bytes = allocated_bytes() - file_bytes
+    if not seals_of(fd) & F_SEAL_GROW or not 0 <= beyond_bytes <= _BEYOND_BYTES_MAX:
+        return False
+    os.ftruncate(fd, file_bytes)
+    return allocated_bytes() >= file_bytes
 
 
 def allocate(fd: int, length_bytes: int) -> None:

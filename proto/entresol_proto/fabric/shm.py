@@ -18,10 +18,11 @@ from pathlib import Path
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import ConnectOptions, FabricKind, Offer
+from entresol_proto.fabric.closing import CLOSER, close_socket
 from entresol_proto.fabric.listening import ListeningServer
 from entresol_proto.fabric.registry import HOST_ID_BYTES, same_host_id
 from entresol_proto.fabric.shmendpoint import ShmEndpoint
-from entresol_proto.fabric.shmlink import RECEIVE_BYTES, hello, parse_hello, welcome
+from entresol_proto.fabric.shmlink import first_packet, hello, parse_hello, welcome
 from entresol_proto.status import FabricError, ProtocolError, Status
 
 _log = logging.getLogger("entresol.fabric")
@@ -83,7 +84,10 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             raise
 
     def offer(self, *, peer: object | None = None) -> Offer:
-        """See `base.FabricServer.offer`."""
+        """See `base.FabricServer.offer`. Raises: FabricError, also while too much of what peers
+        passed cannot be closed."""
+        if CLOSER.full:
+            raise FabricError("what peers passed cannot be closed", status=Status.BUSY)
         params = _Params(same_host_id(), self._issue(), str(self._path))
         return Offer(FabricKind.SHM, params.encode())
 
@@ -97,12 +101,17 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
     def _ticket_of(self, offer: Offer) -> bytes:
         return _Params.parse(offer.params).ticket
 
+    def _has_room(self) -> bool:
+        return not CLOSER.full
+
+    def _drop(self, sock: socket.socket) -> None:
+        close_socket(sock)
+
     async def _greet(self, sock: socket.socket) -> bool:
         known = False
         try:
             sock.setblocking(False)
-            loop = asyncio.get_running_loop()
-            ticket = parse_hello(await loop.sock_recv(sock, RECEIVE_BYTES))
+            ticket = parse_hello(await first_packet(sock))
             offer = self._offers.find(ticket)
             if offer is None:
                 raise ProtocolError("no valid ticket")
@@ -118,7 +127,7 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             _log.info("event=connection_refused fabric=shm error=%s", str(error))
         finally:
             if not known:
-                sock.close()
+                self._drop(sock)
         return known
 
 
@@ -187,19 +196,19 @@ async def connect(
         async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
             await loop.sock_connect(sock, params.path)
             await loop.sock_sendall(sock, hello(params.ticket))
-            if await loop.sock_recv(sock, len(welcome())) != welcome():
+            if await first_packet(sock) != welcome():
                 raise FabricError(
                     "the daemon refused the shm connection", hint="the ticket may have expired"
                 )
         endpoint = ShmEndpoint(mapped_bytes_max=options.mapped_bytes_max, lends=True)
     except TimeoutError:
-        sock.close()
+        close_socket(sock)
         raise FabricError("the daemon does not answer on shm", status=Status.DEADLINE) from None
     except OSError as error:
-        sock.close()
+        close_socket(sock)
         raise FabricError(f"cannot connect to {params.path}: {error}") from None
     except BaseException:
-        sock.close()
+        close_socket(sock)
         raise
     endpoint.start(sock)
     return endpoint, b""

@@ -29,6 +29,7 @@ from entresol_proto.fabric.base import (
     check_ops,
     span_error,
 )
+from entresol_proto.fabric.closing import CLOSER
 from entresol_proto.fabric.memory import is_readers_only
 from entresol_proto.fabric.regions import (
     POOL,
@@ -221,11 +222,11 @@ class ShmEndpoint:
     def _peer_exposed(self, message: Message) -> None:
         rkey, length, fd = message.rkey, message.length_bytes, message.fd
         if rkey in self._regions or rkey in self._mapping:
-            os.close(fd)
+            CLOSER.give(fd)
             raise ProtocolError("a region was exposed twice")
         regions = len(self._regions) + len(self._mapping)
         if regions >= self._regions_max or self._mapped_bytes + length > self._mapped_bytes_max:
-            os.close(fd)
+            CLOSER.give(fd)
             self._send(Message(Kind.EXPOSED, rkey, status=Status.BUSY))
             return
         self._mapping[rkey] = False
@@ -253,7 +254,7 @@ class ShmEndpoint:
             _log.warning("event=region_refused fabric=shm error=%s", str(error))
         except asyncio.CancelledError:
             if not mapping.begun:
-                os.close(fd)  # no worker saw it
+                CLOSER.give(fd)  # no worker saw it
             raise
         revoked = self._mapping[rkey]
         if region is not None and not revoked and not self._closed:
@@ -295,7 +296,7 @@ class ShmEndpoint:
 
     def _drop(self, region: PeerRegion) -> None:
         """Unmap a revoked region nobody copies from and tell the owner."""
-        if region.length_bytes <= UNMAP_AT_ONCE_BYTES:
+        if region.file_bytes <= UNMAP_AT_ONCE_BYTES:
             region.unmap()
             self._dropped(region)
             return
@@ -350,9 +351,23 @@ class ShmEndpoint:
             return [Status.DISCONNECTED] * len(ops)
         if time.monotonic_ns() >= deadline_ns:
             return [Status.DEADLINE] * len(ops)
+        statuses, pieces, users = self._pieces_of(ops)
+        copied = await self._copy(pieces, users, deadline_ns)
+        late = Status.DISCONNECTED if self._closed else Status.DEADLINE
+        for order, (number, region) in enumerate(users):
+            if order >= copied or self._closed:
+                statuses[number] = late
+            elif region.revoked:
+                statuses[number] = Status.LEASE_EXPIRED
+        return statuses
+
+    def _pieces_of(
+        self, ops: Sequence[ReadOp]
+    ) -> tuple[list[Status], list[Piece], list[tuple[int, PeerRegion]]]:
+        """What to copy, and for each piece (op, region), which is in use from now on."""
         statuses: list[Status] = []
         pieces: list[Piece] = []
-        users: list[tuple[int, PeerRegion]] = []  # (op, region), one per piece
+        users: list[tuple[int, PeerRegion]] = []
         for number, op in enumerate(ops):
             span = op.span
             region = self._regions.get(span.rkey)
@@ -366,47 +381,51 @@ class ShmEndpoint:
                 pieces.append(Piece(into, source))
                 users.append((number, region))
                 region.users += 1
-        job = CopyJob(pieces)
-        try:
-            await self._copy(job, deadline_ns)
-        finally:
-            self._release(users)
-        late = Status.DISCONNECTED if self._closed else Status.DEADLINE
-        for order, (number, region) in enumerate(users):
-            if order >= job.copied or self._closed:
-                statuses[number] = late
-            elif region.revoked:
-                statuses[number] = Status.LEASE_EXPIRED
-        return statuses
+        return statuses, pieces, users
 
-    async def _copy(self, job: CopyJob, deadline_ns: int) -> None:
-        """Run a job to its end; when cancelled, to the end of the step it is in."""
-        if sum(len(piece.source) for piece in job.pieces) <= _INLINE_BYTES_MAX:
-            job.run(deadline_ns)
-            return
-        self._jobs.add(job)
+    async def _copy(
+        self, pieces: list[Piece], users: list[tuple[int, PeerRegion]], deadline_ns: int
+    ) -> int:
+        """Copy pieces and let go of their regions; returns how many were done. When cancelled, it
+        goes on to the end of the step it is in. `pieces` is empty afterwards."""
+        job = CopyJob(pieces)
+        short = sum(len(piece.source) for piece in pieces) <= _INLINE_BYTES_MAX
+        if not short:
+            POOL.acquire()  # its threads unmap what is in use when this closes
+            self._jobs.add(job)
         try:
-            await POOL.submit(job.run, deadline_ns).outcome(on_cancel=job.stop)
+            if short:
+                job.run(deadline_ns)
+            else:
+                await POOL.submit(job.run, deadline_ns).outcome(on_cancel=job.stop)
         finally:
-            self._jobs.discard(job)
+            pieces.clear()  # who holds one keeps its region mapped
+            self._release(users)
+            if not short:
+                self._jobs.discard(job)
+                POOL.release()
+        return job.copied
 
     def end(self, users: Sequence[tuple[int, PeerRegion]]) -> dict[int, Status]:
         """The end of a borrowing: what became of its regions meanwhile."""
         self._release(users)
-        try:
-            if self._closed:
-                regions = {id(region): region for _, region in users if not region.users}
-                POOL.post_pages(unmap_all, list(regions.values()))
-                return {number: Status.DISCONNECTED for number, _ in users}
-        finally:
-            POOL.release()
+        POOL.release()
+        if self._closed:
+            return {number: Status.DISCONNECTED for number, _ in users}
         return {number: Status.LEASE_EXPIRED for number, region in users if region.revoked}
 
     def _release(self, users: Sequence[tuple[int, PeerRegion]]) -> None:
+        """These are not used any more; the last user of one that has ended has it unmapped. Where
+        there was an await meanwhile, only with the pool acquired."""
+        ended = []
         for _, region in users:
             region.users -= 1
-            if not region.users and region.revoked and not self._closed:
+            if not region.users and self._closed:
+                ended.append(region)
+            elif not region.users and region.revoked:
                 self._drop(region)
+        if ended:
+            POOL.post_pages(unmap_all, ended)
 
     # -- ending -------------------------------------------------------------------------------
 
@@ -430,7 +449,7 @@ class ShmEndpoint:
         self._exposed.clear()
         regions, self._regions = list(self._regions.values()), {}
         idle = [region for region in regions if not region.users]
-        if idle:  # those in use are unmapped with their last reference
+        if idle:  # those in use are unmapped with their last user
             POOL.post_pages(unmap_all, idle)
         POOL.release()
         if self._on_closed is not None:

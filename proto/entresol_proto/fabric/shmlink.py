@@ -1,8 +1,10 @@
 """The control channel of the shm fabric: small messages and file descriptors over a Unix socket.
 
 Invariant: one message is one packet (SOCK_SEQPACKET), of fixed size, with at most one descriptor;
-anything else ends the link. Every descriptor that arrives is either handed on or closed, and what
-the kernel cannot take at once waits in a bounded queue with a duplicate of its descriptor.
+anything else ends the link. There is room for all descriptors that a packet can have, because the
+kernel drops the others here and now; each that arrives is either handed on or closed where that may
+take its time (closing.py), and so is the socket. What the kernel cannot take at once waits in a
+bounded queue with a duplicate of its descriptor.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from entresol_proto import limits
+from entresol_proto.fabric.closing import CLOSER, close_socket
 from entresol_proto.status import ProtocolError
 
 VERSION = 1
 MAGIC = 0x4D544E45  # "ENTM", little-endian
 _MESSAGE = struct.Struct("<BBHIQ")  # type, status, zero, rkey, length
 _PACKETS_PER_TURN_MAX = 16  # handled before other work of the loop gets its turn
-RECEIVE_BYTES = 64  # more than any packet: a longer one shows as cut
-_ONE_FD_BYTES = socket.CMSG_LEN(array.array("i").itemsize)
+_RECEIVE_BYTES = 64  # more than any packet: a longer one shows as cut
+_FDS_BYTES = socket.CMSG_LEN(253 * array.array("i").itemsize)  # SCM_MAX_FD of Linux
+_PAUSE_S = 0.01  # without receiving, while too much waits to be closed
 
 
 class Kind(enum.IntEnum):
@@ -126,10 +130,8 @@ class ShmLink:
         self._open = False
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
-        self._sock.close()
-        for _, fd in self._queue:
-            if fd >= 0:
-                os.close(fd)
+        close_socket(self._sock)
+        CLOSER.give(*(fd for _, fd in self._queue if fd >= 0))  # perhaps the last of its memory
         self._queue.clear()
         self._on_message = self._on_lost = _closed  # whose have this: no cycle is left behind
 
@@ -166,6 +168,9 @@ class ShmLink:
         for _ in range(_PACKETS_PER_TURN_MAX):
             if not self._open:
                 return
+            if CLOSER.crowded:
+                self._pause()
+                return
             try:
                 packet, fds, whole = _receive(self._sock)
             except (BlockingIOError, InterruptedError):
@@ -181,8 +186,7 @@ class ShmLink:
                     raise ProtocolError("an oversized shm message")
                 message = parse(packet, fds)
             except ProtocolError as error:
-                for fd in fds:
-                    os.close(fd)
+                CLOSER.give(*fds)
                 self._lose(error)
                 return
             try:
@@ -191,16 +195,51 @@ class ShmLink:
                 self._lose(error)
                 return
 
+    def _pause(self) -> None:
+        """What peers pass is not closed as fast as it comes: receive no more for a while."""
+        if CLOSER.stuck:
+            self._lose(ProtocolError("too much waits to be closed that peers passed"))
+            return
+        self._loop.remove_reader(self._sock)
+        self._loop.call_later(_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._sock, self._readable)
+
 
 def _closed(_: object) -> None:
     """Nobody listens any more."""
 
 
+async def first_packet(sock: socket.socket) -> bytes:
+    """The first packet of a peer; empty if it came with descriptors or was cut. Raises: OSError."""
+    loop = asyncio.get_running_loop()
+    while True:
+        if CLOSER.crowded:
+            return b""  # nor would its descriptors find room
+        try:
+            packet, fds, whole = _receive(sock)
+        except (BlockingIOError, InterruptedError):
+            ready: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(sock, _note, ready)
+            try:
+                await ready
+            finally:
+                loop.remove_reader(sock)
+            continue
+        CLOSER.give(*fds)
+        return packet if whole and not fds else b""
+
+
+def _note(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
     """One packet, its descriptors (close-on-exec), and whether neither was cut short."""
-    packet, ancillary, flags, _ = sock.recvmsg(
-        RECEIVE_BYTES, _ONE_FD_BYTES, socket.MSG_CMSG_CLOEXEC
-    )
+    packet, ancillary, flags, _ = sock.recvmsg(_RECEIVE_BYTES, _FDS_BYTES, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

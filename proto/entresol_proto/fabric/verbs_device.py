@@ -287,7 +287,8 @@ class Neighbour:
 
     The kernel resolves the peer inside the call that connects a queue pair and waits up to a second
     for it, with the whole process stopped. So: send it a datagram, look into the neighbour table,
-    and connect only once it answered. `state` is for a loop that looks again every few ms.
+    and connect only once it answered, in a loop that looks again every few ms. That is for IPv4:
+    an IPv6 peer is resolved by the call (only where our GID is IPv6 too, see `RailLink.connect`).
     """
 
     def __init__(self, peer: str | None, *, arp: Path = Path("/proc/net/arp")) -> None:

@@ -136,6 +136,13 @@ class RailLink:
         """Join the peer's queue pair. Raises: FabricError."""
         if peer.infiniband != self.port.infiniband:
             raise FabricError("InfiniBand and RoCE do not meet", status=Status.BAD_REQUEST)
+        if not peer.infiniband and (peer.ipv4 is None) != (self.port.gid.ipv4 is None):
+            # It would be looked for in the call below, and could not be asked for ahead of it.
+            raise FabricError(
+                f"a rail to {peer.gid_text} from {self.port.label}: IPv4 and IPv6 do not meet",
+                hint="give both ends an address of one family on this network",
+                status=Status.BAD_REQUEST,
+            )
         route = Route(
             port=self.port.port,
             gid_index=self.port.gid.index,

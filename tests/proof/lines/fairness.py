@@ -7,7 +7,8 @@ a unit is.
 - Q1: under every kind of flood four other tenants get at least 0.9 of what they ask for (which is
   less than their fair share). The 99th percentile of their gets is within twice that without it,
   that of their puts, which take many more steps, go after gets and wait for a group of writes that
-  is under way, within two and a half times.
+  is under way, within two and a half times. Of fewer than 300 calls (puts, at commit size) it is
+  the 95th that is judged: the 99th would be that of one or two of them.
 - Q2: when all take as much as they can, each gets at least 0.9 of its weight's share.
 - Q3: a flood that overfills flash, by bytes or by entries of the index, pushes out nothing of a
   tenant within its share.
@@ -72,12 +73,15 @@ def run_storms(work: Slice) -> Tally:
         tally.tried += 1
         faults = []
         for what, most, before, after in (
-            ("gets", SLOWER, calm.get_p99_s, rough.get_p99_s),
-            ("puts", PUTS_SLOWER, calm.put_p99_s, rough.put_p99_s),
+            ("gets", SLOWER, calm.gets, rough.gets),
+            ("puts", PUTS_SLOWER, calm.puts, rough.puts),
         ):  # fmt: skip
-            tally.figure(f"max_{what} slower in {kind.name}", round(after / before, 2))
-            if after > most * before:
-                faults.append(f"{what} p99 {before * 1e3:.1f} ms, then {after * 1e3:.1f} ms")
+            few = before.few or after.few
+            was, now = before.slow(few=few), after.slow(few=few)
+            tally.figure(f"max_{what} slower in {kind.name}", round(now / was, 2))
+            if now > most * was:
+                name = "p95" if few else "p99"
+                faults.append(f"{what} {name} {was * 1e3:.1f} ms, then {now * 1e3:.1f} ms")
         share = rough.blocks / rough.offered_blocks
         tally.figure("min_share served", round(share, 4))
         if share < FAIR:
@@ -86,7 +90,11 @@ def run_storms(work: Slice) -> Tally:
             tally.found(seed, f"{kind.name}: {'; '.join(faults)}")
         tally.survived += not faults
         if work.trace:
-            print(f"seed={seed} {kind.name}: {calm} {rough}")
+            for weather in (calm, rough):
+                calls = {"gets": weather.gets, "puts": weather.puts}
+                slow = {what: round(c.slow(few=c.few) * 1e3, 1) for what, c in calls.items()}
+                counts = {what: len(c.seconds) for what, c in calls.items()}
+                print(f"seed={seed} {kind.name}: calls {counts} slow, ms {slow}")
     return tally
 
 

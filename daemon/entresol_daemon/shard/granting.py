@@ -1,0 +1,169 @@
+"""From pinned blocks to a lease, and the end of the lease.
+
+What hosts are waited for here (to see a slab, to give back an exposure or a lease) is waited for
+outside the door: only their own gets are late for it.
+
+Invariants: a block is granted with its own key or none; every pin handed in is given to a lease or
+undone, and what a lease keeps is let go once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from entresol_daemon.core.residency import Resident
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
+from entresol_daemon.shard.jobs import Job
+from entresol_daemon.shard.opened import OpenedBlocks
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.removal import Removal
+from entresol_daemon.shard.sessions import Leased, Session
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.seal.block import BlockKey, derive_block_key
+from entresol_proto.status import Status
+from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
+
+NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
+
+
+class Granting:
+    """Grants and leases of all sessions of a shard."""
+
+    def __init__(self, parts: Parts, removal: Removal) -> None:
+        self._parts = parts
+        self._removal = removal
+        self.opened = OpenedBlocks(parts)
+
+    async def grant(self, job: Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
+        """Turn pinned residents into one lease and emit it, with the misses known so far."""
+        parts, session = self._parts, job.session
+        entries = self._openable(job, entries)
+        leased = Leased(session, job.namespace)
+        leased.sealed = dict(entries)
+        leased.held_bytes = sum(resident.extent.length_bytes for _, resident in entries)
+        items: list[GrantItem] = []
+        try:
+            if job.open_at is OpenAt.DAEMON and entries:
+                failed = await self.opened.open(leased, self._removal)
+                job.misses += failed
+                items = await self.opened.items(leased, job)
+                if not items:
+                    job.misses += [(index, Status.BUSY) for index in leased.plain]
+            elif entries:
+                items = await self._sealed_items(job, entries)
+            if items and not await self._lease_room(job):
+                job.misses += [(item.index, Status.BUSY) for item in items]
+                items = []
+            expires_ns = parts.now_ns() + job.lease_ns
+            lease_id = 0
+            if items:
+                lease_id = parts.leases.grant(session.number, leased, expires_ns).lease_id
+                leased.granted = True
+                session.account.leases += 1
+                parts.held.leases.take(1)
+        except BaseException:
+            self.let_go(leased)
+            raise
+        if not items and entries:
+            self.let_go(leased)
+        job.hits += [resident.slot for _, resident in entries]
+        misses, job.misses = tuple(sorted(job.misses, key=itemgetter(0))), []
+        parts.meters.granted(session.account.name, items, misses, job.open_at)
+        job.ended |= final
+        job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
+
+    async def _lease_room(self, job: Job) -> bool:
+        """Wait until the session may hold another lease: windows land several at a time."""
+        again = False
+        while not self.may_lease(job.session):
+            left_ns, session = job.deadline_ns - self._parts.now_ns(), self.full(job.session)
+            waiting = self._parts.room.wait(
+                job.session.account, left_ns, session=session, again=again
+            )
+            if not await job.visit.outside(waiting, own=session > 0):
+                return False
+            again = True
+        return True
+
+    def _openable(
+        self, job: Job, entries: list[tuple[int, Resident]]
+    ) -> list[tuple[int, Resident]]:
+        """Without the blocks whose key version was retired: those are gone for good."""
+        deks, at_host = job.session.tenant.deks, job.namespace.host_sealed
+
+        def usable(resident: Resident) -> bool:
+            if resident.host_sealed is not at_host:
+                return False  # ids of the two kinds never meet, unless somebody made them
+            return at_host or resident.dek_version in deks
+
+        gone = [entry for entry in entries if not usable(entry[1])]
+        if not gone:
+            return entries
+        kept = [entry for entry in entries if usable(entry[1])]
+        for _, resident in gone:
+            self._removal.without_key(resident)
+        self.undo(job, gone)
+        job.misses += [(index, Status.ERASED) for index, _ in gone]
+        return kept
+
+    async def _sealed_items(self, job: Job, entries: list[tuple[int, Resident]]) -> list[GrantItem]:
+        items, session = [], job.session
+        deks = session.tenant.deks
+        keys = [  # before anything is waited for: then a version may be destroyed, and wiped
+            NO_KEY if r.host_sealed else derive_block_key(deks[r.dek_version], r.salt)
+            for _, r in entries
+        ]
+        for (index, resident), block_key in zip(entries, keys, strict=True):
+            extent = resident.extent
+            exposure = session.exposures.get(extent.slab.number)
+            if exposure is None:
+                exposing = session.expose_slab(extent.slab)
+                exposure = await job.visit.outside(exposing, own=True)
+            address = exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES
+            tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
+            resident.from_flash = False
+            items.append(
+                GrantItem(
+                    index, tier, RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
+                    resident.plain_bytes, block_key.key, block_key.commitment,
+                )
+            )  # fmt: skip
+        return items
+
+    def let_go(self, leased: Leased) -> None:
+        """A lease ended (release, expiry, session end): unpin everything it kept."""
+        for resident in leased.sealed.values():
+            self._parts.residency.unpin(resident)
+        self.opened.let_go(leased)
+        if leased.granted:
+            leased.session.account.leases -= 1
+            self._parts.held.leases.refund(1)
+        self._unhold(leased.session, leased.held_bytes)
+        self._parts.room.notify(leased.session.number)
+
+    def _unhold(self, session: Session, length_bytes: int) -> None:
+        session.held_bytes -= length_bytes
+        assert session.held_bytes >= 0, "a lease was let go twice"
+        self._parts.held.let_go(session.account, length_bytes)
+
+    def undo(self, job: Job, entries: Sequence[tuple[int, Resident]]) -> None:
+        """Blocks pinned for a window that are not granted: let them go."""
+        for _, resident in entries:
+            self._parts.residency.unpin(resident)
+            self._unhold(job.session, resident.extent.length_bytes)
+        if entries:
+            self._parts.room.notify(job.session.number)
+
+    def may_lease(self, session: Session) -> bool:
+        """Whether the session, and its tenant, may hold one lease more."""
+        parts, account = self._parts, session.account
+        return parts.leases.room(session.number) and parts.held.may_lease(
+            account, parts.accounts.of_free(account)
+        )
+
+    def full(self, session: Session) -> int:
+        """The session's number when it holds as much as one session may, else 0."""
+        bounds = self._parts.config.limits
+        full = session.held_bytes >= bounds.inflight_bytes_per_session_max
+        return session.number if full or not self._parts.leases.room(session.number) else 0
