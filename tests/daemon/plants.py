@@ -14,7 +14,7 @@ from entresol_daemon.flash import writer as flash_writer
 from entresol_daemon.flash.device import Check
 from entresol_daemon.flash.group import Pending
 from entresol_daemon.keys import keyring
-from entresol_daemon.shard import gets, tenancy
+from entresol_daemon.shard import granting, tenancy
 from entresol_daemon.shard.sessions import Leased
 from entresol_proto.status import Status
 
@@ -59,16 +59,16 @@ def locked_drops() -> None:
 
 def keeps_leases() -> None:
     """Every hundredth lease that ends is forgotten instead."""
-    let_go = gets.GetPath.let_go
+    let_go = granting.Granting.let_go
     ended = 0
 
-    def careless(self: gets.GetPath, leased: Leased) -> None:
+    def careless(self: granting.Granting, leased: Leased) -> None:
         nonlocal ended
         ended += 1
         if ended % 100:
             let_go(self, leased)
 
-    gets.GetPath.let_go = careless  # type: ignore[method-assign]
+    granting.Granting.let_go = careless  # type: ignore[method-assign]
 
 
 def dies_of_reads() -> None:

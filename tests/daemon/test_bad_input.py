@@ -41,6 +41,7 @@ from harness import DaemonProcess, eventually
 
 from entresol_client.results import RequestFailedError
 from entresol_daemon.flash import superblock
+from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.keys.providers import FileKek
 from entresol_proto import limits
 from entresol_proto.fabric.registry import same_host_id
@@ -189,7 +190,7 @@ async def test_data_files_of_other_kinds(
     config = ("--config", str(site.toml))
     data = site.config.flash_path
     good = data.read_bytes()
-    first = superblock.decode_superblock(good[: superblock.BLOCK], 0)
+    first = superblock.decode_superblock(good[:BLOCK], 0)
     assert first is not None
     size = len(good)
     with data.open("r+b") as file:
@@ -200,7 +201,7 @@ async def test_data_files_of_other_kinds(
         file.write(good)
         file.flush()
         # Both copies as a later version would write them, wherever this version keeps them.
-        places = [at for at in range(0, size, superblock.BLOCK) if good[at : at + 8] == good[:8]]
+        places = [at for at in range(0, size, BLOCK) if good[at : at + 8] == good[:8]]
         assert len(places) == 2, places
         monkeypatch.setattr(superblock, "FORMAT_VERSION", superblock.FORMAT_VERSION + 1)
         for copy, at in enumerate(places):
@@ -211,7 +212,7 @@ async def test_data_files_of_other_kinds(
         assert "version" in starter.refuses(*config)
         for at in places:
             file.seek(at)
-            file.write(os.urandom(superblock.BLOCK))
+            file.write(os.urandom(BLOCK))
         file.flush()
         said = starter.refuses(*config)
         assert "not an Entresol data file" in said or "damaged" in said, said
@@ -226,7 +227,7 @@ async def test_one_damaged_superblock_copy_is_not_the_end(site: Site) -> None:
         places = [at for at in range(0, len(good), 4096) if good[at : at + 8] == good[:8]]
         with data.open("r+b") as file:
             file.seek(places[copy])
-            file.write(os.urandom(superblock.BLOCK))
+            file.write(os.urandom(BLOCK))
         await still_serves(site)
 
 

@@ -30,7 +30,7 @@ from daemon_lab import (
 from harness import Running, running_daemon
 
 from entresol_daemon.config import Config
-from entresol_daemon.shard import puts
+from entresol_daemon.shard import pulls, puts
 from entresol_daemon.shard.pulls import Sealing
 from entresol_proto.fabric.base import Exposure
 from entresol_proto.fabric.memory import MemfdBuffer
@@ -48,7 +48,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
         self.jobs: list[bool] = []  # whether each was to be wiped: was a copy
-        seal = puts.seal
+        seal = pulls.seal
 
         def gated(job: Sealing) -> Any:
             self.jobs.append(job.wipe)

@@ -9,6 +9,7 @@ import ssl
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import certs
 import pytest
@@ -132,7 +133,7 @@ async def test_sessions_end_at_their_age(tmp_path: Path) -> None:
     pki = Pki.at(tmp_path / "pki")
     change = pki.change(session_age_max_ns=1_000_000_000)
 
-    def aged(config: object) -> object:
+    def aged(config: Any) -> Any:
         config = change(config)
         return replace(config, limits=replace(config.limits, lease_ns=100_000_000))
 
