@@ -255,13 +255,17 @@ def stock_faults(engine: Engine) -> list[str]:
         if info.segment in engine.stock.resting:
             continue
         if state is SegmentState.CONDEMNED:
-            where[info.segment] = "condemned"
+            unread = engine._table.segments[info.segment].unread
+            where[info.segment] = "unread" if unread else "condemned"
         elif state is SegmentState.SEALED:
             where[info.segment] = f"sealed {info.stream.hex()}" if alive else "empty"
         elif state is SegmentState.OPEN and alive:
             where[info.segment] = f"opened {info.stream.hex()}"
+        elif state is SegmentState.OPEN and info.blocks:
+            where[info.segment] = "idle"
     stock, has = engine.stock, dict[int, str]()
     has |= dict.fromkeys(stock.condemned, "condemned") | dict.fromkeys(stock.empty, "empty")
+    has |= dict.fromkeys(stock.unread, "unread") | dict.fromkeys(stock.idle, "idle")
     for name, shelves in (("sealed", stock.sealed), ("opened", stock.opened)):
         for stream, shelf in shelves.items():
             has |= dict.fromkeys(shelf, f"{name} {stream.hex()}")
@@ -275,7 +279,7 @@ def stock_faults(engine: Engine) -> list[str]:
 
 
 def victims(engine: Engine) -> list[int]:
-    """Segments that an eviction may choose, condemned and oldest first."""
+    """Segments that an eviction may choose, condemned and oldest first, unread ones last."""
     assert not stock_faults(engine), stock_faults(engine)
     chosen = [
         info
@@ -284,7 +288,8 @@ def victims(engine: Engine) -> list[int]:
     ]
     chosen.sort(
         key=lambda i: (
-            i.state is not SegmentState.CONDEMNED, i.state is SegmentState.OPEN, i.sequence
+            i.segment in engine.stock.unread, i.state is not SegmentState.CONDEMNED,
+            i.state is SegmentState.OPEN, i.sequence,
         )
     )  # fmt: skip
     return [info.segment for info in chosen]

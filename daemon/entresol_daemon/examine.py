@@ -33,16 +33,15 @@ from entresol_daemon.flash.segment import (
     RecordKind,
     Rows,
     Superblock,
-    Tombstone,
     Trailer,
     decode_header,
     decode_record_header,
     decode_table,
-    decode_tombstones,
     decode_trailer,
     payload_hash,
     scan_segment,
 )
+from entresol_daemon.flash.tombstones import Tombstones, decode_tombstones, joined
 from entresol_proto.ids import short
 from entresol_proto.seal import codecs
 from entresol_proto.seal.block import SealedHeader
@@ -160,7 +159,7 @@ class Findings:
     row_segments: array[int] = field(default_factory=lambda: array("I"))
     verdicts: bytearray = field(default_factory=bytearray)
     seals: bytearray = field(default_factory=bytearray)  # SEAL of each, when records are listed
-    tombstones: list[Tombstone] = field(default_factory=list)
+    tombstones: list[Tombstones] = field(default_factory=list)
     alive: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     duplicates: int = 0
 
@@ -266,7 +265,7 @@ class Examiner:
         payload = extent[RECORD_HEADER_BYTES:end]
         if header.kind is RecordKind.TOMBSTONES:
             entries = decode_tombstones(payload)
-            self._found.tombstones += entries
+            self._found.tombstones.append(entries)
             return GOOD, _SEAL.pack(0, 0, 0, 0, 0, 0, len(entries))
         return _seal(payload, header)
 
@@ -313,7 +312,7 @@ class Examiner:
         multipliers = np.frombuffer(self._superblock.check_key, np.uint64) | np.uint64(1)
         chosen = rows[numbers]
         where = np.ascontiguousarray(segments[numbers])
-        resolved = resolve(chosen, where, sequences[where], found.tombstones, multipliers)
+        resolved = resolve(chosen, where, sequences[where], joined(found.tombstones), multipliers)
         found.duplicates = resolved.duplicates
         found.alive = np.zeros(len(rows), np.bool_)
         found.alive[numbers[resolved.alive]] = True

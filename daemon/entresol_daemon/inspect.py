@@ -75,7 +75,7 @@ def as_dict(found: Findings) -> dict[str, Any]:
         "live_blocks": int(np.count_nonzero(found.alive)),
         "live_bytes": sum(facts.live_bytes for facts in found.segments),
         "duplicates": found.duplicates,
-        "tombstones": len(found.tombstones),
+        "tombstones": sum(map(len, found.tombstones)),
         "damaged": found.damaged,
         "segments": [asdict(facts) for facts in found.segments if facts.state != "never used"],
     }

@@ -46,7 +46,7 @@ QUEUES = (
     "get", "hello", "loop", "flash_read", "flash_write", "compute", "pull", "put", "stage", "send",
 )  # fmt: skip
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
-SEGMENT_STATES = ("free", "open", "sealed", "condemned")
+SEGMENT_STATES = ("free", "open", "sealed", "condemned", "unread")
 CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label, "scrub")
 SCRUB_FOUND = (Status.CORRUPT.label, Status.IO_ERROR.label)
 ROTATION_CAUSES = ("asked", "limit", "age", "forced")

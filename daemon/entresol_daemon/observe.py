@@ -151,7 +151,10 @@ def _per_tenant(metrics: Metrics, shard: Shard) -> None:
         dram={each.name: pool.owned_bytes(each.stream) for each in accounts},
     )
     states = shard.parts.engine.segment_states()  # there may be a hundred thousand: on the loop
-    for state in (SegmentState.OPEN, SegmentState.SEALED, SegmentState.CONDEMNED):
+    for state in (SegmentState.OPEN, SegmentState.SEALED):
         metrics.flash_segments[state.value].set(states.count(state))
+    unread = len(shard.parts.engine.stock.unread)
+    metrics.flash_segments["condemned"].set(states.count(SegmentState.CONDEMNED) - unread)
+    metrics.flash_segments["unread"].set(unread)
     free = states.count(SegmentState.FREE) + states.count(SegmentState.FREEING)
     metrics.flash_segments["free"].set(free)

@@ -560,6 +560,7 @@ def test_forgetting_what_is_just_being_evicted_is_written_down(tmp_path: Path) -
     async def story(world: World) -> None:
         await stored(await joined(world), KEYS[:3])
         engine, removal = world.shard.parts.engine, world.shard.removal
+        account = world.shard.parts.accounts.by_name[TenantName("alpha")]
         (namespace_id,) = engine.index.namespaces()
         keys = [engine.index.key_of(slot) for slot in engine.index.live_slots().tolist()]
         segment = next(iter(engine._table.open.values())).index
@@ -568,12 +569,14 @@ def test_forgetting_what_is_just_being_evicted_is_written_down(tmp_path: Path) -
             await asyncio.sleep(1e-6)
         for _ in range(2):  # each is told once
             run = b"".join([*keys[:2], keys[0], bytes(16)])
-            removal.forget_evicted(namespace_id, run, engine.index.lookup(namespace_id, run))
+            removal.forget_absent(
+                account, namespace_id, run, engine.index.lookup(namespace_id, run)
+            )
             assert engine.stats.tombstones == 2
         assert not evicting.done()
         await evicting
         run = keys[2]
-        removal.forget_evicted(namespace_id, run, engine.index.lookup(namespace_id, run))
+        removal.forget_absent(account, namespace_id, run, engine.index.lookup(namespace_id, run))
         assert engine.stats.tombstones == 2, "nothing is left of it"
 
     simulate(tmp_path, story)

@@ -97,6 +97,26 @@ async def test_an_existing_file_keeps_its_size(tmp_path: Path) -> None:
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_new_files_name_is_synced_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may lose its power before anything else in its folder is."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = tmp_path / "data"
+    for _ in range(2):
+        async with opened(path):
+            pass
+    assert synced[:2] == [str(path), str(tmp_path)]
+    assert synced.count(str(tmp_path)) == 1, "of an existing file nothing is to be kept"
+
+
 async def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="does not exist"):
         await FileDevice.open(tmp_path / "data", SIZE)

@@ -255,7 +255,7 @@ def test_crashes_alone_lose_nothing(seed: int) -> None:
 @pytest.mark.parametrize("fault", list(Fault))
 def test_each_fault_kind(fault: Fault) -> None:
     injected = 0
-    for seed in range(4):
+    for seed in range(6):
         story = run(seed, {fault: 0.05 if fault is Fault.FLUSH_FAIL else 0.02})
         injected += story.plan.injected.get(fault, 0)
     assert injected > 3, f"{fault} was hardly injected"

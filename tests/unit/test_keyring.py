@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from entresol_daemon.keys import files
 from entresol_daemon.keys.keyring import Keyring, TenantQuota, verify_receipt
 from entresol_daemon.keys.receipts import Receipt, canonical
 from entresol_daemon.keys.state import decode, encode
@@ -411,7 +413,52 @@ def test_namespaces_are_bounded_and_can_be_forgotten(tmp_path: Path) -> None:
     ring.close()
 
 
-@pytest.mark.parametrize("how", ["torn", "flip", "version", "swapped"])
+def test_a_namespace_file_of_another_version_is_not_written_over(tmp_path: Path) -> None:
+    before = seeded(tmp_path)
+    path = tmp_path / "namespaces" / f"{before['acme'].stream.hex()}.json"
+    newer = path.read_bytes().replace(b'"version":1', b'"version":9')
+    path.write_bytes(newer)
+    with pytest.raises(KeyringError, match=r"namespaces/[0-9a-f]+\.json: .* version 9"):
+        open_ring(tmp_path)
+    assert path.read_bytes() == newer
+
+
+def test_a_namespace_file_that_cannot_be_read_does_not_stop_the_start(tmp_path: Path) -> None:
+    before = seeded(tmp_path)
+    path = tmp_path / "namespaces" / f"{before['acme'].stream.hex()}.json"
+    raw = path.read_bytes()
+
+    class Unreadable(files.OsCalls):
+        def open(self, wanted: Path, flags: int) -> int:
+            if wanted == path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().open(wanted, flags)
+
+    ring = open_ring(tmp_path, calls=Unreadable())
+    assert ring.namespace_files_damaged == 1
+    ring.close()
+    assert path.read_bytes() == raw
+    ring = open_ring(tmp_path)
+    assert ring.namespace_files_damaged == 0
+    assert ring.namespaces_of("acme")
+    ring.close()
+
+
+def test_what_would_not_be_read_again_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    for put in (files.replace, files.replace_secret):
+        put(files.OsCalls(), path, b"x" * 10)
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "FILE_BYTES_MAX", 20)
+            with pytest.raises(OSError, match="21 bytes, and 20 are read"):
+                put(files.OsCalls(), path, b"y" * 21)
+            assert files.read(files.OsCalls(), path) == b"x" * 10
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("how", ["torn", "flip", "swapped"])
 def test_a_damaged_namespace_file_counts_as_empty(tmp_path: Path, how: str) -> None:
     before = seeded(tmp_path)
     folder = tmp_path / "namespaces"
@@ -421,8 +468,6 @@ def test_a_damaged_namespace_file_counts_as_empty(tmp_path: Path, how: str) -> N
         acme.write_bytes(raw[:-9])
     elif how == "flip":
         acme.write_bytes(raw.replace(b"namespaces", b"nomespaces", 2))
-    elif how == "version":
-        acme.write_bytes(raw.replace(b'"version":1', b'"version":9'))
     else:
         acme.write_bytes(zeta.read_bytes())
     ring = open_ring(tmp_path)

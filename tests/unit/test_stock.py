@@ -27,6 +27,7 @@ class Seg:
     live_bytes: int = 0
     last_touch: int = 1
     oldest_touch: int = 0
+    unread: bool = False
 
 
 steps = st.lists(
@@ -47,12 +48,16 @@ def test_every_segment_is_where_its_state_says(
         each = all_of_them[number]
         if each.state is SegmentState.FREE:
             each.stream = stream  # it changes with a new life only
+        each.unread = live == 2
         each.state, each.live_blocks = state, live
         stock.put(each)
         sealed = [s for s in all_of_them if s.state is SegmentState.SEALED]
         assert set(stock.empty) == {s.segment for s in sealed if not s.live_blocks}
-        assert set(stock.condemned) == {
-            s.segment for s in all_of_them if s.state is SegmentState.CONDEMNED
+        condemned = [s for s in all_of_them if s.state is SegmentState.CONDEMNED]
+        assert set(stock.condemned) == {s.segment for s in condemned if not s.unread}
+        assert set(stock.unread) == {s.segment for s in condemned if s.unread}
+        assert set(stock.idle) == {
+            s.segment for s in all_of_them if s.state is SegmentState.OPEN and not s.live_blocks
         }
         for shelves, wanted in (
             (stock.sealed, sealed),

@@ -188,6 +188,9 @@ def verdict(now: Mapping[str, Any] | None, recent: Rates | None) -> tuple[Verdic
         return Verdict.FAILING, f"{recent.trouble:,.0f} blocks damaged or refused by the device"
     if condemned:
         return Verdict.FAILING, f"{condemned:,.0f} segments condemned"
+    unread = number(part(now, "flash", "segments", "unread"))
+    if unread:
+        return Verdict.FAILING, f"{unread:,.0f} segments not read at the start: restart it"
     reasons = now.get("not_ready")
     if isinstance(reasons, list) and reasons:
         first = text_of(reasons[0])

@@ -45,6 +45,7 @@ class Account:
     leases: int = 0
     sessions: int = 0
     sessions_opening: int = 0
+    hidden_forgets: int = 0  # of keys that are not here and may be on flash all the same
 
 
 @dataclass(slots=True)

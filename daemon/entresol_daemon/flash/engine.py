@@ -161,6 +161,7 @@ class Engine:
             handed = await engine._recover(superblock, agree)
         # From here on the old checkpoint is stale; both copies must say so before any other write.
         await write_superblock(counted, opened)
+        engine._table.keep_unread(logger)
         engine._writer.start()
         for segment in handed.to_footer:
             engine._writer.owe_footer(segment)
@@ -219,6 +220,16 @@ class Engine:
         return self._writer.failed
 
     @property
+    def closing(self) -> bool:
+        """True from the beginning of `close` on: nothing is appended or freed any more."""
+        return self._closing
+
+    @property
+    def hides_blocks(self) -> bool:
+        """True while flash may hold blocks that the opening did not find, or left out."""
+        return bool(self._table.hiding)
+
+    @property
     def spare_segments(self) -> int:
         """Free segments that the next tenants to write may open; the engine's own not counted."""
         return len(self._table.free) - self.options.free_segments_min
@@ -237,6 +248,11 @@ class Engine:
     def writes_queued(self) -> int:
         """Records that wait for their group, or are in the one being written."""
         return self._writer.queued
+
+    @property
+    def removals_queued(self) -> int:
+        """Removals that no group has taken yet."""
+        return len(self._writer.tombstones)
 
     @property
     def segment_bytes(self) -> int:
@@ -361,8 +377,8 @@ class Engine:
         self._remover.bury_namespace(namespace_id)
 
     def bury_absent(self, namespace_id: bytes, keys: Sequence[bytes]) -> None:
-        """A crash after `barrier` brings none of these back, which left the index before: what an
-        eviction dropped lies on flash until its segment is free."""
+        """A crash after `barrier` brings none of these back, which left the index before, or were
+        not found at opening: what was dropped lies on flash until its segment is free."""
         self._remover.bury_absent(namespace_id, keys)
 
     async def barrier(self) -> None:
@@ -445,6 +461,7 @@ class Engine:
         if self._closing:
             return
         self._closing = True
+        self._table.give_up_unread()
         try:
             if clean and not self._writer.failed:
                 await self._evictor.finish()
@@ -460,6 +477,8 @@ class Engine:
         path = self.options.checkpoint_path
         if path is None:
             return
+        if self._table.hiding:
+            return  # the next opening is to look for what this one did not find
         last = self._table.lsn
         try:
             raw = await self._compute.run(

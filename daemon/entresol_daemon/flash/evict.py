@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,14 +32,20 @@ from entresol_daemon.flash.reader import Expected, Reader
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     RecordKind,
-    Tombstone,
-    TombstoneKind,
     decode_record_header,
-    decode_tombstones,
     extent_bytes,
     payload_hash,
 )
 from entresol_daemon.flash.space import Segment, SegmentTable
+from entresol_daemon.flash.tombstones import (
+    NO_TOMBSTONES,
+    Tombstone,
+    TombstoneKind,
+    Tombstones,
+    decode_tombstones,
+    joined,
+    listed,
+)
 from entresol_daemon.flash.writer import Writer
 from entresol_proto.status import DeviceError, Status
 
@@ -104,8 +111,10 @@ class Evictor:
         if refused and segment.refusals < EVICT_TRIES_MAX - 1:
             self._rest(segment)
             return []
+        if self._writer.failed:
+            return []  # meanwhile: as above, and what it has is served
         # From here on it holds copies of blocks that the index does not know in this place.
-        segment.shadows = True
+        self._table.cast_shadows(segment)
         last_try = segment.evict_tries >= EVICT_TRIES_MAX - 1
         live = self.live_slots(segment)
         chosen = keep(live) if callable(keep) else keep
@@ -128,6 +137,9 @@ class Evictor:
                 "event=tombstones_lost segment=%d records=%d", segment.index, refused + lost
             )
         await segment.quiet()
+        if segment.unread:
+            self._stats.unread_freed += 1
+            self._log.error("event=unread_segment_freed segment=%d", segment.index)
         if await self._writer.free(segment):
             self._stats.evicted_segments += 1
         return removed
@@ -189,14 +201,15 @@ class Evictor:
     async def _copy(self, segment: Segment, slots: list[int]) -> list[Removed]:
         """Append kept blocks again, batch by batch; returns those that did not make it."""
         removed: list[Removed] = []
-        while slots:
+        left = deque(slots)
+        while left:
             batch: list[int] = []
             size = 0
-            while slots:
-                more = extent_bytes(self._index.m_sealed_bytes[slots[0]])
+            while left:
+                more = extent_bytes(self._index.m_sealed_bytes[left[0]])
                 if batch and size + more > COPY_BYTES_MAX:
                     break
-                batch.append(slots.pop(0))
+                batch.append(left.popleft())
                 size += more
             removed += await self._copy_batch(segment, batch, size)
         return removed
@@ -275,14 +288,12 @@ class Evictor:
 
     # -- tombstones
 
-    async def _carry(
-        self, segment: Segment, tombstones: list[Tombstone], *, last_try: bool
-    ) -> bool:
+    async def _carry(self, segment: Segment, tombstones: Tombstones, *, last_try: bool) -> bool:
         """Make those of its tombstones that are still needed durable elsewhere.
 
         False when that is not possible now; at the last of EVICT_TRIES_MAX it is given up.
         """
-        needed = self._needed(tombstones, segment)
+        needed = listed(self._needed(tombstones, segment))
         if needed:
             self._writer.bury(needed)
             try:
@@ -297,25 +308,25 @@ class Evictor:
             self._stats.tombstones_carried += len(needed)
         return True
 
-    async def _tombstones(self, segment: Segment) -> tuple[list[Tombstone], int, int]:
+    async def _tombstones(self, segment: Segment) -> tuple[Tombstones, int, int]:
         """All entries of the segment, how many records the device refused to give, and how many
         are destroyed: what arrives and does not verify no later opening would find either."""
-        found: list[Tombstone] = []
+        found: list[Tombstones] = []
         refused = lost = 0
         for offset in segment.tombstone_offsets:
             for _ in range(TOMBSTONE_READ_TRIES_MAX):
                 entries, status = await self._tombstone_record(segment, offset)
                 if entries is not None:
-                    found += entries
+                    found.append(entries)
                     break
             else:
                 refused += status is not Status.OK
                 lost += status is Status.OK
-        return found, refused, lost
+        return joined(found), refused, lost
 
     async def _tombstone_record(
         self, segment: Segment, offset: int
-    ) -> tuple[list[Tombstone] | None, Status]:
+    ) -> tuple[Tombstones | None, Status]:
         """One record's entries, None where it does not verify, and what the device said."""
         superblock = self._table.superblock
         base = superblock.segment_at(segment.index)
@@ -339,16 +350,17 @@ class Evictor:
             return decode_tombstones(buffer[RECORD_HEADER_BYTES:end]), status
         return None, status
 
-    def _needed(self, tombstones: list[Tombstone], segment: Segment) -> list[Tombstone]:
+    def _needed(self, tombstones: Tombstones, segment: Segment) -> Tombstones:
         """Those that may still cover something on flash outside `segment`."""
-        others = [other for other in self._table.used() if other is not segment]
-        if any(other.shadows for other in others):
+        table = self._table
+        if not len(tombstones) or len(table.shadowing) > (segment.index in table.shadowing):
             return tombstones
-        sequences = {other.sequence for other in others}
-        oldest = min(sequences, default=0)
-        return [
-            t
-            for t in tombstones
-            if t.cover in sequences
-            or (t.kind is TombstoneKind.NAMESPACE and sequences and oldest <= t.cover)
-        ]
+        others = np.fromiter(table.lives, np.uint64, len(table.lives))
+        others = others[others != segment.sequence]
+        if not len(others):
+            return NO_TOMBSTONES
+        cover = tombstones["cover"]
+        needed = np.isin(cover, others)
+        needed |= (tombstones["kind"] == TombstoneKind.NAMESPACE) & (cover >= others[0])
+        chosen: Tombstones = tombstones[needed]
+        return chosen

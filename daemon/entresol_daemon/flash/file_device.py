@@ -334,6 +334,8 @@ def _open_blocking(
         _lock(fd, path)
         size = _size(fd, path, size_bytes)
         is_direct = direct and _try_direct(fd, path)
+        if created:
+            _keep_name(fd, path)
     except BaseException:
         os.close(fd)
         if created:
@@ -341,6 +343,19 @@ def _open_blocking(
                 os.unlink(path)
         raise
     return fd, size, is_direct
+
+
+def _keep_name(fd: int, path: str) -> None:
+    """A new file is still there after the machine lost its power. Raises: DeviceError."""
+    try:
+        os.fsync(fd)
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise _device_error("creation", path, error) from error
 
 
 def _open_error(path: str, error: OSError) -> DeviceError:

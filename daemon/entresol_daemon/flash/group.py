@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from entresol_daemon.compute import Compute, ComputeError
-from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.model import (
     GROUP_BYTES_MAX,
     GROUP_RECORDS_MAX,
@@ -31,15 +31,15 @@ from entresol_daemon.flash.segment import (
     RecordKind,
     SegmentHeader,
     Superblock,
-    Tombstone,
     encode_footer,
     encode_header,
     encode_record_header,
     footer_bytes,
     payload_hash,
 )
-from entresol_daemon.flash.space import Segment
-from entresol_proto.status import Status
+from entresol_daemon.flash.space import Segment, SegmentTable
+from entresol_daemon.flash.tombstones import Tombstone
+from entresol_proto.status import DeviceError, Status
 
 Footer = tuple[int, int, bytes, int, bytes]
 """Of a segment: number, sequence, stream, used bytes, table of records."""
@@ -156,12 +156,21 @@ def fill(
     return pieces
 
 
-def free_again(superblock: Superblock, segment: Segment) -> list[IoOp]:
-    """The FREE headers of a segment that is free already: writing them changes nothing."""
-    header = SegmentHeader(HeaderState.FREE, segment.index, segment.sequence, segment.stream)
-    scratch = aligned_buffer(2 * BLOCK)
-    pieces = fill(superblock, [], [header], [], scratch)
-    return [IoOp(offset, scratch[start:end]) for offset, start, end in pieces]
+async def takes_writes(device: Device, table: SegmentTable) -> bool:
+    """Whether a device that failed takes a write and a flush now: the FREE headers of a segment
+    that is free already, which changes nothing."""
+    try:
+        if table.free:
+            segment = table.segments[table.free[0]]
+            number, sequence = segment.index, segment.sequence
+            header = SegmentHeader(HeaderState.FREE, number, sequence, segment.stream)
+            scratch = aligned_buffer(2 * BLOCK)
+            pieces = fill(table.superblock, [], [header], [], scratch)
+            await device.write([IoOp(at, scratch[start:end]) for at, start, end in pieces])
+        await device.flush()
+    except DeviceError:
+        return False
+    return True
 
 
 class GroupLength:

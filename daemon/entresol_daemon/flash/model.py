@@ -27,9 +27,8 @@ SHARED_GROUP_S = 0.0025  # or as long as a flush takes, if that is longer
 SHARED_FOR_S = 0.5  # so long after records of two streams came
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although not all it held could be carried on
-EVICT_REST_NS = (
-    250_000_000  # after the first refused read of it, then doubled: half a minute in all
-)
+UNREAD_KEEP_NS = 24 * 3_600_000_000_000  # what an opening could not read is freed last
+EVICT_REST_NS = 250_000_000  # after a first refused read, then doubled: half a minute in all
 COPY_BYTES_MAX = 16 << 20  # memory that eviction uses to copy kept blocks
 DROP_BLOCKS_AT_ONCE = 32  # of a namespace that is dropped, between two chances for others to run
 RECOVERY_BATCH_BYTES = 16 << 20  # memory that recovery reads into, besides one segment
@@ -167,6 +166,7 @@ class EngineStats:
     tombstones: int = 0
     tombstones_carried: int = 0
     tombstones_lost: int = 0  # unreadable when their segment was freed
+    unread_freed: int = 0  # segments that the opening could not read, and no later one ever will
     evicted_segments: int = 0
     evicted_blocks: int = 0
     copied_blocks: int = 0

@@ -77,6 +77,11 @@ async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool
             f"{device.name}: no superblock copy can be read",
             hint="the device fails: see the kernel's log",
         )
+    if mirror is None and first is not None and not any(first):
+        raise DeviceError(
+            f"{device.name}: its first block is blank and its last cannot be read",
+            hint="nothing is formatted where a superblock may be: see the kernel's log",
+        )
     lost = b"\xff" * BLOCK  # neither valid nor blank
     superblock, agree = choose_superblock(first or lost, mirror or lost)
     return superblock, 2 if agree else 1, agree

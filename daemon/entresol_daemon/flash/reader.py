@@ -7,6 +7,7 @@ or MISS, and the buffer's content is then undefined.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,20 +162,31 @@ class Reader:
         if wanted:
             items = [(expected, view) for _, expected, view in wanted]
             found = await self._once(items, payloads)
-            for (number, _, view), status in zip(wanted, found, strict=True):
+            for (number, expected, view), status in zip(wanted, found, strict=True):
                 statuses[number] = status
                 if status is Status.OK:
                     self._stats.read_bytes += view.nbytes
+                elif (again or status is not Status.CORRUPT) and not self._stays(
+                    ops, number, expected
+                ):
+                    statuses[number] = Status.MISS  # whatever was read: it is not what is there now
+
+    def _stays(
+        self, ops: Sequence[tuple[int, memoryview]], number: int, expected: Expected
+    ) -> bool:
+        """Whether the slot still holds the block that was read, where it was."""
+        slot = ops[number][0]
+        return self._index.is_live(slot) and self.expect(slot) == expected
 
     async def scrub(self, slots: Sequence[int] | Slots) -> list[tuple[int, Status]]:
         """Verify durable blocks batch by batch; returns those that are not what was stored."""
         bad: list[tuple[int, Status]] = []
-        left = [int(slot) for slot in slots]
+        left = deque(int(slot) for slot in slots)
         while left:
             batch: list[tuple[int, Expected]] = []
             size = 0
             while left and (not batch or size < COPY_BYTES_MAX):
-                slot = left.pop(0)
+                slot = left.popleft()
                 if self._index.is_live(slot) and slot not in self._writer.pending:
                     batch.append((slot, self.expect(slot)))
                     size += extent_bytes(batch[-1][1].sealed_bytes)

@@ -37,7 +37,6 @@ from entresol_daemon.flash.segment import (
     Scan,
     SegmentHeader,
     Superblock,
-    Tombstone,
     Trailer,
     decode_table,
     extent_bytes,
@@ -46,6 +45,7 @@ from entresol_daemon.flash.segment import (
     tombstones_in,
 )
 from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
+from entresol_daemon.flash.tombstones import Tombstones, joined
 
 _SCAN_OP_BYTES = 1 << 20
 _TOMBSTONE_READS_MAX = 3  # of a record before it is given up
@@ -82,7 +82,7 @@ class Recovery:
         self._looking = Looking(device, compute, table.superblock, log)
         self._rows: list[Rows] = []
         self._where: list[tuple[int, int, int]] = []  # segment, sequence, count per part of rows
-        self._tombstones: list[Tombstone] = []
+        self._tombstones: list[Tombstones] = []
         self._tombstone_records: list[tuple[Segment, int, int]] = []  # offset, extent bytes
         self._found = Found()
 
@@ -295,7 +295,7 @@ class Recovery:
                 await self._looking.read([IoOp(at, record)])
             entries = tombstones_in(self._superblock, sequence, offset, record)
             if entries is not None:
-                self._tombstones += entries
+                self._tombstones.append(entries)
                 return
         self._report.records_damaged += 1
         self._report.tombstones_lost += 1
@@ -312,10 +312,10 @@ class Recovery:
         buffer = aligned_buffer(size)
         for segment, sequence in segments:
             scan, whole = held, _ = await self._scan_once(segment, sequence, buffer)
-            if whole and (scan.damaged or not scan.table):
+            if whole:
                 # What is not found now is freed, or left out of the footer: ask twice.
                 held, whole = await self._scan_once(segment, sequence, buffer)
-                scan = held if len(held.table) > len(scan.table) else scan
+                scan = scan.with_found(held)
             self._report.segments_scanned += 1
             self._report.records_damaged += scan.damaged
             self._tombstones += scan.tombstones
@@ -355,12 +355,14 @@ class Recovery:
     def _leave_alone(self, segment: Segment) -> None:
         """The device refuses parts of it now: what is there may be read at another opening."""
         segment.state = SegmentState.CONDEMNED
-        segment.shadows = True
+        segment.shadows = segment.hides = segment.unread = True
         self._report.segments_unreadable += 1
 
     def _build(self) -> None:
         """Decide which records live and put them into the index."""
-        self._report.tombstones = len(self._tombstones)
+        tombstones = joined(self._tombstones)
+        self._tombstones.clear()
+        self._report.tombstones = len(tombstones)
         if not self._rows:
             return
         # As plain bytes: numpy would work out the common type of the rows field by field.
@@ -371,8 +373,7 @@ class Recovery:
         self._rows.clear()
         raw = self._superblock.check_key
         multipliers = np.frombuffer(raw, np.uint64) | np.uint64(1)
-        resolved = resolve(rows, segment, sequence, self._tombstones, multipliers)
-        self._tombstones.clear()
+        resolved = resolve(rows, segment, sequence, tombstones, multipliers)
         self._report.duplicates = resolved.duplicates
         for number in resolved.shadowed:
             self._table.segments[number].shadows = True
@@ -382,6 +383,7 @@ class Recovery:
             self._report.blocks_dropped = surplus
             for number in np.unique(segment[alive[:surplus]]).tolist():
                 self._table.segments[number].shadows = True
+                self._table.segments[number].hides = True
             alive = alive[surplus:]
         live = rows[alive]
         slots = self._index.insert_many(

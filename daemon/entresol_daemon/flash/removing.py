@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from entresol_daemon.flash.index import U32, Index, Slots
 from entresol_daemon.flash.model import DROP_BLOCKS_AT_ONCE, EngineStats, Removed, RemoveReason
-from entresol_daemon.flash.segment import Tombstone, TombstoneKind, extent_bytes
+from entresol_daemon.flash.segment import extent_bytes
 from entresol_daemon.flash.space import SegmentTable
+from entresol_daemon.flash.tombstones import Tombstone, TombstoneKind
 from entresol_daemon.flash.writer import Writer
 
 _NO_KEY = bytes(16)
@@ -86,7 +87,7 @@ class Remover:
 
     def bury_absent(self, namespace_id: bytes, keys: Sequence[bytes]) -> None:
         """See `Engine.bury_absent`."""
-        if keys and any(segment.shadows for segment in self._table.used()):
+        if self._table.shadowing:
             for key in keys:
                 self._bury(TombstoneKind.BLOCK, namespace_id, key, 0)
 

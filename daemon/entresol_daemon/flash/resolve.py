@@ -1,21 +1,25 @@
 """Which of the records found on flash are alive: newest copies that no tombstone covers. Pure.
 
 Invariant: the answer depends only on lsn order, never on the order in which segments were read.
-Vectorised where there may be millions; only duplicates and tombstones go through Python.
+Vectorised where there may be millions, of blocks and of tombstones; only older copies of the same
+block, and the namespaces that were dropped, go through Python one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.flash.index import U32, U64, Slots
-from entresol_daemon.flash.segment import Rows, Tombstone, TombstoneKind
+from entresol_daemon.flash.segment import Rows
+from entresol_daemon.flash.tombstones import TombstoneKind, Tombstones
 
 Name = tuple[int, int, int, int]  # namespace id and key as four integers
+NAME = ("ns0", "ns1", "key0", "key1")
+PAIRS_AT_ONCE = 1 << 18  # of a tombstone and a row that may be the one it removes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +32,18 @@ class Resolved:
     shadowed: list[int]
 
 
-def _split(raw: bytes) -> tuple[int, int]:
-    return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
-
-
 class _Names:
     """Rows by name: sorted by a 64-bit mix of namespace and key, compared exactly."""
 
     def __init__(self, rows: Rows, multipliers: npt.NDArray[np.uint64]) -> None:
-        self.columns: list[U64] = [
-            np.ascontiguousarray(rows[name]) for name in ("ns0", "ns1", "key0", "key1")
-        ]
+        self.columns: list[U64] = [np.ascontiguousarray(rows[name]) for name in NAME]
         self._multipliers = multipliers
         mixed = self.mix(self.columns)
         self.order = np.argsort(mixed, kind="stable")
         self.mixed = mixed[self.order]
 
     def mix(self, columns: list[U64]) -> U64:
-        total: U64 = columns[0] * self._multipliers[0]
-        for column, multiplier in zip(columns[1:], self._multipliers[1:], strict=True):
-            total = total + column * multiplier
-        return total
+        return _mix(columns, self._multipliers)
 
     def name(self, row: int) -> Name:
         a, b, c, d = (int(column[row]) for column in self.columns)
@@ -62,25 +57,36 @@ class _Names:
         several[:-1] |= same
         return self.order[several]
 
-    def find(self, names: list[Name]) -> list[list[int]]:
-        """For each name, the rows that carry it."""
-        if not names:
-            return []
-        asked = np.array(names, np.uint64)
-        mixed = self.mix([asked[:, n] for n in range(4)])
-        low = np.searchsorted(self.mixed, mixed, "left").tolist()
-        high = np.searchsorted(self.mixed, mixed, "right").tolist()
-        found: list[list[int]] = []
-        for name, start, end in zip(names, low, high, strict=True):
-            found.append([r for r in self.order[start:end].tolist() if self.name(r) == name])
-        return found
+    def pairs(self, asked: list[U64]) -> Iterator[tuple[Slots, Slots]]:
+        """Which of the names in four columns is the name of which row: numbers of both, a bounded
+        part of all such pairs at a time."""
+        mixed = self.mix(asked)
+        low = np.searchsorted(self.mixed, mixed, "left")
+        counts = np.searchsorted(self.mixed, mixed, "right") - low
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        for first in range(0, total, PAIRS_AT_ONCE):
+            number = np.arange(first, min(total, first + PAIRS_AT_ONCE))
+            one = np.searchsorted(ends, number, "right")
+            row = self.order[low[one] + number - (ends[one] - counts[one])]
+            same = np.ones(len(row), bool)
+            for column, name in zip(self.columns, asked, strict=True):
+                same &= column[row] == name[one]
+            yield one[same], row[same]
+
+
+def _mix(columns: list[U64], multipliers: npt.NDArray[np.uint64]) -> U64:
+    total: U64 = columns[0] * multipliers[0]
+    for column, multiplier in zip(columns[1:], multipliers[1 : len(columns)], strict=True):
+        total = total + column * multiplier
+    return total
 
 
 def resolve(
     rows: Rows,
     segment: U32,
     sequence: U64,
-    tombstones: Iterable[Tombstone],
+    tombstones: Tombstones,
     multipliers: npt.NDArray[np.uint64],
 ) -> Resolved:
     """Decide for block rows (with their segment numbers and sequences) which are alive.
@@ -102,28 +108,43 @@ def resolve(
             alive[older] = False
     duplicates = int(count - np.count_nonzero(alive))
 
-    by_name: dict[Name, list[Tombstone]] = {}
-    dropped: dict[tuple[int, int], int] = {}
-    for tombstone in tombstones:
-        space = _split(tombstone.namespace_id)
-        if tombstone.kind is TombstoneKind.NAMESPACE:
-            dropped[space] = max(dropped.get(space, 0), tombstone.lsn)
-        else:
-            by_name.setdefault(space + _split(tombstone.wire_key), []).append(tombstone)
-    for found, entries in zip(names.find(list(by_name)), by_name.values(), strict=True):
-        for row in found:
-            later = [t for t in entries if t.lsn > lsn[row]]
-            if later:
-                alive[row] = False
-                covered[row] |= any(t.cover == sequence[row] for t in later)
-    for (n0, n1), until in dropped.items():
-        gone = (names.columns[0] == n0) & (names.columns[1] == n1) & (lsn < until)
+    of_blocks = tombstones[tombstones["kind"] == TombstoneKind.BLOCK]
+    until, cover = (np.ascontiguousarray(of_blocks[name]) for name in ("lsn", "cover"))
+    for one, row in names.pairs([np.ascontiguousarray(of_blocks[name]) for name in NAME]):
+        later = until[one] > lsn[row]
+        alive[row[later]] = False
+        covered[row[later & (cover[one] == sequence[row])]] = True
+    for gone in _dropped(names.columns[:2], lsn, tombstones, multipliers):
         alive[gone] = False
         covered[gone] = True
 
     survivors = np.flatnonzero(alive)
     shadowed = np.unique(segment[~alive & ~covered]).tolist()
     return Resolved(survivors[np.argsort(lsn[survivors], kind="stable")], duplicates, shadowed)
+
+
+def _dropped(
+    spaces: list[U64], lsn: U64, tombstones: Tombstones, multipliers: npt.NDArray[np.uint64]
+) -> Iterator[Slots]:
+    """Rows that went with their namespace, namespace by namespace."""
+    whole = tombstones[tombstones["kind"] == TombstoneKind.NAMESPACE]
+    if not len(whole):
+        return
+    pairs = np.empty((len(whole), 2), np.uint64)
+    pairs[:, 0], pairs[:, 1] = whole["ns0"], whole["ns1"]
+    firsts, which = distinct(pairs)
+    until = np.zeros(len(firsts), np.uint64)
+    np.maximum.at(until, which, whole["lsn"])
+    mixed = _mix(spaces, multipliers)
+    order = np.argsort(mixed, kind="stable")
+    mixed = mixed[order]
+    asked = pairs[firsts]
+    keys = _mix([np.ascontiguousarray(asked[:, n]) for n in (0, 1)], multipliers)
+    starts, ends = np.searchsorted(mixed, keys, "left"), np.searchsorted(mixed, keys, "right")
+    for n in np.flatnonzero(ends > starts).tolist():
+        rows = order[starts[n] : ends[n]]
+        same = (spaces[0][rows] == asked[n, 0]) & (spaces[1][rows] == asked[n, 1])
+        yield rows[same & (lsn[rows] < until[n])]
 
 
 def distinct(pairs: U64) -> tuple[list[int], Slots]:

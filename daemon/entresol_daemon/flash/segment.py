@@ -1,6 +1,6 @@
-"""The data file's bytes: segment header, records, tombstones, footer, scan. Pure functions.
+"""The data file's bytes: segment header, records, footer, scan. Pure functions.
 
-DATA_FILE.md is the specification; this file and superblock.py are its only implementation.
+DATA_FILE.md is the specification; this file, tombstones.py and superblock.py implement it, alone.
 Invariants: nothing decodes unless its check matches; checks are keyed with a random secret of the
 file, so bytes that a tenant chose can never pass for a structure of ours; no decoder raises.
 """
@@ -11,7 +11,6 @@ import enum
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +33,7 @@ from entresol_daemon.flash.superblock import (
     encode_superblock,
     version_of,
 )
+from entresol_daemon.flash.tombstones import Tombstones, decode_tombstones
 
 __all__ = [
     "DATA_OFFSET",
@@ -50,8 +50,6 @@ __all__ = [
 ]
 
 ROW_BYTES = 64
-TOMBSTONE_BYTES = 56
-TOMBSTONES_PER_RECORD_MAX = 1024
 
 _SEGMENT_MAGIC = b"ENTRSEGM"
 _TRAILER_MAGIC = b"ENTRTRLR"
@@ -60,7 +58,6 @@ _SEGMENT = struct.Struct("<8sII16sIIQ16s")
 _TRAILER = struct.Struct("<8sII16sIIQ16sQQQ16s")
 _RECORD = struct.Struct("<IBBHQQII16s16sIIQQ")
 _RECORD_CHECK = struct.Struct("<8s")
-_TOMBSTONE = struct.Struct("<16s16sQQII")
 
 # One row of a footer table, also the shape in which recovery handles records.
 ROW = np.dtype(
@@ -83,7 +80,6 @@ Rows = npt.NDArray[np.void]
 
 assert ROW.itemsize == _ROW.size == ROW_BYTES
 assert _RECORD.size + _RECORD_CHECK.size == RECORD_HEADER_BYTES
-assert _TOMBSTONE.size == TOMBSTONE_BYTES
 
 
 class HeaderState(enum.IntEnum):
@@ -98,13 +94,6 @@ class RecordKind(enum.IntEnum):
 
     BLOCK = 1
     TOMBSTONES = 2
-
-
-class TombstoneKind(enum.IntEnum):
-    """What a tombstone removes."""
-
-    BLOCK = 1
-    NAMESPACE = 2
 
 
 # -- segment header and trailer
@@ -356,42 +345,6 @@ def _record_check(fields: bytes, check_key: bytes) -> bytes:
     return hashlib.blake2b(fields, digest_size=8, key=check_key, person=b"entresol-recd").digest()
 
 
-# -- tombstones
-
-
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """Removes every copy of a block (or of a namespace) whose lsn is lower.
-
-    It must stay on flash while the segment with sequence `cover` may hold such a copy (for a
-    namespace: any segment with a sequence up to `cover`).
-    """
-
-    kind: TombstoneKind
-    namespace_id: bytes
-    wire_key: bytes
-    lsn: int
-    cover: int
-
-
-def encode_tombstones(tombstones: Iterable[Tombstone]) -> bytes:
-    """The payload of a tombstone record."""
-    return b"".join(
-        _TOMBSTONE.pack(t.namespace_id, t.wire_key, t.lsn, t.cover, t.kind, 0) for t in tombstones
-    )
-
-
-def decode_tombstones(payload: bytes | memoryview) -> list[Tombstone]:
-    """Entries of a verified payload; unknown kinds and a cut tail are left out."""
-    raw = bytes(payload)
-    raw = raw[: len(raw) - len(raw) % TOMBSTONE_BYTES]
-    return [
-        Tombstone(TombstoneKind(kind), ns, key, lsn, cover)
-        for ns, key, lsn, cover, kind, _ in _TOMBSTONE.iter_unpack(raw)
-        if kind in (TombstoneKind.BLOCK, TombstoneKind.NAMESPACE)
-    ]
-
-
 # -- scan of a segment without footer
 
 
@@ -400,10 +353,30 @@ class Scan:
     """What a scan found: `table` as a footer would list it, `tombstones` decoded."""
 
     table: bytearray = field(default_factory=bytearray)
-    tombstones: list[Tombstone] = field(default_factory=list)
+    tombstones: list[Tombstones] = field(default_factory=list)  # a part for each record
     tombstone_offsets: list[int] = field(default_factory=list)  # in blocks
     used_bytes: int = BLOCK
     damaged: int = 0  # intact headers whose payload is not what was written
+
+    def with_found(self, other: Scan) -> Scan:
+        """What either of two scans of one segment found: a read that went wrong hides records."""
+        rows: dict[int, bytes] = {}
+        tombstones: dict[int, Tombstones] = {}
+        for scan in (other, self):
+            table = bytes(scan.table)
+            offsets = np.frombuffer(table, ROW)["offset"].tolist()
+            rows |= {
+                offset: table[ROW_BYTES * n : ROW_BYTES * (n + 1)]
+                for n, offset in enumerate(offsets)
+            }
+            tombstones |= zip(scan.tombstone_offsets, scan.tombstones, strict=True)
+        return Scan(
+            bytearray(b"".join(rows[offset] for offset in sorted(rows))),
+            [tombstones[offset] for offset in sorted(tombstones)],
+            sorted(tombstones),
+            max(self.used_bytes, other.used_bytes),
+            min(self.damaged, other.damaged),
+        )
 
 
 def scan_segment(superblock: Superblock, sequence: int, raw: memoryview) -> Scan:
@@ -435,14 +408,14 @@ def scan_segment(superblock: Superblock, sequence: int, raw: memoryview) -> Scan
         found.used_bytes = end
         if header.kind is RecordKind.TOMBSTONES:
             tail = RECORD_HEADER_BYTES + header.sealed_bytes
-            found.tombstones += decode_tombstones(extent[RECORD_HEADER_BYTES:tail])
+            found.tombstones.append(decode_tombstones(extent[RECORD_HEADER_BYTES:tail]))
             found.tombstone_offsets.append(block)
     return found
 
 
 def tombstones_in(
     superblock: Superblock, sequence: int, offset: int, raw: memoryview
-) -> list[Tombstone] | None:
+) -> Tombstones | None:
     """The tombstones of a record read whole, None when it does not verify."""
     header = decode_record_header(raw, superblock.check_key)
     if (

@@ -8,12 +8,14 @@ sequences and log numbers (lsn) never repeat, because they start with the file's
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections import OrderedDict, deque
 
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
+    UNREAD_KEEP_NS,
     EngineOptions,
     EngineStats,
     RemovedHook,
@@ -46,6 +48,7 @@ class Segment:
         "evict_tries",
         "footer_due",
         "header_written",
+        "hides",
         "index",
         "kept",
         "last_touch",
@@ -64,6 +67,7 @@ class Segment:
         "stream",
         "tombstone_offsets",
         "unflushed",
+        "unread",
         "used_bytes",
         "waiters",
     )
@@ -97,6 +101,8 @@ class Segment:
         # May hold copies that are neither in the index nor covered by a tombstone that names this
         # sequence: while such a segment exists, no tombstone is dropped.
         self.shadows = False
+        self.hides = False  # may hold blocks that the opening did not find, or left out
+        self.unread = False  # the device refused parts of it at opening: another may find them
         self.evict_tries = 0  # evictions that could not write elsewhere what must not be lost
         self.refusals = 0  # evictions for which the device did not give what is here
 
@@ -138,6 +144,9 @@ class SegmentTable:
         self.stock: Stock[Segment] = Stock()
         # By stream and `kept`, the least recently appended first.
         self.open: OrderedDict[tuple[bytes, bool], Segment] = OrderedDict()
+        self.lives: dict[int, Segment] = {}  # all in use, by sequence, the oldest first
+        self.shadowing: set[int] = set()  # numbers of those with `shadows`
+        self.hiding: set[int] = set()  # numbers of those with `hides`
         self.closed: list[Segment] = []  # full, their footers not handed to the writer yet
         self.extent_bytes_max = record_bytes_max(superblock.segment_bytes)
         self._options = options
@@ -146,6 +155,7 @@ class SegmentTable:
         self._sequence = superblock.generation << _SEQUENCE_BITS
         self._lsn = superblock.generation << _LSN_BITS
         self._refresh_at = 0
+        self._unread_until: asyncio.TimerHandle | None = None
 
     # -- numbers
 
@@ -197,6 +207,7 @@ class SegmentTable:
         self._sequence += 1
         fresh.reset(SegmentState.OPEN, stream, self._sequence)
         fresh.kept = kept
+        self.lives[fresh.sequence] = fresh
         self.open[stream, kept] = fresh
         self._stats.opened_segments += 1
         return fresh
@@ -294,7 +305,12 @@ class SegmentTable:
         segment.state = SegmentState.CONDEMNED
         self.stock.put(segment)
         segment.footer_due = False
+        self.cast_shadows(segment)
+
+    def cast_shadows(self, segment: Segment) -> None:
+        """From here on it may hold copies that no tombstone names (see `Segment.shadows`)."""
         segment.shadows = True
+        self.shadowing.add(segment.index)
 
     def begin_free(self, segment: Segment) -> None:
         """Nothing in it lives any more; its FREE header is about to be written."""
@@ -304,16 +320,41 @@ class SegmentTable:
         segment.state = SegmentState.FREEING
         self.stock.drop(segment.index)
         segment.footer_due = False
-        segment.shadows = True
+        self.cast_shadows(segment)
 
     def end_free(self, segment: Segment) -> None:
         """Its FREE header is durable."""
+        self.lives.pop(segment.sequence, None)
+        self.shadowing.discard(segment.index)
+        self.hiding.discard(segment.index)
         segment.reset(SegmentState.FREE, NO_STREAM, segment.sequence)
         self.free.append(segment.index)
 
     def restock(self) -> None:
         """All of them have changed: they were found at opening."""
         for segment in self.segments:
+            self.stock.put(segment)
+        used = self.used()
+        self.lives = {s.sequence: s for s in sorted(used, key=lambda each: each.sequence)}
+        self.shadowing = {s.index for s in used if s.shadows}
+        self.hiding = {s.index for s in used if s.hides}
+
+    def keep_unread(self, log: logging.Logger) -> None:
+        """Segments that this opening could not read are for another one: freed last, for long."""
+        if self.stock.unread:
+            log.error(
+                "event=segments_unread count=%d hours=%d hint='restart the daemon once the device "
+                "gives them again'", len(self.stock.unread), UNREAD_KEEP_NS // 3_600_000_000_000,
+            )  # fmt: skip
+            loop = asyncio.get_running_loop()
+            self._unread_until = loop.call_later(UNREAD_KEEP_NS / 1e9, self.give_up_unread)
+
+    def give_up_unread(self) -> None:
+        """They are freed as others are from here on."""
+        if self._unread_until is not None:
+            self._unread_until.cancel()
+        for segment in list(self.stock.unread.values()):
+            segment.unread = False
             self.stock.put(segment)
 
     # -- views

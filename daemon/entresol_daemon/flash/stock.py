@@ -1,9 +1,9 @@
 """Which segments can be freed, by stream and state, kept up to date as they change: whoever chooses
 one need not look at all of them, of which there may be a hundred thousand.
 
-Invariant: a segment that is sealed, condemned, or open with live blocks is in exactly one of the
-four; any other in none, nor one that rests. The owner calls `put` at every change of state, and
-when the number of live blocks becomes zero or ceases to be.
+Invariant: a segment that is sealed, condemned, or open and has or had live blocks is in exactly one
+of the six; any other in none, nor one that rests. The owner calls `put` at every change of state,
+and when the number of live blocks becomes zero or ceases to be.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class _Segment(Protocol):
     def state(self) -> _State: ...
     @property
     def live_blocks(self) -> int: ...
+    @property
+    def unread(self) -> bool: ...
 
 
 S = TypeVar("S", bound=_Segment)
@@ -38,7 +40,9 @@ class Stock(Generic[S]):
         self.sealed: dict[bytes, dict[int, S]] = {}  # with live blocks
         self.empty: dict[int, S] = {}  # sealed, without
         self.opened: dict[bytes, dict[int, S]] = {}  # with live blocks
+        self.idle: dict[int, S] = {}  # open, without: whatever it had is gone
         self.condemned: dict[int, S] = {}
+        self.unread: dict[int, S] = {}  # condemned, and another opening may find more in it
         self.resting: set[int] = set()  # could not be freed just now; nobody should try
         self._homes: dict[int, tuple[dict[int, S], bytes | None]] = {}
         self._stamps: dict[int, int] = {}
@@ -89,11 +93,13 @@ class Stock(Generic[S]):
         if segment.segment in self.resting:
             return None, None
         if state == "condemned":
-            return self.condemned, None
+            return self.unread if segment.unread else self.condemned, None
         if state == "sealed" and not segment.live_blocks:
             return self.empty, None
         if state == "sealed":
             return self.sealed.setdefault(segment.stream, {}), segment.stream
         if state == "open" and segment.live_blocks:
             return self.opened.setdefault(segment.stream, {}), segment.stream
+        if state == "open":
+            return self.idle, None
         return None, None

@@ -21,7 +21,7 @@ from entresol_daemon.flash.group import (
     GroupLength,
     Pending,
     PendingQueue,
-    free_again,
+    takes_writes,
     writes_of,
 )
 from entresol_daemon.flash.index import PENDING, Index
@@ -37,15 +37,17 @@ from entresol_daemon.flash.model import (
 )
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
-    TOMBSTONES_PER_RECORD_MAX,
     RecordKind,
     Superblock,
-    Tombstone,
-    TombstoneKind,
-    encode_tombstones,
     extent_bytes,
 )
 from entresol_daemon.flash.space import COPY_RESERVE, NO_STREAM, Segment, SegmentTable
+from entresol_daemon.flash.tombstones import (
+    TOMBSTONES_PER_RECORD_MAX,
+    Tombstone,
+    TombstoneKind,
+    encode_tombstones,
+)
 from entresol_proto.status import DeviceError, Status
 
 FAILURE_BACKOFF_NS = 100_000_000  # after the first failed group; doubles with each further one
@@ -84,7 +86,7 @@ class Writer:
         self.queued_bytes = 0
         self.length = GroupLength()
         self._since = 0.0  # loop time of the oldest waiting thing
-        self._tombstones: deque[Tombstone] = deque()
+        self.tombstones: deque[Tombstone] = deque()  # that no group has taken yet
         self._waiting_lsns: set[int] = set()  # of the queued and the in-flight ones
         self._tombstones_in = 0
         self._tombstones_out = 0  # durable
@@ -142,9 +144,9 @@ class Writer:
         if not tombstones:
             return
         self._waiting_lsns.update(t.lsn for t in tombstones)
-        if not self._queue and not self._tombstones:
+        if not self._queue and not self.tombstones:
             self._since = self._now()
-        self._tombstones.extend(tombstones)
+        self.tombstones.extend(tombstones)
         self._tombstones_in += len(tombstones)
         self._wake.set()
 
@@ -193,7 +195,7 @@ class Writer:
     def idle(self) -> bool:
         """True when nothing is queued or being written."""
         return not (
-            self._busy or self._queue or self._tombstones or self._footers or self._frees
+            self._busy or self._queue or self.tombstones or self._footers or self._frees
             or self._table.closed
         )  # fmt: skip
 
@@ -235,15 +237,9 @@ class Writer:
         while True:
             await asyncio.sleep(wait_ns / 1e9)
             wait_ns = min(2 * wait_ns, PROBE_NS_MAX)
-            free = self._table.free
-            try:
-                if free:
-                    segment = self._table.segments[free[0]]
-                    await self._device.write(free_again(self._superblock, segment))
-                await self._device.flush()
-            except DeviceError:
+            if not await takes_writes(self._device, self._table):
                 continue
-            self._log.warning("event=engine_writes_again tombstones=%d", len(self._tombstones))
+            self._log.warning("event=engine_writes_again tombstones=%d", len(self.tombstones))
             self.failed = False
             self._failures = GROUP_FAILURES_MAX - 1  # the next one that fails is enough
             self._urgent = True
@@ -256,7 +252,7 @@ class Writer:
             if self._urgent or self.queued_bytes >= self._options.group_commit_bytes:
                 return
             timer = None
-            if self._queue or (self._tombstones and not self._stalled):
+            if self._queue or (self.tombstones and not self._stalled):
                 if loop.time() >= self._since + wait:
                     return
                 timer = loop.call_at(self._since + wait, self._wake.set)
@@ -291,10 +287,10 @@ class Writer:
 
     def _take_tombstones(self, group: Group) -> None:
         for _ in range(TOMBSTONE_RECORDS_PER_GROUP_MAX):
-            if not self._tombstones:
+            if not self.tombstones:
                 break
-            count = min(len(self._tombstones), TOMBSTONES_PER_RECORD_MAX)
-            payload = encode_tombstones(self._tombstones[i] for i in range(count))
+            count = min(len(self.tombstones), TOMBSTONES_PER_RECORD_MAX)
+            payload = encode_tombstones(self.tombstones[i] for i in range(count))
             extent = extent_bytes(len(payload))
             segment = self._table.open_anywhere(NO_STREAM, extent)
             if segment is None:
@@ -306,13 +302,13 @@ class Writer:
                 self._log.warning("event=tombstones_wait error=%s", error)
                 break
             buffer[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + len(payload)] = payload
-            taken = [self._tombstones.popleft() for _ in range(count)]
-            lsn = self._table.next_lsn()
+            taken = [self.tombstones.popleft() for _ in range(count)]
+            lsn, kind = self._table.next_lsn(), RecordKind.TOMBSTONES
             sizes = (extent, len(payload), 0, 0)
-            offset = self._table.place(segment, RecordKind.TOMBSTONES, _NO_KEY, _NO_KEY, sizes, lsn)
+            offset = self._table.place(segment, kind, _NO_KEY, _NO_KEY, sizes, lsn)
             record = Pending(
-                RecordKind.TOMBSTONES, segment.stream, _NO_KEY, _NO_KEY, buffer, len(payload),
-                0, 0, -1, segment, offset, lsn, None, tombstones=taken,
+                kind, segment.stream, _NO_KEY, _NO_KEY, buffer, len(payload), 0, 0, -1, segment,
+                offset, lsn, None, tombstones=taken,
             )  # fmt: skip
             group.records.append(record)
 
@@ -397,7 +393,7 @@ class Writer:
         self._log.error("event=group_failed failures=%d error=%s", self._failures, error)
         self._inflight = []
         for p in reversed(group.records):  # tombstones return to the front in their old order
-            self._tombstones.extendleft(reversed(p.tombstones))
+            self._requeue(p)
             self._table.condemn(p.segment)
         self._table.closed = [s for s in self._table.closed if s.footer_due]
         for segment in group.footers:
@@ -417,6 +413,12 @@ class Writer:
             self._pause()
         else:
             self._urgent = True
+
+    def _requeue(self, p: Pending) -> None:
+        """The tombstones of a record that was not written wait again, before all others."""
+        if p.kind is RecordKind.TOMBSTONES:
+            self.tombstones.extendleft(reversed(p.tombstones))
+            p.segment.tombstone_offsets.remove(p.offset)
 
     def _move(self, p: Pending, status: Status) -> None:
         """Place a record of a condemned segment elsewhere, or end it."""
@@ -439,8 +441,7 @@ class Writer:
             self._end(p, status)
             return
         p.tries += 1
-        p.lsn = self._table.next_lsn()
-        p.segment = target
+        p.lsn, p.segment = self._table.next_lsn(), target
         sizes = (size, p.sealed_bytes, p.plain_bytes, p.position)
         p.offset = self._table.place(target, p.kind, p.namespace_id, p.wire_key, sizes, p.lsn)
         self._index.m_segment[p.slot] = target.index
@@ -465,8 +466,8 @@ class Writer:
         gone = Removed(p.namespace_id, p.wire_key, p.slot, reason, size, p.stream)
         self._index.remove(p.slot)
         self._stats.append_failures += 1
-        lsn, cover = self._table.next_lsn(), p.segment.sequence
-        self.bury([Tombstone(TombstoneKind.BLOCK, p.namespace_id, p.wire_key, lsn, cover)])
+        name, lsn = (p.namespace_id, p.wire_key), self._table.next_lsn()
+        self.bury([Tombstone(TombstoneKind.BLOCK, *name, lsn, p.segment.sequence)])
         p.settle(status)
         self._table.on_removed([gone])
 
@@ -477,12 +478,11 @@ class Writer:
         """
         self.failed = True
         queued = self._inflight + list(self._queue)
-        self._inflight = []
+        self._inflight, self.queued_bytes = [], 0
         self._queue.clear()
-        self.queued_bytes = 0
         for p in queued:
             p.segment.unflushed -= 1
-            self._tombstones.extendleft(reversed(p.tombstones))
+            self._requeue(p)
             self._table.condemn(p.segment)
             if p.dead:
                 p.settle(Status.IO_ERROR)

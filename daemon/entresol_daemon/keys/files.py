@@ -13,6 +13,7 @@ wrapped under the KEK; changing the KEK (`Keyring.rewrap`) and destroying the ol
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -125,7 +126,10 @@ def replace_secret(calls: OsCalls, path: Path, raw: bytes) -> None:
 
 
 def _prepare(calls: OsCalls, path: Path, raw: bytes) -> Path:
-    """The next content of `path`, durable under a temporary name, which is returned."""
+    """The next content of `path`, durable under a temporary name, which is returned. What no `read`
+    would take is not written."""
+    if len(raw) > FILE_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"{len(raw)} bytes, and {FILE_BYTES_MAX} are read", str(path))
     temporary = temporary_of(path)
     fd = calls.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
     try:

@@ -93,7 +93,9 @@ class NamespaceRegistry:
 
     def load(self, streams: Mapping[bytes, TenantName]) -> None:
         """Read the files of these tenants; destroy files of streams that are not (or no longer)
-        anybody's, which a crash during an erasure can leave. Raises: OSError."""
+        anybody's, which a crash during an erasure can leave.
+
+        Raises: UnknownVersionError when one was written by another version; OSError."""
         if self.folder.is_dir():
             for path in sorted(self.folder.iterdir()):
                 if path.name not in {f"{stream.hex()}.json" for stream in streams}:
@@ -103,11 +105,11 @@ class NamespaceRegistry:
             self._owner.update(self._of[stream])
 
     def _load_one(self, stream: bytes, tenant: TenantName) -> dict[bytes, NamespaceRecord]:
-        raw = files.read(self._calls, self._path(stream))
-        if raw is None:
-            return {}
-        records: dict[bytes, NamespaceRecord] = {}
+        path, records = self._path(stream), dict[bytes, NamespaceRecord]()
         try:
+            raw = files.read(self._calls, path)
+            if raw is None:
+                return records
             body = open_envelope(raw, NAMESPACES_FORMAT, NAMESPACES_VERSION)
             for namespace_hex, sealed_hex in body["namespaces"]:
                 namespace = NamespaceId(bytes.fromhex(namespace_hex))
@@ -117,7 +119,9 @@ class NamespaceRegistry:
                 if namespace in self._owner:
                     raise DamagedError("a namespace belongs to two tenants")
                 records[namespace] = NamespaceRecord(namespace, tenant, sealed)
-        except (DamagedError, UnknownVersionError, KeyError, TypeError, ValueError) as error:
+        except UnknownVersionError as error:  # taken as empty it would be written over
+            raise UnknownVersionError(f"{path}: {error}", hint=error.hint) from None
+        except (OSError, DamagedError, KeyError, TypeError, ValueError) as error:
             self.damaged_files += 1
             log.warning("event=namespaces_dropped tenant=%s reason=%r", tenant, str(error))
             return {}

@@ -111,6 +111,7 @@ class Segment:
     oldest_touch: int  # of its first block when it came: a lower bound from then on
     last: npt.NDArray[np.int64]  # of all segments
     state: _State = _OPEN
+    unread: bool = False
     ids: Blocks = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property

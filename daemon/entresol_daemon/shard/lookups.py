@@ -22,6 +22,7 @@ from entresol_daemon.shard.turns import (
 from entresol_proto import limits
 from entresol_proto.wire.data import Exists, ExistsReply, Forget, Touch
 
+REMOVALS_QUEUED_MAX = 65_536  # before FORGET of what is not here waits for them
 _KEY = limits.WIRE_KEY_BYTES
 
 
@@ -125,12 +126,18 @@ async def forget(parts: Parts, session: Session, request: Forget, removal: Remov
             await loop_turns.take(session.account, LOOP_TURN_COST)
         stretch = loop_turns.extend(session.account, LOOP_ROUND_COST)
         part = keys[at : at + (stretch << KEY_COST_SHIFT) * _KEY]
+        if parts.engine.hides_blocks:  # removals of what is not here are written, too
+            part = part[: max(1, stretch // REMOVAL_COST) * _KEY]
+            if parts.engine.removals_queued >= REMOVALS_QUEUED_MAX:
+                await removal.barrier(session.account)
         slots = parts.engine.index.lookup(namespace.namespace_id, part)
         found = np.flatnonzero(slots >= 0)[: max(1, stretch // REMOVAL_COST)]
         more = len(found) == max(1, stretch // REMOVAL_COST)  # behind them, looked up again
         count = int(found[-1]) + 1 if more else len(slots)
         dropped += removal.forget(dict.fromkeys(slots[found].tolist()))
-        removal.forget_evicted(namespace.namespace_id, part[: count * _KEY], slots[:count])
+        removal.forget_absent(
+            session.account, namespace.namespace_id, part[: count * _KEY], slots[:count]
+        )
         at += count * _KEY
     return dropped
 

@@ -35,6 +35,7 @@ from entresol_daemon.events import types as events
 from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason
+from entresol_daemon.flash.tombstones import TOMBSTONE_BYTES
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.turns import DROP_COST, NAMESPACE_COST, Stretches
 from entresol_proto import limits
@@ -56,6 +57,7 @@ _REASONS = {
 
 _MAY_RETURN = frozenset({Reason.EVICTED, Reason.CORRUPT, Reason.LOST})  # perhaps no tombstone
 
+HIDDEN_SHARE = 64  # one part in so many of flash, for removals of what may never have been there
 SPARE_SEGMENTS_MAX = 4  # kept free ahead of need
 SEGMENTS_PER_SPARE = 16  # of a small data file fewer
 
@@ -163,7 +165,7 @@ class Removal:
 
     async def _evict_once(self, account: Account, record_bytes: int) -> bool:
         engine = self._parts.engine
-        if engine.failed:
+        if engine.failed or engine.closing:
             return False  # it frees nothing any more: what is there is only read
         shares = [
             TenantShare(
@@ -185,7 +187,7 @@ class Removal:
             choosers=self._parts.valued.choosers, only=account.stream if alone else None,
         )  # fmt: skip
         if victim is None:
-            return not alone and await self._evict_open(shares)
+            return not alone and (await self._evict_idle() or await self._evict_open(shares))
         keep: Keep = partial(self._keep, victim)
         if victim.reason is VictimReason.CONDEMNED:
             keep = _keep_all
@@ -198,18 +200,35 @@ class Removal:
         )  # fmt: skip
         return True
 
+    async def _evict_idle(self) -> bool:
+        """Nothing is sealed: an open segment of which nothing is left goes first. False when there
+        is none, or it only made room for the removals that were in it."""
+        engine = self._parts.engine
+        if not engine.stock.idle:
+            return False
+        free, number = engine.free_segments, next(iter(engine.stock.idle))
+        await engine.evict(number)
+        log.info("event=evicted segment=%d blocks=0 reason=idle", number)
+        return engine.free_segments > free
+
     async def _evict_open(self, shares: Sequence[TenantShare]) -> bool:
-        """Nothing is sealed: many tenants have a segment each, or tiny blocks filled the index.
+        """Many tenants have a segment each, or tiny blocks filled the index.
 
         The tenant with the most gives its open segment; for want of index entries alone, only the
-        older half of it. False when there is none.
+        older half of it. Where there is none, one that the opening could not read. False when
+        there is none of those either.
         """
         engine = self._parts.engine
         weighed = {each.stream: each.used(self._short()) / each.weight for each in shares}
         shelves = [shelf for stream, shelf in engine.stock.opened.items() if stream in weighed]
         opened = [each for shelf in shelves for each in shelf.values()]
-        if not opened:
+        if not opened and not engine.stock.unread:
             return False
+        if not opened:
+            number = next(iter(engine.stock.unread))
+            log.warning("event=evicted segment=%d reason=unread", number)
+            await engine.evict(number, _keep_all)
+            return True
         chosen = max(opened, key=lambda each: (weighed[each.stream], each.segment))
         removed = await engine.evict(chosen.segment, () if engine.index.free else self._newer_half)
         log.info("event=evicted segment=%d blocks=%d reason=open", chosen.segment, len(removed))
@@ -252,16 +271,38 @@ class Removal:
             count += 1
         return count
 
-    def forget_evicted(self, namespace_id: bytes, keys: bytes, slots: Slots) -> None:
-        """Of what is not here, what was evicted lately: a crash brings it back no more either, once
+    def forget_absent(
+        self, account: Account, namespace_id: bytes, keys: bytes, slots: Slots
+    ) -> None:
+        """Of what is not here, what may be on flash all the same: what was evicted lately; where an
+        opening did not find all there is, anything. A crash brings it back no more either, once
         `engine.barrier` returned. `slots` belong to the 16-byte keys; each key is told once."""
         history, size, doomed = self._parts.history, limits.WIRE_KEY_BYTES, []
+        hidden = self._parts.engine.hides_blocks and not self._parts.engine.failed
         for at in np.flatnonzero(slots < 0).tolist():
             key = keys[size * at : size * (at + 1)]
-            if history.why(namespace_id, key)[0] in _MAY_RETURN:
+            why = history.why(namespace_id, key)[0]
+            known = why in _MAY_RETURN
+            if known or (hidden and why is not Reason.FORGOTTEN and self._may_hide(account)):
                 history.record(namespace_id, key, Reason.FORGOTTEN, self._parts.unix_ns())
                 doomed.append(key)
         self._parts.engine.bury_absent(namespace_id, doomed)
+
+    def _may_hide(self, account: Account) -> bool:
+        """Whether a tenant may have a removal written down of what perhaps never was: all of them
+        together take HIDDEN_SHARE of flash for those at most."""
+        parts = self._parts
+        share = parts.engine.capacity_bytes // (HIDDEN_SHARE * TOMBSTONE_BYTES)
+        account.hidden_forgets += 1
+        if account.hidden_forgets <= share // max(1, len(parts.accounts.by_name)):
+            return True
+        parts.engine.stats.tombstones_lost += 1
+        if not account.hidden_forgets & (account.hidden_forgets - 1):  # at every doubling
+            log.error(
+                "event=removals_not_written tenant=%s effect='blocks that the opening did not find "
+                "may be back'", account.name,
+            )  # fmt: skip
+        return False
 
     def corrupt(self, resident: Resident, *, where: str) -> None:
         """Drop a block that failed verification; counted, published, never served again."""

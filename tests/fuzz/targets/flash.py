@@ -26,8 +26,13 @@ from entresol_daemon.flash.segment import (
     RecordKind,
     SegmentHeader,
     Superblock,
+)
+from entresol_daemon.flash.tombstones import (
+    TOMBSTONE_BYTES,
     Tombstone,
     TombstoneKind,
+    decode_tombstones,
+    encode_tombstones,
 )
 from entresol_proto.status import FormatError
 from tests.fuzz.mutate import mutate_tree, to_json
@@ -119,7 +124,7 @@ def structure_seeds() -> list[bytes]:
     free = segment.encode_header(SB, SegmentHeader(HeaderState.FREE, 0, SEQUENCE, bytes(16)))
     row = RecordHeader(RecordKind.BLOCK, SEQUENCE, 9, 1, 600, b"n" * 16, b"w" * 16, 400, 2, 1).row()
     _, footer = segment.encode_footer(SB, 0, SEQUENCE, b"t" * 16, 2 * BLOCK, row * 3)
-    tombstones = segment.encode_tombstones(
+    tombstones = encode_tombstones(
         [Tombstone(kind, b"n" * 16, b"w" * 16, 4, 5) for kind in TombstoneKind]
     )
     return [
@@ -166,8 +171,8 @@ def structures_parser() -> Parser:
             assert found.extent_bytes >= found.sealed_bytes + segment.RECORD_HEADER_BYTES
             assert len(found.row()) == segment.ROW_BYTES
             return f"record {found.kind.name}"
-        tombstones = segment.decode_tombstones(body)
-        assert len(tombstones) <= len(body) // segment.TOMBSTONE_BYTES
+        tombstones = decode_tombstones(body)
+        assert len(tombstones) <= len(body) // TOMBSTONE_BYTES
         return f"tombstones {min(len(tombstones), 3)}"
 
     return parse
@@ -201,9 +206,7 @@ def _unchecked_record(raw: bytes | memoryview, check_key: bytes) -> RecordHeader
 @functools.cache
 def scan_seeds() -> list[bytes]:
     """The records of an open segment, without the free room behind them."""
-    tombstones = segment.encode_tombstones(
-        [Tombstone(TombstoneKind.BLOCK, b"n" * 16, b"w" * 16, 4, 5)]
-    )
+    tombstones = encode_tombstones([Tombstone(TombstoneKind.BLOCK, b"n" * 16, b"w" * 16, 4, 5)])
     blocks = [
         record(RecordKind.BLOCK, 1, b"a" * 300),
         record(RecordKind.BLOCK, 2, b"b" * 5_000, b"x" * 16),
@@ -249,7 +252,8 @@ def scan_parser() -> Parser:
                 "a forged record"
             )
         assert found.used_bytes == (end if len(rows) else BLOCK)
-        return f"{len(rows)} rows {found.damaged} damaged {min(len(found.tombstones), 3)} gone"
+        gone = min(sum(map(len, found.tombstones)), 3)
+        return f"{len(rows)} rows {found.damaged} damaged {gone} gone"
 
     return parse
 
