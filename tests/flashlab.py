@@ -255,8 +255,7 @@ def stock_faults(engine: Engine) -> list[str]:
         if info.segment in engine.stock.resting:
             continue
         if state is SegmentState.CONDEMNED:
-            unread = engine._table.segments[info.segment].unread
-            where[info.segment] = "unread" if unread else "condemned"
+            where[info.segment] = "unread" if info.unread else "condemned"
         elif state is SegmentState.SEALED:
             where[info.segment] = f"sealed {info.stream.hex()}" if alive else "empty"
         elif state is SegmentState.OPEN and alive:
@@ -288,7 +287,7 @@ def victims(engine: Engine) -> list[int]:
     ]
     chosen.sort(
         key=lambda i: (
-            i.segment in engine.stock.unread, i.state is not SegmentState.CONDEMNED,
+            i.unread, i.state is not SegmentState.CONDEMNED,
             i.state is SegmentState.OPEN, i.sequence,
         )
     )  # fmt: skip

@@ -97,6 +97,24 @@ def test_open_segments_of_which_nothing_is_left_are_room(tmp_path: Path) -> None
     simloop.run(story(), 3, loop=simloop.SimLoop(3, seconds_max=10_000))
 
 
+def test_a_tenant_at_its_quota_gives_what_it_has_of_segments_not_read(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, parts = await joined(world), world.shard.parts
+        assert set(await host.put(NEVER[:3], Ack.DURABLE)) == {Status.OK}
+        table = parts.engine._table
+        (segment,) = (each for each in table.open.values() if each.live_blocks)
+        table.condemn(segment)
+        segment.unread = True
+        parts.engine.stock.put(segment)
+        account = parts.accounts.by_name[TenantName("alpha")]
+        account.flash_quota_bytes = account.flash_bytes
+        assert set(await host.put(NEVER[3:5], Ack.DURABLE)) == {Status.OK}
+        assert parts.engine.stats.unread_freed == 1
+        account.flash_quota_bytes = 0
+
+    simulate(tmp_path, story)
+
+
 def test_room_is_not_looked_for_while_the_engine_closes(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host, parts = await joined(world), world.shard.parts

@@ -113,6 +113,7 @@ class SegmentInfo:
     last_touch: int
     oldest_touch: int
     used_bytes: int = 0
+    unread: bool = False  # condemned, and another opening may find more in it
 
 
 @dataclass(frozen=True, slots=True)

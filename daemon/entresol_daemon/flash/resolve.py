@@ -61,14 +61,17 @@ class _Names:
         """Which of the names in four columns is the name of which row: numbers of both, a bounded
         part of all such pairs at a time."""
         mixed = self.mix(asked)
+        sorting = np.argsort(mixed)  # neighbours are looked for one after the other: quicker
+        mixed = mixed[sorting]
         low = np.searchsorted(self.mixed, mixed, "left")
         counts = np.searchsorted(self.mixed, mixed, "right") - low
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         for first in range(0, total, PAIRS_AT_ONCE):
             number = np.arange(first, min(total, first + PAIRS_AT_ONCE))
-            one = np.searchsorted(ends, number, "right")
-            row = self.order[low[one] + number - (ends[one] - counts[one])]
+            place = np.searchsorted(ends, number, "right")
+            row = self.order[low[place] + number - (ends[place] - counts[place])]
+            one = sorting[place]
             same = np.ones(len(row), bool)
             for column, name in zip(self.columns, asked, strict=True):
                 same &= column[row] == name[one]

@@ -376,6 +376,7 @@ class SegmentTable:
             last_touch=segment.last_touch,
             oldest_touch=segment.oldest_touch,
             used_bytes=0 if segment.state is SegmentState.FREE else segment.used_bytes,
+            unread=segment.unread,
         )
 
     def states(self) -> list[SegmentState]:

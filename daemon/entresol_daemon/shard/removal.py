@@ -187,7 +187,9 @@ class Removal:
             choosers=self._parts.valued.choosers, only=account.stream if alone else None,
         )  # fmt: skip
         if victim is None:
-            return not alone and (await self._evict_idle() or await self._evict_open(shares))
+            if alone:
+                return await self._evict_unread(account.stream)
+            return await self._evict_idle() or await self._evict_open(shares)
         keep: Keep = partial(self._keep, victim)
         if victim.reason is VictimReason.CONDEMNED:
             keep = _keep_all
@@ -222,16 +224,26 @@ class Removal:
         weighed = {each.stream: each.used(self._short()) / each.weight for each in shares}
         shelves = [shelf for stream, shelf in engine.stock.opened.items() if stream in weighed]
         opened = [each for shelf in shelves for each in shelf.values()]
-        if not opened and not engine.stock.unread:
-            return False
         if not opened:
-            number = next(iter(engine.stock.unread))
-            log.warning("event=evicted segment=%d reason=unread", number)
-            await engine.evict(number, _keep_all)
-            return True
+            return await self._evict_unread(None)
         chosen = max(opened, key=lambda each: (weighed[each.stream], each.segment))
         removed = await engine.evict(chosen.segment, () if engine.index.free else self._newer_half)
         log.info("event=evicted segment=%d blocks=%d reason=open", chosen.segment, len(removed))
+        return True
+
+    async def _evict_unread(self, stream: bytes | None) -> bool:
+        """Nothing else is left, of this stream or at all: one that the opening could not read."""
+        engine = self._parts.engine
+        unread = engine.stock.unread.values()
+        found = [
+            each.segment
+            for each in unread
+            if stream is None or (each.stream == stream and each.live_blocks)
+        ]
+        if not found:
+            return False
+        removed = await engine.evict(found[0], () if stream is not None else _keep_all)
+        log.warning("event=evicted segment=%d blocks=%d reason=unread", found[0], len(removed))
         return True
 
     def _short(self) -> Short:
