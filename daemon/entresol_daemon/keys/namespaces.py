@@ -120,7 +120,7 @@ class NamespaceRegistry:
                     raise DamagedError("a namespace belongs to two tenants")
                 records[namespace] = NamespaceRecord(namespace, tenant, sealed)
         except UnknownVersionError as error:  # taken as empty it would be written over
-            raise UnknownVersionError(f"{path}: {error}", hint=error.hint) from None
+            raise UnknownVersionError(f"{path}: {error}") from None
         except (OSError, DamagedError, KeyError, TypeError, ValueError) as error:
             self.damaged_files += 1
             log.warning("event=namespaces_dropped tenant=%s reason=%r", tenant, str(error))
