@@ -152,6 +152,7 @@ def test_after_a_day_it_is_room_like_any_other_and_counted() -> None:
         for number in sorted(first):
             await engine.evict(number)
         assert engine.hides_blocks is False
+        assert engine.stats.unread_freed == len(first)
         await engine.close(clean=False)
 
     simloop.run(whole(), loop=simloop.SimLoop(1, seconds_max=200_000))

@@ -137,7 +137,7 @@ class Evictor:
                 "event=tombstones_lost segment=%d records=%d", segment.index, refused + lost
             )
         await segment.quiet()
-        if segment.unread:
+        if segment.hides and segment.state is SegmentState.CONDEMNED:
             self._stats.unread_freed += 1
             self._log.error("event=unread_segment_freed segment=%d", segment.index)
         if await self._writer.free(segment):
