@@ -278,8 +278,8 @@ def _soak(folder: Path, seed: int, plan: Plan, tally: Tally, plant: str = "") ->
         gets_at_once_max=AT_ONCE, lease_ns=LEASE_NS,
     ) as lab:  # fmt: skip
         lab.first_life()
-        # It stores twice what it may, all the time, and evicts itself. (All its keys take 45.4 MB: with
-        # a quota of 46.1 everything was stored at last, after an hour, and stayed.)
+        # It stores twice what it may, all the time, and evicts itself. (All its keys take 45.4 MB:
+        # with a quota of 46.1 everything was stored at last, after half an hour, and stayed.)
         lab.driver.ask("admin", what="add", tenant="other", wait=True, flash_bytes=FLASH_BYTES // 8)
         soak = Soak(lab, seed, tally, plan)
         try:
