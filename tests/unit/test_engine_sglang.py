@@ -149,6 +149,37 @@ def test_state_and_heads_stay_sharded_where_the_models_kv_is_replicated() -> Non
     assert pages.is_sharded(pages.KV, pool(MLATokenToKVPoolHost), is_mla=False)
 
 
+def test_without_weights_the_models_own_path_is_in_the_name() -> None:
+    """What an engine serves its model as may be another model's name, too."""
+    found = [
+        name_of(config(), engine=pages.engine_facts(SimpleNamespace(), "", path))
+        for path in ("Qwen/one", "acme/tuned", "")
+    ]
+    assert len({str(one) for one in found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (None, False),
+        (SimpleNamespace(), False),
+        (SimpleNamespace(enable_multimodal=True), True),
+        (SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True)), True),
+        (SimpleNamespace(get_model_config=lambda: SimpleNamespace(is_multimodal=True)), True),
+        (SimpleNamespace(get_model_config=lambda: SimpleNamespace(is_multimodal=False)), False),
+        (SimpleNamespace(get_model_config=lambda: 1 / 0, enable_multimodal=True), True),
+        (
+            SimpleNamespace(
+                enable_multimodal=False, model_config=SimpleNamespace(is_multimodal=True)
+            ),
+            False,
+        ),
+    ],
+)
+def test_a_model_of_images_is_known(args: Any, expected: bool) -> None:
+    assert pages.is_multimodal(args) is expected
+
+
 def test_without_an_engine_its_arguments_are_empty() -> None:
     assert set(pages.engine_facts(None).values()) == {""}
     found = pages.engine_facts(SimpleNamespace(kv_cache_dtype="fp8_e4m3", dtype=None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from entresol_client.engines.vllm_naming import (
     check_hashes,
     describe,
     roots_agree,
-    weights_folder,
 )
 from entresol_client.engines.vllm_requests import (
     Ask,
@@ -313,8 +313,72 @@ def test_other_weights_under_one_name_are_another_model(tmp_path: Path) -> None:
         facts = replace(FACTS, weights_path=str(tmp_path))
         names.append(name_of(facts=facts, settings=EngineSettings()))
     assert names[0] != names[1]
-    assert weights_folder(str(tmp_path), "") == str(tmp_path)
-    assert weights_folder("nobody/nothing", "") == ""
+    assert naming.weights_folder(str(tmp_path), "") == str(tmp_path)
+    assert naming.weights_folder("nobody/nothing", "") == ""
+
+
+def tensors(sizes: Sequence[int], changed: int | None = None) -> bytes:
+    """A safetensors file; of the changed tensor every byte is another."""
+    told, body = {}, bytearray()
+    for number, size in enumerate(sizes):
+        begin = len(body)
+        body += bytes([1 + (number == changed)]) * size
+        told[f"t{number}"] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, len(body)]}
+    head = json.dumps({"__metadata__": {"format": "pt"}, **told}).encode()
+    return len(head).to_bytes(8, "little") + head + bytes(body)
+
+
+def test_another_tensor_of_many_is_another_model(tmp_path: Path) -> None:
+    """A fine-tune put in place of its model may touch a small part of it."""
+    sizes = [40_000] * 30 + [0, 1, 5_000] + [300_000] * 8
+    path, seen = tmp_path / "model.safetensors", set()
+    changes = [None, *(n for n, size in enumerate(sizes) if size)]
+    for changed in changes:
+        path.write_bytes(tensors(sizes, changed))
+        seen.add(naming.weights_fingerprint(tmp_path))
+    assert len(seen) == len(changes)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{}", (2**63).to_bytes(8, "little") + b"{}", (4).to_bytes(8, "little") + b"[17]",
+        (12).to_bytes(8, "little") + b'{"a":[1, 2]}', tensors([5000])[:-100],
+        tensors([5]).replace(b"[0, 5]", b"[5, 0]"), tensors([5]).replace(b"[0, 5]", b'"text"'),
+    ],
+)  # fmt: skip
+def test_what_only_has_the_name_of_safetensors_is_sampled_like_any_file(
+    tmp_path: Path, raw: bytes
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    first = naming.weights_fingerprint(tmp_path)
+    assert first
+    (tmp_path / "model.safetensors").write_bytes(raw + bytes(100_000) + b"x" * 100_000)
+    assert naming.weights_fingerprint(tmp_path) not in (None, first)
+
+
+def test_weights_that_are_nowhere_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert naming.revision("nobody/nothing", "", "r1", "auto") == "r1"
+    assert [r.message for r in caplog.records if "weights_not_found" in r.message]
+    caplog.clear()
+    assert naming.revision("nobody/nothing", "", "r1", "off") == "r1"
+    assert naming.revision("nobody/nothing", "", "r1", "mine") == "r1+w:mine"
+    assert not caplog.records
+
+
+def test_ranks_of_one_engine_begin_anew_under_one_name() -> None:
+    ask = "from entresol_client.engines import naming as n; print(n.common_epoch(1))"
+    one, other = (
+        subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert one.stdout == other.stdout
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", nested], capture_output=True, text=True, check=True
+    )
+    assert elsewhere.stdout not in ("", one.stdout)
+    assert naming.common_epoch(1) != naming.common_epoch(2)
 
 
 def test_another_configuration_of_the_same_weights_is_another_model(tmp_path: Path) -> None:

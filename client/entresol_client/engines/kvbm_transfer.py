@@ -100,10 +100,12 @@ class _Accelerator:
         if self._stream is None:
             work()
             return
-        with self._stream:
-            self._stream.wait_event(after)
-            work()
-        self._stream.synchronize()
+        try:
+            with self._stream:
+                self._stream.wait_event(after)
+                work()
+        finally:  # what was queued before it failed still reads and writes
+            self._stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +242,26 @@ class Saver:
             except queue.Empty:  # the blocks behind a gap would be of no use
                 self.counts.update(shed_blocks=len(op.blocks) - start)
                 return
-            arena.take([block.device_block for block in blocks])
+            try:
+                arena.take([block.device_block for block in blocks])
+            except Exception:  # no memory left on the device, say: the engine goes on without us
+                log.exception("event=kvbm_copy_failed request=%s", op.request_id)
+                self.counts.update(shed_blocks=len(op.blocks) - start)
+                self._give_back(arena)
+                return
             with self._lock:
                 self._copying[op.request_id] += 1
             self._copies.put(_Copy(op.request_id, op.tenant, blocks, arena, self._device.mark()))
+
+    def _give_back(self, arena: Arena) -> None:
+        """Once what was queued for it before it failed is over; else it is not used again."""
+        try:
+            event = self._device.mark()
+            if event is not None:
+                event.synchronize()
+            self._free.put(arena)
+        except Exception:
+            log.exception("event=kvbm_arena_lost")
 
     def copying(self, request_id: str) -> bool:
         """True while the request's device blocks are still being read."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from entresol_proto import limits
 from entresol_proto.seal.dtypes import DType
@@ -32,8 +33,13 @@ ROPES_OF_ANY_LENGTH = frozenset(
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 SAMPLES_PER_FILE = 8
 SAMPLE_BYTES = 16 * limits.KIB
+TENSOR_SAMPLE_BYTES = 4 * limits.KIB
+TENSORS_MAX = 4096  # of a file, that are sampled
+HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+WEIGHTS_SIGN = "+w:"  # in a revision that says something of the weights
 SALT_BYTES = 16
 FINGERPRINT_CHARS = 24
+log = logging.getLogger("entresol.engine")
 _DTYPES = {
     "bfloat16": DType.BF16, "float16": DType.FP16, "half": DType.FP16, "float32": DType.FP32,
     "float8_e4m3fn": DType.FP8_E4M3, "float8_e5m2": DType.FP8_E5M2, "int8": DType.INT8,
@@ -56,14 +62,31 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_CHARS // 2).hexdigest()
 
 
+def weights_folder(model: str, revision: str) -> str:
+    """Where a model's weights are on this host: itself if it is a path, else the hub's cache.
+
+    Empty when neither has them. Downloads nothing.
+    """
+    if Path(model).exists():
+        return model
+    try:
+        from huggingface_hub import snapshot_download  # of the engine's, not of ours
+
+        return str(snapshot_download(model, revision=revision or None, local_files_only=True))
+    except Exception:  # no hub library, no such snapshot, not a hub name: all mean "not here"
+        return ""
+
+
 def weights_fingerprint(model_path: str | os.PathLike[str]) -> str | None:
     """Short hex digest of a local model's or adapter's files; None when it has no weights to read.
 
     Takes what CONFIG_FILES say (another `rope_scaling` makes other keys of the same weights), and
-    of weights each file's name, length and samples of its bytes (the first `SAMPLE_BYTES`, where
-    safetensors lists its tensors, and `SAMPLES_PER_FILE` more, evenly spread), so that it costs a
-    few megabytes of reading for any model. Two fine-tunes of one shape differ in it; two files that
-    differ only between the samples would not. Same bytes give the same digest on every host.
+    of weights each file's name, length and samples of its bytes: the first `SAMPLE_BYTES`, where
+    safetensors lists its tensors; of each tensor `TENSOR_SAMPLE_BYTES` from its middle (of
+    TENSORS_MAX where a file has more), or of another file `SAMPLES_PER_FILE`, evenly spread. So it
+    costs some megabytes of reading for any model. Two fine-tunes of one shape differ in it; two
+    files that differ only between the samples would not: in a small part of one tensor, that is.
+    Same bytes give the same digest on every host.
 
     Raises: ConfigError when a file cannot be read.
     """
@@ -84,16 +107,48 @@ def weights_fingerprint(model_path: str | os.PathLike[str]) -> str | None:
                     continue
                 length_bytes = os.fstat(file.fileno()).st_size
                 digest.update(f"{one.name}\0{length_bytes}\0".encode())
-                step = max(1, length_bytes // (SAMPLES_PER_FILE + 1))
-                for at in [0, *(step * n for n in range(1, SAMPLES_PER_FILE + 1))]:
+                digest.update(file.read(SAMPLE_BYTES))
+                for at, size in _samples(file, one.name, length_bytes):
                     file.seek(at)
-                    digest.update(file.read(SAMPLE_BYTES))
+                    digest.update(file.read(size))
         except OSError as error:
             raise ConfigError(
                 f"cannot read {str(one)!r}: {error.strerror}",
                 hint='set weights to "off" or to a text of your own',
             ) from None
     return digest.hexdigest()
+
+
+def _samples(file: IO[bytes], name: str, length_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where to read of a file of weights, and how much."""
+    tensors = _tensors(file, length_bytes) if name.endswith(".safetensors") else []
+    for begin, end in tensors[:: -(-len(tensors) // TENSORS_MAX) or 1]:
+        size = min(TENSOR_SAMPLE_BYTES, end - begin)
+        yield begin + (end - begin - size) // 2, size
+    if not tensors:
+        step = max(1, length_bytes // (SAMPLES_PER_FILE + 1))
+        for number in range(1, SAMPLES_PER_FILE + 1):
+            yield step * number, SAMPLE_BYTES
+
+
+def _tensors(file: IO[bytes], length_bytes: int) -> list[tuple[int, int]]:
+    """Where the tensors of a safetensors file lie, in order; none if it is not one.
+
+    Source: the format's description, github.com/huggingface/safetensors: eight bytes of length,
+    then JSON with the offsets of each tensor, counted from its end.
+    """
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    if not 2 <= size <= min(HEADER_BYTES_MAX, length_bytes - 8):
+        return []
+    try:
+        told = json.loads(file.read(size))
+        places = [tuple(one["data_offsets"]) for key, one in told.items() if key != "__metadata__"]
+        found = sorted((8 + size + begin, 8 + size + end) for begin, end in places)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+    good = all(8 + size <= begin <= end <= length_bytes for begin, end in found)
+    return [(begin, end) for begin, end in found if end > begin] if good else []
 
 
 def _config_mark(raw: bytes) -> str:
@@ -142,16 +197,40 @@ def revision(
     name = configured or engine or "main"
     if adapters:
         name = f"{name}+a:{adapters}"
+    mark = weights_mark(model_path, weights)
+    return f"{name}{WEIGHTS_SIGN}{mark}" if mark else name
+
+
+def weights_mark(model_path: str, weights: str) -> str:
+    """What stands for the weights in names; empty if nothing does."""
     if weights == "off":
-        return name
+        return ""
     mark = weights_fingerprint(model_path) if weights == "auto" else weights
-    return f"{name}+w:{mark}" if mark else name
+    if not mark:
+        log.warning(
+            "event=weights_not_found model=%r effect=told_apart_by_name hint='set weights to a "
+            "text, and change it with them'", model_path,
+        )  # fmt: skip
+    return mark or ""
 
 
 def new_epoch() -> str:
     """A text of nobody's, for an engine that has dropped its caches: perhaps its weights are others
     now than in the files it was started with, and what was stored before is not theirs."""
     return secrets.token_hex(8)
+
+
+def common_epoch(number: int) -> str:
+    """As `new_epoch`, and the same text for all processes that this one's parent has started, each
+    at its `number`-th time: the ranks of an engine that look for the same blocks."""
+    try:
+        parent = os.getppid()
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+        began = fields[19]  # starttime, the 22nd field; proc(5)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (OSError, IndexError):
+        return new_epoch()
+    return fingerprint({"boot": boot, "parent": parent, "began": began, "number": number})
 
 
 def of_epoch(salt: str, epoch: str) -> str:

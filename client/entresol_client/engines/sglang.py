@@ -5,18 +5,21 @@
         "module_path": "entresol_client.engines.sglang", "class_name": "EntresolHiCache",
         "config": "/etc/entresol/client.toml"}'
 
-Invariants: an outage reads as absent pages and failed stores within the deadlines, never as an
-exception; a page counts as loaded only when all its blocks are in place.
+Invariants: an outage, or whatever else fails in a call, reads as absent pages and failed stores
+within the deadlines, never as an exception; a page counts as loaded only when all its blocks are in
+place.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -53,9 +56,37 @@ SGLANG_SETTINGS = frozenset(
         "tp_lcm_size",
     }
 )
-OWN_SETTINGS = frozenset({"cache_salt", "kv_format"})
+OWN_SETTINGS = frozenset({"cache_salt", "kv_format", "multimodal"})
 MEASUREMENTS_MAX = 4096  # kept until SGLang asks
 GB = 1e9
+R = TypeVar("R")
+
+
+def _guarded(none: Callable[[Any, Any], R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Whatever fails inside reads as nothing: what calls here is a thread of SGLang's that nobody
+    starts again. `none` makes that answer from the instance and the first argument."""
+
+    def around(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def inner(self: Any, keys: Any, *args: Any, **words: Any) -> R:
+            try:
+                return method(self, keys, *args, **words)
+            except Exception:
+                log.exception(
+                    "event=sglang_call_failed call=%s effect=reads_as_none", method.__name__
+                )
+                return none(self, keys)
+
+        return inner
+
+    return around
+
+
+_no_pages = _guarded(lambda _self, keys: 0)
+_none_of_them = _guarded(lambda _self, keys: [False] * len(keys))
+_nothing_of_pools = _guarded(
+    lambda _self, transfers: {one.name: [False] * len(one.keys or []) for one in transfers}
+)
 
 
 class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no type marker
@@ -67,7 +98,8 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         """Settings are in `storage_config.extra_config`: `EngineSettings`, `cache_salt` (of this
-        engine) and `kv_format` (who lays out a page; default: SGLang and its version).
+        engine), `kv_format` (who lays out a page; default: SGLang and its version) and `multimodal`
+        ("accept": also for models of images, see SGLANG.md).
 
         Raises: ConfigError, IdentityError. Never because the daemon is absent.
         """
@@ -92,13 +124,16 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
         self._in_place = bool(raw.get("interface_v1", 0))
         self._pools: dict[str, PagePool] = {}
         self._args = _server_args()
+        _check_fit(self._args, settings, str(raw.get("multimodal", "")))
+        path = str(getattr(self._args, "model_path", None) or storage_config.model_name or "")
+        revision = str(getattr(self._args, "revision", None) or "")
+        folder = naming.weights_folder(path, revision) or path
         self._revision = naming.revision(
-            str(getattr(self._args, "model_path", None) or storage_config.model_name or ""),
-            settings.model_revision,
-            str(getattr(self._args, "revision", None) or ""),
-            settings.weights,
-            settings.adapters,
+            folder, settings.model_revision, revision, settings.weights, settings.adapters
         )
+        # The name that an engine serves its model by may be another model's as well.
+        self._path = "" if naming.WEIGHTS_SIGN in self._revision else path
+        self._clears = 0
         self._lock = threading.Lock()
         self._loaded: deque[tuple[int, float]] = deque(maxlen=MEASUREMENTS_MAX)
         self._stored: deque[tuple[int, float]] = deque(maxlen=MEASUREMENTS_MAX)
@@ -124,7 +159,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
                 name,
                 pool.described,
                 piece_bytes=pool.piece_bytes,
-                engine=names.engine_facts(self._args, self._settings.adapters),
+                engine=names.engine_facts(self._args, self._settings.adapters, self._path),
                 revision=self._revision,
                 kv_format=self._format,
                 cache_salt=self._salt,
@@ -141,24 +176,28 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
 
     # Pages in place, in batches ----------------------------------------------------------------
 
+    @_no_pages
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """How many leading pages could be loaded now."""
         return _leading(self._present(self._kv(), keys))
 
+    @_none_of_them
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages to their places in the host pool; stops at the first gap."""
         return self._get(self._kv(), keys, host_indices, prefix=True)
 
+    @_none_of_them
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages from their places in the host pool."""
         return self._set(self._kv(), keys, host_indices)
 
+    @_guarded(lambda _self, keys: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -185,6 +224,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
             stops = [stop for stop in stops if stop in good]
         return PoolTransferResult(stops[-1] if stops else 0, hits, stops)
 
+    @_nothing_of_pools
     def batch_get_v2(
         self,
         transfers: list[PoolTransfer],
@@ -198,6 +238,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
             for transfer in transfers
         }
 
+    @_nothing_of_pools
     def batch_set_v2(
         self,
         transfers: list[PoolTransfer],
@@ -218,6 +259,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
     ) -> Any | None:
         return self.batch_get([key], [target_location], [target_sizes])[0]
 
+    @_guarded(lambda _self, keys: [None] * len(keys))
     def batch_get(
         self,
         keys: list[str],
@@ -241,6 +283,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
     ) -> bool:
         return self.batch_set([key], [value])
 
+    @_guarded(lambda _self, keys: False)
     def batch_set(
         self,
         keys: list[str],
@@ -269,9 +312,11 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
         if self._settings.on_reset == "keep":
             log.warning("event=sglang_clear_ignored reason='on_reset is keep'")
             return
+        self._clears += 1
         epoch = naming.new_epoch()
         for pool in self._pools.values():
-            pool.epoch = epoch
+            # What one rank writes for all, all must look for under one name.
+            pool.epoch = epoch if self._sharded(pool) else naming.common_epoch(self._clears)
         log.warning("event=sglang_begins_anew reason='its storage was cleared' hint='on_reset'")
 
     def get_stats(self) -> Any | None:
@@ -335,8 +380,11 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
     def _writes(self, pool: PagePool) -> bool:
         """Of a pool that all tensor-parallel ranks hold alike, one writes."""
         writer = getattr(self._config, "is_storage_writer", self._config.tp_rank == 0)
-        sharded = names.is_sharded(pool.name, pool.described, bool(self._config.is_mla_model))
-        return bool(writer) or sharded
+        return bool(writer) or self._sharded(pool)
+
+    def _sharded(self, pool: PagePool) -> bool:
+        """Whether each rank has other bytes, and a namespace of its own."""
+        return names.is_sharded(pool.name, pool.described, bool(self._config.is_mla_model))
 
     def _load(
         self, pool: PagePool, hashes: Sequence[str], into: Buffers, *, prefix: bool
@@ -395,10 +443,33 @@ def _version() -> str:
 
 def _server_args() -> Any:
     """The engine's own arguments; None where there are none, or SGLang keeps them elsewhere."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),  # before 0.5.20 or so
+    ):
+        try:
+            found = getattr(importlib.import_module(module), name)()
+        except (ImportError, ValueError, AttributeError) as error:
+            log.warning("event=sglang_arguments_unknown where=%s reason=%s", module, error)
+            continue
+        if found is not None:
+            return found
+    return None
 
-        return get_server_args()
-    except (ImportError, ValueError, AttributeError) as error:
-        log.warning("event=sglang_arguments_unknown reason=%s", error)
-        return None
+
+def _check_fit(args: Any, settings: EngineSettings, multimodal: str) -> None:
+    """Refuse an engine whose pages could differ under one name. Raises: ConfigError."""
+    if args is None and not (settings.model_revision and settings.weights not in ("auto", "off")):
+        raise ConfigError(
+            "this version of SGLang does not show a storage the engine's own arguments",
+            hint="set model_revision, and weights to a text: they stand for the model, its dtype "
+            "and whatever else of the command line shapes its KV",
+        )
+    if multimodal not in ("", "accept"):
+        raise ConfigError(f"multimodal is {multimodal!r}", hint='leave it out, or "accept"')
+    if not multimodal and names.is_multimodal(args):
+        raise ConfigError(
+            "SGLang names an image by 30 bits of its hash: of a million stored ones, every "
+            "thousandth that is new would be taken for another",
+            hint='set multimodal to "accept" where few images are stored and callers are trusted',
+        )

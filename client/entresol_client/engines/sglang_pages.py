@@ -111,8 +111,27 @@ def pool_facts(pool: Any) -> dict[str, Any]:
     return facts
 
 
-def engine_facts(server_args: Any, adapters: str = "") -> dict[str, Any]:
-    """What the engine's own arguments tell; empty values when there are none.
+def is_multimodal(server_args: Any) -> bool:
+    """Whether prompts may hold images, sounds or films: SGLang's page hash has 30 bits of each.
+
+    Source: SGLang 0.5.23, `pad_value` of managers/schedule_batch.py: it stands for the tokens of an
+    item, and is what of the item is hashed. A request may give it (`mm_hashes`).
+    """
+    if getattr(server_args, "enable_multimodal", None) is False:
+        return False
+    model = getattr(server_args, "model_config", None)
+    make = getattr(server_args, "get_model_config", None)
+    if model is None and make is not None:
+        try:
+            model = make()
+        except Exception:  # SGLang's own business; what it is told stays
+            model = None
+    return bool(getattr(model, "is_multimodal", getattr(server_args, "enable_multimodal", False)))
+
+
+def engine_facts(server_args: Any, adapters: str = "", model_path: str = "") -> dict[str, Any]:
+    """What the engine's own arguments tell; empty values when there are none. `model_path` where
+    nothing else tells the weights: what the engine serves them as may be any model's name.
 
     LoRA adapters that the engine starts with are in SGLang's hashes by name and path, so here is
     what their files hold; `adapters` stands for those that are not here to be read. One that is
@@ -123,6 +142,8 @@ def engine_facts(server_args: Any, adapters: str = "") -> dict[str, Any]:
     facts: dict[str, Any] = {
         name: str(getattr(server_args, name, None) or "") for name in _ENGINE_FACTS
     }
+    if model_path:
+        facts["model_path"] = model_path
     marks = []
     for one in getattr(server_args, "lora_paths", None) or ():
         told = one.get("lora_path") if isinstance(one, Mapping) else getattr(one, "lora_path", one)

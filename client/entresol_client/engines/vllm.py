@@ -305,6 +305,8 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         if request is None:  # finished before: whose it was is still written on it
             request = self._add(metadata.req_context)
             self._requests.remove(job.request_id)
+            if self._requests.begun_anew:  # its blocks may have been computed before that
+                request.space = None
         return request, job
 
     def _blocks(self, request: Request[Space], job: Job, context: Any) -> list[PutBlock]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.tiering import base as tier_base
 
 from entresol_client.engines import naming
-from entresol_client.engines.vllm_naming import EngineFacts, roots_agree, weights_folder
+from entresol_client.engines.vllm_naming import EngineFacts, roots_agree
 from entresol_client.engines.vllm_versions import TESTED, told_apart
 from entresol_proto.status import ConfigError
 
@@ -157,7 +159,14 @@ def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
     attention = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     drafts = getattr(vllm_config, "speculative_config", None)
     draft = getattr(drafts, "draft_model_config", None)
-    extra: dict[str, Any] = {"attention": str(getattr(attention, "name", attention) or "")}
+    told = str(getattr(attention, "name", attention) or "")
+    told = told or os.environ.get("VLLM_ATTENTION_BACKEND", "")  # before 0.30
+    extra: dict[str, Any] = {"attention": told, **_platform_facts(config, current_platform, told)}
+    mm_words = getattr(
+        getattr(model_config, "multimodal_config", None), "mm_processor_kwargs", None
+    )
+    if mm_words:  # in no hash of an image
+        extra["mm_processor_kwargs"] = json.dumps(mm_words, sort_keys=True, default=str)
     for name, each in (("model", model_config), ("draft", draft)):
         if each is not None:
             extra[name] = naming.fingerprint(naming.model_facts(each))
@@ -168,9 +177,36 @@ def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
         revision=revision,
         hash_algorithm=str(getattr(cache_config, "prefix_caching_hash_algo", "") or ""),
         device_type=str(current_platform.device_type),
-        weights_path=weights_folder(config.model.name, revision),
+        weights_path=naming.weights_folder(config.model.name, revision),
         extra=extra,
     )
+
+
+def _platform_facts(config: Any, platform: Any, attention: str) -> dict[str, Any]:
+    """Of the machine, what decides the bytes without being said in vLLM's configuration."""
+    facts: dict[str, Any] = {
+        "platform": str(getattr(getattr(platform, "_enum", None), "name", "")),
+        "shuffled": os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", ""),
+    }
+    layout = getattr(config, "kv_cache_layout", None)
+    if layout is None:  # before 0.29 the tier is not told of it
+        facts["layout"] = os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
+    if "fp8" in str(config.model.dtype):  # MI300 has another e4m3 than all others
+        facts["fp8"] = _asked(platform, "fp8_dtype")
+    canonical = getattr(config, "canonical_layout", False)
+    if platform.device_type != "cpu" and not canonical and not (attention and layout):
+        # Then vLLM chooses backend and layout itself, by the processor's generation.
+        facts["capability"] = _asked(platform, "get_device_capability")
+    return facts
+
+
+def _asked(platform: Any, name: str) -> str:
+    """What a platform answers; empty if it has no such thing, or cannot now."""
+    try:
+        return str(getattr(platform, name)())
+    except Exception:  # each platform has its own
+        log.warning("event=platform_unknown asked=%s", name)
+        return ""
 
 
 def check_fit(vllm_config: Any | None, adapters: str) -> None:
@@ -181,6 +217,15 @@ def check_fit(vllm_config: Any | None, adapters: str) -> None:
             hint="set adapters to a text, and change it whenever an adapter's content changes",
         )
     cache_config = getattr(vllm_config, "cache_config", None)
+    images = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
+    if getattr(images, "mm_processor_cache_gb", None) == 0 and not getattr(
+        cache_config, "enable_prefix_caching", True
+    ):
+        raise ConfigError(
+            "without its processor's cache and prefix caching vLLM numbers images instead of "
+            "hashing them: one would be taken for the other of that number",
+            hint="leave one of --mm-processor-cache-gb 0 and --no-enable-prefix-caching out",
+        )
     if getattr(cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales makes the bytes of a block differ between engines",

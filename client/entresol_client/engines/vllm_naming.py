@@ -15,7 +15,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from entresol_client.engines import naming
@@ -83,21 +82,6 @@ def check_hashes(facts: EngineFacts, environment: Mapping[str, str] = os.environ
 def roots_agree(seed: str | None, default: str, environment: Mapping[str, str]) -> bool:
     """Whether another process would begin its hashes with `seed` too; None: not known, so yes."""
     return seed is None or SEED_VARIABLE in environment or seed == default
-
-
-def weights_folder(model: str, revision: str) -> str:
-    """Where a model's weights are on this host: itself if it is a path, else the hub's cache.
-
-    Empty when neither has them. Downloads nothing.
-    """
-    if Path(model).exists():
-        return model
-    try:
-        from huggingface_hub import snapshot_download  # a dependency of vLLM's, not of ours
-
-        return str(snapshot_download(model, revision=revision or None, local_files_only=True))
-    except Exception:  # no hub library, no such snapshot, not a hub name: all mean "not here"
-        return ""
 
 
 def _layout(config: Any, chunk_bytes: int, facts: EngineFacts) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Requests(Generic[S]):
         self._requests: dict[str, Request[S]] = {}
         self._fresh: dict[S, dict[bytes, list[Request[S]]]] = {}  # asked in this step
         self._step = 0
-        self._epoch = ""
+        self._epoch = ""  # since the last reset; empty before the first
         self.late_lookups = 0  # lookups the deadline decided, since the start
 
     def __len__(self) -> int:
@@ -119,6 +119,11 @@ class Requests(Generic[S]):
     def remove(self, request_id: str) -> None:
         """The request has finished."""
         self._requests.pop(request_id, None)
+
+    @property
+    def begun_anew(self) -> bool:
+        """Whether what was computed before and what is computed now are told apart."""
+        return bool(self._epoch)
 
     def begin_anew(self) -> None:
         """From now on no request finds or stores what others did before, and those that are under

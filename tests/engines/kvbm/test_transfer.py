@@ -14,7 +14,14 @@ from entresol_client.engines.kvbm_hash import KeyChain
 from entresol_client.engines.kvbm_pages import BlockPages
 from entresol_client.engines.kvbm_plan import LoadOp, StoreBlock, StoreOp
 from entresol_client.engines.kvbm_space import KvbmSettings, Tenants
-from entresol_client.engines.kvbm_transfer import Arrivals, Loaded, Loader, Saver
+from entresol_client.engines.kvbm_transfer import (
+    Arena,
+    Arrivals,
+    Loaded,
+    Loader,
+    Saver,
+    _Accelerator,
+)
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.limits import MIB
 from entresol_proto.status import ConfigError
@@ -264,6 +271,43 @@ def test_stores_beyond_the_staging_are_shed_without_waiting(
     assert side.saver.counts["shed_blocks"] > 0
     side.saver.settle()
     tier.thaw()
+
+
+def test_a_copy_off_the_device_that_fails_is_shed_and_the_engine_goes_on(
+    tier: TierDaemon, make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KV cache has taken nearly all memory of the device: there may be none for a copy."""
+    side = make_side(tier.client_toml(), "packed", 1)
+    free = side.saver._free.qsize()
+    with monkeypatch.context() as patched:
+        patched.setattr(Arena, "take", lambda *_: 1 / 0)
+        side.store(list(range(8)))
+    assert side.saver.counts["shed_blocks"] == 8
+    assert side.saver._free.qsize() == free
+    side.store(list(range(8)))
+    side.saver.settle()
+
+
+def test_a_copy_to_the_device_that_fails_is_waited_for() -> None:
+    """What was queued before it still writes blocks that vLLM is about to be told are its own."""
+
+    class Stream:
+        waited = 0
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def wait_event(self, _event: object) -> None: ...
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    device = object.__new__(_Accelerator)
+    device._stream = stream = Stream()  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        device.run(lambda: 1 // 0, None)  # type: ignore[arg-type, return-value]
+    assert stream.waited == 1
 
 
 def test_a_daemon_killed_under_a_load_leaves_whole_blocks_or_none(

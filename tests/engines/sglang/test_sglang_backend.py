@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from entresol_client.engines.sglang_pages import page_hashes
+from entresol_proto.status import ConfigError
 from tests.engines.sglang import parts, pools
 from tests.engines.tier_daemon import TierDaemon
 
-IN_PLACE = {"interface_v1": 1, "lookup_deadline_ms": 5000}  # tests run on busy machines
+# Tests run on busy machines, and without an engine whose arguments tell its weights.
+IN_PLACE = {"interface_v1": 1, "lookup_deadline_ms": 5000, "weights": "w"}
 QUICK = {**IN_PLACE, "lookup_deadline_ms": 300, "load_deadline_ms": 500, "store_deadline_ms": 500}
 BOUND_SECONDS = 3.0
 COUNT = 6
@@ -182,6 +185,82 @@ def test_ranks_of_a_replicated_model_share_pages_and_one_writes(
     assert all(put(writer))
     assert all(get(reader))
     check(source, target)
+
+
+def test_ranks_of_a_replicated_model_share_pages_also_after_clear(
+    shared: TierDaemon, attach: Callable[..., Any]
+) -> None:
+    """One writes for all: they must look for it under the same name."""
+    ranks = {"is_mla_model": True, "tp_size": 2}
+    writer, reader = (
+        attach(shared, pools.mla_pool(PAGE_FIRST, seed=14), tp_rank=rank, **ranks)
+        for rank in (0, 1)
+    )
+    assert all(put(writer))
+    for one in (writer, reader):
+        one.clear()
+    assert reader.batch_exists(HASHES) == 0
+    assert all(put(writer))
+    assert reader.batch_exists(HASHES) == COUNT
+
+
+def test_whatever_fails_in_a_call_is_absent_pages(
+    shared: TierDaemon, attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's threads that call here are not started again."""
+    one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=15))
+    assert all(put(one))
+    transfer = parts.storage.PoolTransfer(
+        name="kv", keys=HASHES, host_indices=pools.indices(FROM),
+        hit_policy=parts.storage.PoolHitPolicy.ALL_PAGES,
+    )  # fmt: skip
+    tensor = torch.zeros(16)
+    for name in ("_kv", "_get", "_set", "_present", "_load", "_save"):
+        monkeypatch.setattr(one, name, lambda *args, **words: 1 / 0)
+    assert one.batch_exists(HASHES) == 0
+    assert not one.exists(HASHES[0])
+    assert get(one) == put(one) == [False] * COUNT
+    assert one.batch_exists_v2(HASHES, [transfer]).kv_hit_pages == 0
+    assert one.batch_get_v2([transfer]) == one.batch_set_v2([transfer]) == {"kv": [False] * COUNT}
+    assert one.get(HASHES[0], tensor) is None
+    assert not one.set(HASHES[0], tensor)
+
+
+@pytest.mark.parametrize("missing", ["weights", "model_revision"])
+def test_an_engine_that_does_not_tell_its_arguments_needs_words_for_them(
+    shared: TierDaemon, missing: str
+) -> None:
+    extra = {**IN_PLACE, "model_revision": "r"} | {missing: {"weights": "auto"}.get(missing, "")}
+    with pytest.raises(ConfigError, match="engine's own arguments"):
+        pools.backend(shared.client_toml(), pools.mha_pool(PAGE_FIRST), extra=extra)
+
+
+def test_a_model_of_images_is_refused_unless_accepted(
+    shared: TierDaemon, attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from entresol_client.engines import sglang as adapter
+
+    told = SimpleNamespace(enable_multimodal=True, model_path="m")
+    monkeypatch.setattr(adapter, "_server_args", lambda: told)
+    with pytest.raises(ConfigError, match="30 bits"):
+        attach(shared, pools.mha_pool(PAGE_FIRST))
+    one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=16), extra={"multimodal": "accept"})
+    assert all(put(one))
+
+
+def test_another_path_under_the_same_served_name_is_another_model(
+    shared: TierDaemon, attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from entresol_client.engines import sglang as adapter
+
+    found = []
+    for path in ("Qwen/one", "acme/tuned", "Qwen/one"):
+        told = SimpleNamespace(model_path=path)
+        monkeypatch.setattr(adapter, "_server_args", lambda told=told: told)
+        one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=17), extra={"weights": "auto"})
+        found.append(one.batch_exists(HASHES))
+        put(one)
+    assert found == [0, 0, COUNT]
 
 
 def test_another_tenant_sees_nothing(shared: TierDaemon, attach: Callable[..., Any]) -> None:

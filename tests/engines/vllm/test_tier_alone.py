@@ -436,6 +436,69 @@ def test_hashes_of_chance_keep_vllm_from_starting_when_it_tells_its_algorithm(
     Engine(tier).close()
 
 
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "refused"),
+    [(0, False, True), (4, False, False), (0, True, False)],
+)
+def test_an_engine_that_numbers_its_images_does_not_start(
+    cache_gb: int, prefix_caching: bool, refused: bool
+) -> None:
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        model_config=SimpleNamespace(
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb)
+        ),
+    )
+    if not refused:
+        vllm_compat.check_fit(vllm_config, "")
+        return
+    with pytest.raises(ConfigError, match="numbers images"):
+        vllm_compat.check_fit(vllm_config, "")
+
+
+class Platform(SimpleNamespace):
+    """What is asked of vLLM's."""
+
+    def fp8_dtype(self) -> str:
+        return str(self.fp8)
+
+    def get_device_capability(self) -> tuple[int, int]:
+        return self.capability  # type: ignore[no-any-return]
+
+
+def test_machines_that_lay_out_other_bytes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(
+        layout: str | None = None, dtype: str = "bfloat16", told: str = "", **more: Any
+    ) -> str:
+        platform = Platform(
+            **{"device_type": "cuda", "_enum": SimpleNamespace(name="CUDA"), "fp8": "e4m3fn",
+               "capability": (9, 0), **more}
+        )  # fmt: skip
+        config = SimpleNamespace(kv_cache_layout=layout, model=SimpleNamespace(dtype=dtype))
+        return str(vllm_compat._platform_facts(config, platform, told))
+
+    assert facts() != facts(capability=(10, 0)), "it chooses the layout itself"
+    assert facts("NHD") != facts("NHD", capability=(10, 0)), "and the backend"
+    assert facts("NHD", told="FLASH") == facts("NHD", told="FLASH", capability=(10, 0))
+    assert facts(dtype="fp8") != facts(dtype="fp8", fp8="e4m3fnuz")
+    assert facts() != facts(_enum=SimpleNamespace(name="ROCM"))
+    before = facts()
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    assert facts() != before
+
+
+def test_a_store_after_its_requests_end_and_a_reset_is_not_kept(make: Make) -> None:
+    """Its blocks may have been computed by other weights."""
+    engine = make()
+    context = engine.request("r")
+    engine.look(context, 1)
+    engine.tier.drain_jobs()
+    engine.tier.on_request_finished(context)
+    engine.store(context, 1)
+    engine.settle()
+    assert engine.tier.counts()["stored_blocks"] == 0
+
+
 def test_hashes_of_chance_switch_the_tier_off_when_vllm_tells_later(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
