@@ -203,6 +203,9 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
             log.warning(
                 "event=kvbm_tier_begins_anew reason='vLLM drops its caches' hint='on_reset'"
             )
+        elif self._planner is not None and self._settings.on_reset == "off":
+            self._planner.end()
+            log.warning("event=kvbm_tier_off reason='vLLM drops its caches' hint='on_reset'")
         return bool(super().reset_cache())
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:

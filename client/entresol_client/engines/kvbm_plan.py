@@ -123,6 +123,12 @@ class Planner:
         self._tracks: dict[str, _Track | None] = {}
         self._plan = StepPlan()
         self._epoch = ""
+        self._over = False
+
+    def end(self) -> None:
+        """From now on no request uses the tier."""
+        self.begin_anew()
+        self._over = True
 
     def begin_anew(self) -> None:
         """From now on no request finds or stores what others did before, and those that are under
@@ -266,6 +272,8 @@ class Planner:
         request_id = request.request_id
         if request_id in self._tracks:
             return self._tracks[request_id]
+        if self._over:
+            return None
         who = None
         with contextlib.suppress(ParamsError):
             who = who_asks(getattr(request, "kv_transfer_params", None))

@@ -17,7 +17,7 @@ from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import ConfigError, EntresolError
 
 RecomputeOrFetch = Literal["always", "auto", "never"]
-OnReset = Literal["new", "keep"]
+OnReset = Literal["new", "keep", "off"]
 
 
 def _ranged(default: int, low: int, high: int) -> Any:
@@ -32,6 +32,8 @@ class EngineSettings:
         config: the client's TOML file; empty: `$ENTRESOL_CONFIG`, then the usual places.
         tenants: further tenants this engine may act for: name -> client TOML file (each with that
             tenant's certificate). A request names one; it can never name one that is not here.
+        tenants_trust_each_other: has to be said with `tenants`: what is loaded for one tenant's
+            request lies in the engine's own caches, which all requests of equal tokens share.
         lookup_deadline_ms: a lookup that takes longer reads as a miss.
         load_deadline_ms: blocks that have not come by then are misses, and are recomputed.
         store_deadline_ms: a store that takes longer counts as failed.
@@ -47,12 +49,15 @@ class EngineSettings:
         adapters: a text of your own that stands for what the LoRA adapters hold: engines tell them
             apart by name and path alone, so change it when an adapter's content changes.
         on_reset: what an engine that drops its caches (new weights in a running engine, sleep) does
-            with what is stored: "new" begins a namespace of its own until it starts again, "keep"
-            goes on with what there is, for engines whose weights never change while they run.
+            with what is stored: "new" has keys of its own until it starts again, "keep" goes on
+            with what there is, for engines whose weights never change while they run, and "off"
+            uses the tier no more until it starts again: for engines that do it often, as "new"
+            stores each time what nobody will find after the next.
     """
 
     config: str = ""
     tenants: Mapping[str, str] = field(default_factory=dict)
+    tenants_trust_each_other: bool = False
     lookup_deadline_ms: int = _ranged(250, 1, 600_000)
     load_deadline_ms: int = _ranged(10_000, 1, 600_000)
     store_deadline_ms: int = _ranged(30_000, 1, 600_000)
@@ -84,7 +89,7 @@ class EngineSettings:
                 hint='use "always", "auto" or "never"',
             )
         if self.on_reset not in get_args(OnReset):
-            raise ConfigError(f"on_reset is {self.on_reset!r}", hint='use "new" or "keep"')
+            raise ConfigError(f"on_reset is {self.on_reset!r}", hint='use "new", "keep" or "off"')
         if not isinstance(self.tenants, Mapping):
             raise ConfigError("tenants is not a table", hint='{"team-a": "/etc/entresol/a.toml"}')
         for name, path in self.tenants.items():
@@ -94,6 +99,12 @@ class EngineSettings:
                 raise ConfigError(f"tenants: {error}", hint=error.hint) from None
             if not isinstance(path, str) or not path:
                 raise ConfigError(f"tenants: {name!r} names no client TOML file")
+        if self.tenants and not self.tenants_trust_each_other:
+            raise ConfigError(
+                "one engine for several tenants: what one of them has stored, right or wrong, is "
+                "loaded into caches that the engine shares between all requests of equal tokens",
+                hint="set tenants_trust_each_other to true, or run an engine for each",
+            )
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], *, where: str, also: frozenset[str]) -> Self:

@@ -307,10 +307,15 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
         """This engine finds nothing any more of what was stored before, by itself or by others.
 
         Nothing is dropped: other hosts use these blocks. `entresol tenant erase` erases a tenant.
-        With `on_reset` "keep" nothing happens.
+        With `on_reset` "keep" nothing happens, with "off" it uses the storage no more.
         """
         if self._settings.on_reset == "keep":
             log.warning("event=sglang_clear_ignored reason='on_reset is keep'")
+            return
+        if self._settings.on_reset == "off":
+            for pool in self._pools.values():
+                pool.space = None
+            log.warning("event=sglang_off reason='its storage was cleared' hint='on_reset'")
             return
         self._clears += 1
         epoch = naming.new_epoch()

@@ -399,10 +399,12 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         until_s = time.monotonic() + CALLBACK_SECONDS_MAX
         while self._finished.qsize() < len(self._jobs) and time.monotonic() < until_s:
             time.sleep(0.0005)
-        if self._settings.on_reset == "new":  # what is stored may be of other weights
+        if self._settings.on_reset != "keep":  # what is stored may be of other weights
             self._touches.clear()
             self._requests.begin_anew()
-            log.warning("event=tier_begins_anew reason='vLLM drops its caches' hint='on_reset'")
+            self._usable = self._usable and self._settings.on_reset == "new"
+            event = "tier_begins_anew" if self._usable else "tier_off"
+            log.warning("event=%s reason='vLLM drops its caches' hint='on_reset'", event)
 
     def shutdown(self) -> None:
         """End the sessions and let go of vLLM's pool, so that it can be unmapped. Idempotent."""

@@ -87,7 +87,7 @@ def tier_engine(model: Path, cuda: Path, daemon: TierDaemon, on_reset: str = "ke
     """Tests empty KVBM's own caches by resets, so most want to `keep` what is stored."""
     settings = {
         "lookup_deadline_ms": LOOKUP_MS, "load_deadline_ms": LOAD_MS, "on_reset": on_reset,
-        "tenants": {"other": str(daemon.client_toml("other"))},
+        "tenants": {"other": str(daemon.client_toml("other"))}, "tenants_trust_each_other": True,
     }  # fmt: skip
     return Engine(model, cuda, tier_config(daemon.client_toml(), **settings))
 

@@ -336,6 +336,21 @@ def test_clear_does_nothing_where_weights_never_change(
     assert one.batch_exists(HASHES) == COUNT
 
 
+def test_after_clear_nothing_is_stored_where_that_is_wanted(
+    shared: TierDaemon, attach: Callable[..., Any]
+) -> None:
+    one, other = (
+        attach(shared, pools.mha_pool(PAGE_FIRST, seed=18), extra={"on_reset": "off"})
+        for _ in range(2)
+    )
+    one.clear()
+    assert not any(put(one))
+    assert one.batch_exists(HASHES) == other.batch_exists(HASHES) == 0
+    assert all(put(other))
+    assert one.batch_exists(HASHES) == 0
+    assert not any(get(one))
+
+
 def test_sglangs_own_failure_injector_runs_over_it(
     shared: TierDaemon, attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

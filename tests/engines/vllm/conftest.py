@@ -45,6 +45,7 @@ def tier_settings(daemon: TierDaemon, **more: Any) -> dict[str, Any]:
         "type": "entresol",
         "config": str(daemon.client_toml()),
         "tenants": {"other": str(daemon.client_toml("other"))},
+        "tenants_trust_each_other": True,
         "lookup_deadline_ms": LOOKUP_MS,
         "load_deadline_ms": LOAD_MS,
         "store_deadline_ms": STORE_MS,

@@ -121,6 +121,7 @@ class Server:
                         "type": "entresol",
                         "config": str(daemon.client_toml()),
                         "tenants": {"other": str(daemon.client_toml("other"))},
+                        "tenants_trust_each_other": True,
                     }
                 ],
             },

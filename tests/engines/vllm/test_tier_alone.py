@@ -94,7 +94,8 @@ class Engine:
             "type": "entresol", "config": str(daemon.client_toml()), "weights": "off",
             "model_revision": "r1",
             "lookup_deadline_ms": 400, "load_deadline_ms": 1_000, "store_deadline_ms": 2_000,
-            "tenants": {"other": str(daemon.client_toml("other"))}, **more,
+            "tenants": {"other": str(daemon.client_toml("other"))},
+            "tenants_trust_each_other": True, **more,
         }  # fmt: skip
         load_general_plugins()
         self.spec = TieringOffloadingSpec(offloading_config(tier))
@@ -346,7 +347,7 @@ def test_a_drain_ends_in_bounded_time_with_a_daemon_that_hangs(
     assert engine.tier.counts()["shed_blocks"] >= 1
 
 
-@pytest.mark.parametrize("on_reset", ["new", "keep"])
+@pytest.mark.parametrize("on_reset", ["new", "keep", "off"])
 def test_after_a_reset_nothing_of_before_is_found(make: Make, on_reset: str) -> None:
     """vLLM asks for it when its weights were changed, and when it goes to sleep."""
     engine, other = make(on_reset=on_reset), make()
@@ -362,7 +363,7 @@ def test_after_a_reset_nothing_of_before_is_found(make: Make, on_reset: str) -> 
         engine.store(engine.request("s"), 1)
         engine.settle()
         engine.manager.primary_tier.reset_cache()
-        assert engine.load(engine.request("t"), 1) == [True]
+        assert engine.load(engine.request("t"), 1) == [on_reset == "new"]
 
 
 def test_an_engine_with_adapters_says_what_they_hold() -> None:
@@ -412,6 +413,7 @@ def test_stats_are_increases_since_the_last_call(make: Make) -> None:
     ({"locality": "REMOTE"}, "no locality"),
     ({"config": "/nowhere/client.toml"}, "/nowhere/client.toml"),
     ({"tenants": {"b": "/nowhere/b.toml"}}, "/nowhere/b.toml"),
+    ({"tenants_trust_each_other": False}, "one engine for several tenants"),
 ])  # fmt: skip
 def test_a_mistake_in_the_settings_keeps_vllm_from_starting(
     tier: TierDaemon, more: dict[str, Any], words: str
