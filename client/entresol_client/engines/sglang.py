@@ -454,7 +454,7 @@ def _server_args() -> Any:
     ):
         try:
             found = getattr(importlib.import_module(module), name)()
-        except (ImportError, ValueError, AttributeError) as error:
+        except Exception as error:  # not there, not yet set, or retired: each version has its own
             log.warning("event=sglang_arguments_unknown where=%s reason=%s", module, error)
             continue
         if found is not None:
