@@ -104,7 +104,7 @@ def test_a_tenant_at_its_quota_gives_what_it_has_of_segments_not_read(tmp_path: 
         table = parts.engine._table
         (segment,) = (each for each in table.open.values() if each.live_blocks)
         table.condemn(segment)
-        segment.unread = True
+        segment.unread = segment.hides = True
         parts.engine.stock.put(segment)
         account = parts.accounts.by_name[TenantName("alpha")]
         account.flash_quota_bytes = account.flash_bytes
