@@ -185,23 +185,25 @@ class FloodFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._lock = threading.Lock()  # filters run outside their handler's
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for a line that is held back; one that is not says how many were before it."""
         if record.levelno >= logging.ERROR:
             return True
         place = _kind_of(record)
-        kind = self._kinds.get(place)
-        if kind is None:
-            kind = self._kinds[place] = _Kind(record.created)
-            if len(self._kinds) > KINDS_MAX:
-                self._kinds.popitem(last=False)
-        self._kinds.move_to_end(place)
-        if not kind.take(record.created):
-            return False
-        if kind.unsaid:
-            _say(record, kind.unsaid)
-            kind.unsaid = 0
+        with self._lock:
+            kind = self._kinds.get(place)
+            if kind is None:
+                kind = self._kinds[place] = _Kind(record.created)
+                if len(self._kinds) > KINDS_MAX:
+                    self._kinds.popitem(last=False)
+            self._kinds.move_to_end(place)
+            if not kind.take(record.created):
+                return False
+            unsaid, kind.unsaid = kind.unsaid, 0
+        if unsaid:
+            _say(record, unsaid)
         return True
 
 

@@ -18,7 +18,7 @@ from entresol_daemon.flash.model import Removed
 from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.turns import DROP_COST, LOOP_ROUND_COST, Stretches
 from entresol_proto.ids import TenantName
-from entresol_proto.status import EntresolError, Status
+from entresol_proto.status import DeviceError, EntresolError, Status
 from entresol_proto.wire.data import OpenAt
 from tests.sim.shardlab import Host, World
 from tests.sim.test_shard_review import KEYS, joined, simulate, stored
@@ -280,5 +280,35 @@ def test_a_forced_rotation_of_many_blocks_lets_their_hosts_go_on(tmp_path: Path)
         back = await joined(world)
         assert await back.get([*again, *fresh], OpenAt.HOST) == [Status.OK] * 40
         assert len(world.shard.parts.engine.index) == 40, "some came back"
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.parametrize("what", ["erase", "rotate"])
+def test_keys_are_wiped_also_where_flash_takes_no_removals(tmp_path: Path, what: str) -> None:
+    """A drive that has failed is when tenants are erased."""
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:3])
+        engine, name = world.shard.parts.engine, TenantName("alpha")
+        held = world.keyring.get(name)
+        deks = list(held.deks.values())
+        honest = engine.barrier
+
+        async def refused() -> None:
+            raise DeviceError("the flash engine has stopped writing")
+
+        engine.barrier = refused  # type: ignore[method-assign]
+        before = world.shard.parts.events.position(name)
+        admin, care = admin_of(world), world.shard.keycare
+        change = admin.tenant_erase(name) if what == "erase" else care.rotate(name, force=True)
+        with pytest.raises(DeviceError):
+            await change
+        assert not world.keyring._destroyed
+        assert not any(any(dek) for dek in deks)
+        assert what == "rotate" or world.shard.parts.events.position(name) != before
+        engine.barrier = honest  # type: ignore[method-assign]
+        if what == "erase":
+            assert (await admin.tenant_erase(name)).blocks_dropped == 0
 
     simulate(tmp_path, story)

@@ -444,6 +444,59 @@ def test_a_namespace_file_that_cannot_be_read_does_not_stop_the_start(tmp_path: 
     ring.close()
 
 
+@pytest.mark.parametrize("what", ["rewrap", "rotate"])
+def test_a_change_that_is_on_disk_has_happened(tmp_path: Path, what: str) -> None:
+    """Both copies have their names already when the disk fails: the next start believes them."""
+
+    class Folders(files.OsCalls):
+        fails = False
+
+        def fsync(self, fd: int) -> None:
+            if self.fails and stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    calls = Folders()
+    seeded(tmp_path)
+    ring = open_ring(tmp_path, calls=calls)
+    calls.fails = True
+    if what == "rewrap":
+        ring.rewrap(KEK_B)
+    else:
+        ring.rotate("acme", now_unix_s=9, force=True)
+    calls.fails = False
+    said = ring.kek_id, dict(ring.get("acme").deks)
+    ring.close()
+    ring = open_ring(tmp_path, KEK_B if what == "rewrap" else KEK)
+    assert (ring.kek_id, dict(ring.get("acme").deks)) == said
+    ring.close()
+
+
+def test_erasing_beside_new_uses_of_keys_ends(tmp_path: Path) -> None:
+    class Moving(dict[tuple[str, int], int]):
+        def items(self) -> object:  # type: ignore[override]
+            raise AssertionError("it may change while it is walked through")
+
+    seeded(tmp_path)
+    ring = open_ring(tmp_path)
+    ring._used = Moving(ring._used)
+    ring.erase("acme", now_unix_s=1)
+    assert not [place for place in list(ring._used) if place[0] == "acme"]
+    ring.close()
+
+
+def test_the_folder_of_namespaces_is_ours_whatever_the_umask(tmp_path: Path) -> None:
+    """The admin socket is made under one of the whole process."""
+    ring = open_ring(tmp_path)
+    ring.add_tenant("a", now_unix_s=1)
+    before = os.umask(0o177)
+    try:
+        ring.remember_namespace("a", SALTY)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "namespaces").stat().st_mode) == 0o700
+    ring.close()
+
+
 def test_what_would_not_be_read_again_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

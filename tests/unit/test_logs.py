@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -383,6 +385,23 @@ def test_the_next_line_says_how_many_were_held_back(form: str) -> None:
     said = [line for line in lines if "unsaid" in line]
     assert len(said) == 2, "once each"
     assert all("unsaid=5" in line or '"unsaid": 5' in line for line in said)
+
+
+def test_lines_of_several_threads_are_filtered_one_after_the_other() -> None:
+    """Filters run outside their handler's lock."""
+    held = logs.FloodFilter()
+    inside = 0
+
+    class Kinds(OrderedDict[Any, Any]):
+        def get(self, *args: Any) -> Any:
+            nonlocal inside
+            inside += held._lock.locked()
+            return super().get(*args)
+
+    held._kinds = Kinds()
+    record = logging.LogRecord("e", logging.INFO, "f", 1, "x", (), None)
+    assert held.filter(record)
+    assert inside == 1
 
 
 def test_kinds_of_lines_are_bounded() -> None:

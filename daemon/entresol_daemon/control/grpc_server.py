@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from entresol_daemon.control.admin import ShardBackend
 from entresol_daemon.control.grpc_services import (
@@ -32,6 +32,7 @@ from entresol_daemon.control.grpc_services import (
     tenant_of_certificate,
 )
 from entresol_daemon.control.grpc_strict import StrictRequests
+from entresol_daemon.control.health import Health
 from entresol_daemon.control.identity import PemBundle
 from entresol_proto.ids import TenantName
 from entresol_proto.status import ConfigError
@@ -90,7 +91,7 @@ class GrpcServer:
         self._limits = grpc_limits or GrpcLimits()
         self._servers: list[Any] = []
         self._events: list[EventsService] = []
-        self._health: Any = getattr(health, "aio").HealthServicer()  # noqa: B009 - no stubs agree on it
+        self._health = Health()
         self._generation = 0
         self.port = 0  # of the TCP server, once started
 
@@ -186,14 +187,12 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 answers, for the empty name and for each service."""
-        status = health_pb2.HealthCheckResponse
-        value = status.SERVING if serving else status.NOT_SERVING
         for service in ("", *_UNIX_SERVICES):
-            await self._health.set(service, value)
+            self._health.set(service, serving=serving)
 
     async def close(self) -> None:
         """Say NOT_SERVING, end watches, give other calls a moment, stop. Idempotent."""
-        await self._health.enter_graceful_shutdown()
+        self._health.close()
         for events in self._events:
             events.close()
         servers, self._servers = self._servers, []

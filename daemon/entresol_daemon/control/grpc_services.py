@@ -184,6 +184,8 @@ class EventsService:
             async with contextlib.aclosing(self._follow(stream, tenant)) as replies:
                 async for reply in replies:
                     yield reply
+        except Exception as error:
+            await refuse(context, error, "Watch")
         finally:
             self._streams.discard(stream)
             stream.close()
@@ -290,7 +292,7 @@ class AdminService:
             log.info("event=tenant_added tenant=%s", name)
             return convert.tenant_message(added)
 
-        return await _answer(context, "TenantAdd", add())
+        return await _answer(context, "TenantAdd", asyncio.shield(_unattended(add())))
 
     async def TenantList(self, request: pb.TenantListRequest, context: Any) -> pb.TenantListReply:
         """All tenants, sorted by name."""
@@ -307,7 +309,7 @@ class AdminService:
             name, quota = check_tenant_name(request.name), convert.quota_record(request.quota)
             return convert.tenant_message(await self._backend.tenant_set_quota(name, quota))
 
-        return await _answer(context, "TenantSetQuota", change())
+        return await _answer(context, "TenantSetQuota", asyncio.shield(_unattended(change())))
 
     async def TenantRotate(self, request: pb.TenantRotateRequest, context: Any) -> pb.TenantInfo:
         """New data-encryption key version. Runs to its end even when the caller goes away."""
@@ -321,14 +323,14 @@ class AdminService:
         return await _answer(context, "TenantRotate", asyncio.shield(_unattended(rotate())))
 
     async def Unlock(self, request: pb.UnlockRequest, context: Any) -> pb.UnlockReply:
-        """The key-encryption key has arrived."""
+        """The key-encryption key has arrived. Runs to its end even when the caller goes away."""
 
         async def unlock() -> pb.UnlockReply:
             kek_id = await self._backend.unlock(request.kek_file)
             state = (await self._backend.stat()).state
             return pb.UnlockReply(state=cast("pb.State", state.value), kek_id=kek_id)
 
-        return await _answer(context, "Unlock", unlock())
+        return await _answer(context, "Unlock", asyncio.shield(_unattended(unlock())))
 
     async def Scrub(self, request: pb.ScrubRequest, context: Any) -> pb.ScrubReply:
         """Verify everything on flash."""

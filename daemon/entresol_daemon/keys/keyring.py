@@ -364,7 +364,8 @@ class Keyring(NamespaceNames):
                 self._destroyed.setdefault(name, []).extend(
                     (held.naming_secret, *held.deks.values())
                 )
-            self._used = {place: used for place, used in self._used.items() if place[0] != name}
+            for place in [place for place in list(self._used) if place[0] == name]:
+                self._used.pop(place, None)  # others are counted on the loop meanwhile
             try:
                 self._namespaces.drop(stored.stream)
             except OSError as error:

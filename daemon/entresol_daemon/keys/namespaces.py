@@ -197,6 +197,7 @@ class NamespaceRegistry:
     def _save(self, stream: bytes, records: Mapping[bytes, NamespaceRecord]) -> None:
         if not self.folder.is_dir():
             os.mkdir(self.folder, 0o700)
+            os.chmod(self.folder, 0o700)  # whatever the umask is: another thread may have set it
             files.sync_folder(self._calls, self.folder.parent)
         pairs = [[record.namespace.hex(), record.sealed.hex()] for record in records.values()]
         body = {"namespaces": pairs}

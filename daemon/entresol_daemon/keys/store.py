@@ -135,6 +135,7 @@ class KeyringStore:
                 if both:
                     raise
                 failed = error
+                written += self._holds(path, raw)
         if failed is not None and not written:
             raise failed
         if failed is not None:
@@ -143,6 +144,14 @@ class KeyringStore:
                 "change or start makes it right'", failed.strerror,
             )  # fmt: skip
         return state
+
+    def _holds(self, path: Path, raw: bytes) -> bool:
+        """Whether a copy is this although writing it failed, after it had its name: then it is what
+        the next start believes."""
+        try:
+            return files.read(self._calls, path) == raw
+        except OSError:
+            return False
 
     def _write(self, path: Path, raw: bytes) -> None:
         try:

@@ -236,17 +236,19 @@ class ShardAdmin:
         ]  # fmt: skip
         sessions = await self._end_sessions(name)
         dropped = 0
-        if account is not None:
-            # By what lies in its segments: a namespace may have been opened until a moment ago.
-            dropped = await self._shard.removal.drop_stream(account)
-            await self._shard.removal.barrier(account)
-            parts.valued.forget(account.stream)
-            parts.accounts.remove(name)
-            parts.residency.pool.release_owner(account.stream)
-        for secret in secrets:
-            wipe(secret)
-        await wipe_from_memory(parts, name)
-        parts.events.publish(events.Kind.TENANT_ERASED, name, time_unix_ns=now_ns)
+        try:
+            if account is not None:
+                # By what lies in its segments: a namespace may have been opened until a moment ago.
+                dropped = await self._shard.removal.drop_stream(account)
+                await self._shard.removal.barrier(account)
+                parts.valued.forget(account.stream)
+                parts.accounts.remove(name)
+                parts.residency.pool.release_owner(account.stream)
+        finally:  # also where flash takes no removals: its keys are gone from the disk for good
+            for secret in secrets:
+                wipe(secret)
+            await wipe_from_memory(parts, name)
+            parts.events.publish(events.Kind.TENANT_ERASED, name, time_unix_ns=now_ns)
         parts.metrics.forget_tenant(name)
         return EraseReceipt(
             tenant=name,

@@ -126,9 +126,11 @@ class KeyCare:
         self.rotations["forced" if force else cause] += 1
         if not force:
             return 0
-        dropped = await self._drop_unreadable(name)
-        await self._removal.barrier(parts.accounts.by_name[name])
-        await wipe_from_memory(parts, name)
+        try:
+            dropped = await self._drop_unreadable(name)
+            await self._removal.barrier(parts.accounts.by_name[name])
+        finally:  # also where flash takes no removals
+            await wipe_from_memory(parts, name)
         log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
         return dropped
 
@@ -232,6 +234,8 @@ class KeyCare:
                 await self._end_versions(name, self._unused(info))
 
     async def _end_versions(self, name: TenantName, versions: list[int]) -> None:
+        if not versions:
+            return
         for version in versions:
             await self._parts.compute.run(self._parts.keyring.retire, name, version)
             self.versions_ended += 1
