@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from entresol_daemon.events import log as log_module
 from entresol_daemon.events.log import EventLimits, EventLog, Subscription
 from entresol_daemon.events.mirror import Mirror, SequenceBrokenError
 from entresol_daemon.events.stream import EventStream, snapshot_batches
@@ -154,6 +155,30 @@ def test_ring_is_bounded_in_bytes_and_keeps_the_newest():
     first, last = log.held(A)
     assert last == 200
     assert 1 < first <= 200
+
+
+def test_an_event_costs_no_look_at_all_rings_where_all_have_their_share(monkeypatch):
+    """With time every ring stands at its share, idle tenants' too."""
+    tenants, looks = [TenantName(f"t{n}") for n in range(100)], 0
+    log = EventLog(1, event_limits=EventLimits(total_ring_bytes_max=16_000_000))
+    number = 0
+    while log.position(tenants[0]).seq < 600:  # a share is 424 of these
+        for tenant in tenants:
+            number += 1
+            store(log, tenant, number)
+    used_bytes = log_module._used_bytes
+
+    def counted(ring):
+        nonlocal looks
+        looks += 1
+        return used_bytes(ring)
+
+    monkeypatch.setattr(log_module, "_used_bytes", counted)
+    for _ in range(50):
+        for tenant in tenants:
+            number += 1
+            store(log, tenant, number)
+    assert 0 < looks <= 2 * 50 * len(tenants), "it is full, and looked at now and then"
 
 
 def test_a_tenant_within_its_share_loses_nothing_to_a_noisy_one():
