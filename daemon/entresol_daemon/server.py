@@ -52,6 +52,7 @@ from entresol_proto.status import (
     Status,
 )
 
+KEY_THREADS = 2  # for what the keyring writes, which its lock lets happen one by one
 DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
 SCRUB_FILE = "scrub.json"
@@ -80,6 +81,7 @@ class Daemon:
         self.admin: ShardAdmin
         self.tls: ReloadingServerContext
         self.compute: ThreadCompute
+        self.keys: ThreadCompute  # what the keyring writes waits for a disk, not in sealing's way
         self.fabrics: dict[FabricKind, FabricServer] = {}
 
     async def start(self) -> None:
@@ -103,6 +105,8 @@ class Daemon:
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)
         self._on_close("compute", self.compute.close)
+        self.keys = ThreadCompute(KEY_THREADS)
+        self._on_close("keys", self.keys.close)
         tell("STATUS=opening the flash, which may have to be recovered")
         engine = await self._open_engine(locked=keyring.locked)
         self.tls = tls = self._open_tls()
@@ -112,6 +116,7 @@ class Daemon:
             engine=engine,
             keyring=keyring,
             compute=self.compute,
+            keys=self.keys,
             metrics=self.metrics,
             fabrics=self.fabrics,
             surroundings=Surroundings(
@@ -186,7 +191,7 @@ class Daemon:
             )
         keyring = self.shard.parts.keyring
         kek = await asyncio.to_thread(FileKek.open, path)
-        if await self.compute.run(keyring.unlock, kek):
+        if await self.keys.run(keyring.unlock, kek):
             for info in keyring.tenants():
                 self.shard.tenancy.adopt(info)
             self.metrics.set_state(self.admin.state())
@@ -202,7 +207,7 @@ class Daemon:
         keyring = self.shard.parts.keyring
         old = keyring.kek_id.hex()
         kek = await asyncio.to_thread(FileKek.open, kek_file)
-        await self.compute.run(keyring.rewrap, kek)
+        await self.keys.run(keyring.rewrap, kek)
         log.warning("event=kek_changed hint='[keys] kek_file must name the new one at next start'")
         return old, kek.kek_id().hex()
 

@@ -507,3 +507,33 @@ def _keys_of_the_tenant(cli: Cli, key: Path, file: str) -> None:
     assert Path(out).read_bytes() == Path(file).read_bytes()
     cli("exists", "--name", "sealed", code=1)  # without the key file it is not there
     assert "no daemon can open our blocks" in cli("doctor", config=config).out
+
+
+async def test_what_the_keyring_writes_is_in_nobodys_way(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new namespace waits for a disk, and the threads that seal and open waited with it."""
+    site.config = replace(site.config, sealing=replace(site.config.sealing, threads=1))
+    site.write(site.config)
+    async with site.running() as running:
+        parts = running.daemon.shard.parts
+        go_on = threading.Event()
+        remember = parts.keyring.remember_namespace
+
+        def slow(*args: Any) -> Any:
+            assert go_on.wait(60)
+            return remember(*args)
+
+        monkeypatch.setattr(parts.keyring, "remember_namespace", slow)
+        async with client_of(running) as client:
+            spaces = [
+                await client.namespace(replace(DESCRIPTOR, cache_salt=f"user-{n}"))
+                for n in range(8)
+            ]
+            puts = [asyncio.ensure_future(put(each, keys_of(1), SIZE)) for each in spaces]
+            await eventually(lambda: parts.keys.pending, what="a put that waits for the keyring")
+            assert await asyncio.wait_for(parts.compute.run(lambda: 7), 10) == 7
+            assert parts.compute.pending == 0
+            go_on.set()
+            for done in await asyncio.gather(*puts):
+                assert all_are(done, Status.OK)

@@ -200,13 +200,13 @@ class ShardAdmin:
             parts.keyring.add_tenant(name, kept, now_unix_s=now_unix_s, after_erase=True)
 
         async with self._shard.tenancy.changing(name):
-            await parts.compute.run(add)
+            await parts.keys.run(add)
             return self._record(name)
 
     async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
         parts = self._shard.parts
         async with self._shard.tenancy.changing(name):
-            await parts.compute.run(parts.keyring.set_quota, name, quotas.to_keyring(quota))
+            await parts.keys.run(parts.keyring.set_quota, name, quotas.to_keyring(quota))
             account = self._adopt(name)
         await self._shard.removal.shrink_to_quota(account)
         return self._record(name)
@@ -226,7 +226,7 @@ class ShardAdmin:
         def erase() -> Receipt:
             return parts.keyring.erase(name, now_unix_s=now_ns // 10**9)
 
-        receipt = await parts.compute.run(erase)
+        receipt = await parts.keys.run(erase)
         account = parts.accounts.by_name.get(name)
         leases = 0 if account is None else account.leases
         secrets = [

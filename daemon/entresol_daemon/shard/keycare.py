@@ -120,7 +120,7 @@ class KeyCare:
             parts.keyring.rotate(name, now_unix_s=now_s, force=force)
 
         try:
-            await parts.compute.run(rotate)
+            await parts.keys.run(rotate)
         finally:  # nor when this is cancelled may a session go on under a key that is destroyed
             self._renew_sessions(name)
         self.rotations["forced" if force else cause] += 1
@@ -237,13 +237,13 @@ class KeyCare:
         if not versions:
             return
         for version in versions:
-            await self._parts.compute.run(self._parts.keyring.retire, name, version)
+            await self._parts.keys.run(self._parts.keyring.retire, name, version)
             self.versions_ended += 1
         self._renew_sessions(name)
         await wipe_from_memory(self._parts, name)
 
     async def _keep_usage(self, name: TenantName) -> None:
-        await self._parts.compute.run(self._parts.keyring.keep_usage, name)
+        await self._parts.keys.run(self._parts.keyring.keep_usage, name)
 
     async def _count(self, account: Account) -> None:
         """Look at the blocks whose version is not known; drop those whose version is gone."""

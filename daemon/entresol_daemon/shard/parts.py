@@ -133,6 +133,7 @@ class Parts:
     engine: Engine
     keyring: Keyring
     compute: Compute
+    keys: Compute  # for what the keyring writes: it waits for a disk, one call after the other
     metrics: Metrics
     meters: Meters
     events: EventLog

@@ -81,7 +81,7 @@ class Reserving:
         raw = session.unwritten.get(handle)
         if raw is not None:
             keyring, name = self._parts.keyring, session.account.name
-            await self._parts.compute.run(keyring.remember_namespace, name, raw)
+            await self._parts.keys.run(keyring.remember_namespace, name, raw)
             session.unwritten.pop(handle, None)
 
     async def _room_for_one(self, session: Session, request: Reserve, until_ns: int) -> bool:

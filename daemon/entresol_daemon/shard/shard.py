@@ -132,10 +132,12 @@ class Shard:
         fabrics: Mapping[FabricKind, FabricServer],
         surroundings: Surroundings,
         incarnation: int | None = None,
+        keys: Compute | None = None,
     ) -> Shard:
         """Wire a shard around a recovered engine and an opened keyring, and start its ticker.
 
-        The shard owns `engine` from here on; the rest stays the caller's.
+        The shard owns `engine` from here on; the rest stays the caller's. `keys` runs what the
+        keyring writes, in a thread of its own where `compute` is to be free for sealing.
         """
         number = incarnation or secrets.randbits(63) | 1
         pool = SlabPool(
@@ -147,6 +149,7 @@ class Shard:
             engine=engine,
             keyring=keyring,
             compute=compute,
+            keys=keys or compute,
             metrics=metrics,
             meters=Meters(metrics, engine.index.capacity, config),
             events=EventLog(

@@ -94,7 +94,7 @@ class Tenancy:
             parts.keyring.get(name)  # raises with the right words
         async with self.changing(name):
             try:
-                tenant = await parts.compute.run(self._add_first_seen, name)
+                tenant = await parts.keys.run(self._add_first_seen, name)
             except EntresolError:
                 added = parts.keyring.info(name)  # by another session of its, a moment ago
                 if added is None:
