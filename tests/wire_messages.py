@@ -59,10 +59,11 @@ _amounts = st.lists(u64, min_size=2, max_size=2).map(lambda two: sorted(two, rev
 
 
 def _quoted(amounts: list[int], times: list[int], tiers: bytes) -> quote.Quoted:
+    sealed_bytes, flash_bytes = amounts
     wait, memory, flash, expected, high = sorted(times)
     if flash % 2:  # these two come in either order
         memory, flash = flash, memory
-    return quote.Quoted(*amounts, wait, memory, flash, expected, high, tiers)
+    return quote.Quoted(sealed_bytes, flash_bytes, wait, memory, flash, expected, high, tiers)
 
 
 STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {

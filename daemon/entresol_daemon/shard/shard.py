@@ -152,13 +152,7 @@ class Shard:
             keys=keys or compute,
             metrics=metrics,
             meters=Meters(metrics, engine.index.capacity, config),
-            events=EventLog(
-                number,
-                event_limits=quotas.event_limits_of(config),
-                on_publish=metrics.event_published,
-                on_gap=metrics.event_gap,
-                watchers_max=lambda name: quotas.watchers_max(config, accounts, name),
-            ),
+            events=_event_log(number, config, accounts, metrics),
             accounts=accounts,
             put_budget=quotas.put_budget_of(config),
             held=quotas.held_of(config),
@@ -447,3 +441,13 @@ def _dek_lookup(keyring: Keyring) -> Callable[[bytes, int], bytes | None]:
         return None if info is None or keyring.locked else keyring.get(info.name).dek(version)
 
     return dek_of
+
+
+def _event_log(number: int, config: Config, accounts: Accounts, metrics: Metrics) -> EventLog:
+    return EventLog(
+        number,
+        event_limits=quotas.event_limits_of(config),
+        on_publish=metrics.event_published,
+        on_gap=metrics.event_gap,
+        watchers_max=lambda name: quotas.watchers_max(config, accounts, name),
+    )
