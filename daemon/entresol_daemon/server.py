@@ -192,11 +192,8 @@ class Daemon:
         keyring = self.shard.parts.keyring
         kek = await asyncio.to_thread(FileKek.open, path)
         if await self.keys.run(keyring.unlock, kek):
-            for info in keyring.tenants():
-                self.shard.tenancy.adopt(info)
-            self.metrics.set_state(self.admin.state())
-            await self.grpc.set_serving(not self.admin.reasons_not_ready())
             tell("STATUS=serving, unlocked")
+        self.grpc.tell_health()
         return kek.kek_id().hex()
 
     async def change_kek(self, kek_file: str) -> tuple[str, str]:
@@ -339,8 +336,8 @@ class Daemon:
         watch.start(asyncio.get_running_loop())
         self._on_close("stall watch", _as_closer(watch.stop))
         follow_process(self.metrics, watch)
-        self.metrics.set_state(self.admin.state())
-        await self.grpc.set_serving(not self.admin.reasons_not_ready())
+        self.metrics.on_refresh(lambda: self.metrics.set_state(self.admin.state()))
+        self.grpc.announce()
 
     async def stop(self, *, drain_ns: int = DRAIN_NS) -> None:
         """Say goodbye to hosts, finish what is under way within `drain_ns`, close. Idempotent."""
@@ -350,8 +347,6 @@ class Daemon:
         tell("STOPPING=1\nSTATUS=draining: hosts finish what is under way")
         self._begin_drain()
         self.control.hand_over()
-        self.metrics.set_state(self.admin.state())
-        await self.grpc.set_serving(False)
         complete = await self.shard.drain(time.monotonic_ns() + drain_ns)
         log.info("event=drained complete=%s sessions=%d", complete, len(self.shard.sessions))
         await self._close_all()
@@ -371,6 +366,7 @@ class Daemon:
     def _begin_drain(self) -> None:
         self.shard.draining = True
         self.control.say_goodbye(Status.DRAINING, "the daemon is stopping")
+        self.grpc.tell_health()
 
     async def _end_sessions(self, tenant: TenantName) -> int:
         """Close the connections of a tenant and wait until their sessions are gone."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from daemon_lab import (
     DESCRIPTOR,
@@ -35,10 +36,12 @@ from daemon_lab import (
     raw_of,
     run_of,
 )
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import eventually
 
 from entresol_client.client import AsyncClient
 from entresol_client.results import RequestFailedError
+from entresol_daemon.control.grpc_server import ADMIN_SOCKET
 from entresol_daemon.flash.model import RecoveryKind
 from entresol_proto.fabric.memory import MemfdBuffer
 from entresol_proto.limits import KIB, MIB
@@ -170,6 +173,29 @@ async def test_readiness_follows_the_drain(site: Site) -> None:
         raw.connection.drop("gone")  # the reservation goes with it
         await asyncio.wait_for(stopping, 20)
         assert await ask(readiness, port) == 0
+
+
+async def test_a_drain_that_was_asked_for_is_told_everywhere(site: Site) -> None:
+    """Not only at /readyz: orchestrators ask gRPC, dashboards the gauge."""
+
+    def gauge() -> str:
+        running.daemon.metrics.refresh()
+        rows = running.daemon.metrics.render().decode().splitlines()
+        return next(
+            row for row in rows if row.startswith("entresol_state{") and row.endswith(" 1.0")
+        )
+
+    async with site.running() as running:
+        where = f"unix:{site.config.listen.unix_dir / ADMIN_SOCKET}"
+        async with grpc.aio.insecure_channel(where) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest()
+            assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+            assert "serving" in gauge()
+            await running.daemon.admin.drain(1_000_000)
+            status = (await health.Check(request)).status
+            assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert "draining" in gauge()
 
 
 async def test_a_second_signal_hurries(site: Site, starter: Starter, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import leaks
 import pytest
 import uvloop
 from google.protobuf import descriptor_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from entresol_daemon.control import grpc_convert
 from entresol_daemon.control.admin import (
@@ -72,6 +71,10 @@ class Backend:
         self.walking.set()
         self.failure: Exception | None = None
         self.event_turns = 0
+        self.reasons: list[str] = []
+
+    def reasons_not_ready(self) -> list[str]:
+        return self.reasons
 
     def admit(self, tenant: TenantName) -> None:
         if tenant in self.erased:
@@ -662,17 +665,6 @@ async def test_requests_over_the_limit_are_refused(tmp_path):
 
 
 # ----------------------------------------------------------------------------- lifecycle
-
-
-async def test_health_follows_the_shard(tmp_path):
-    async with running(tmp_path) as pod, pod.dial(pod.tenant("a")) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service="entresol.v1.Events")
-        replies = health_pb2.HealthCheckResponse
-        assert (await health.Check(request)).status == replies.NOT_SERVING
-        await pod.server.set_serving(True)
-        assert (await health.Check(request)).status == replies.SERVING
-        assert (await health.Check(health_pb2.HealthCheckRequest())).status == replies.SERVING
 
 
 async def test_a_taken_port_is_refused(tmp_path):

@@ -23,9 +23,10 @@ WATCH = "/grpc.health.v1.Health/Watch"
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[GrpcServer, Path]]:
-    path = folder / "s"
-    server = GrpcServer(SimpleNamespace(event_log=None), unix_path=path)  # type: ignore[arg-type]
+async def running(folder: Path, reasons: list[str]) -> AsyncIterator[tuple[GrpcServer, Path]]:
+    """`reasons` keep the shard from being ready."""
+    path, shard = folder / "s", SimpleNamespace(event_log=None, reasons_not_ready=lambda: reasons)
+    server = GrpcServer(shard, unix_path=path)  # type: ignore[arg-type]
     await server.start()
     try:
         yield server, path
@@ -64,12 +65,14 @@ async def watch_without_reading(path: Path) -> asyncio.StreamWriter:
 
 
 async def test_a_watcher_who_does_not_read_holds_nobody(tmp_path: Path) -> None:
-    async with running(tmp_path) as (server, path):
-        await server.set_serving(True)
+    reasons: list[str] = []
+    async with running(tmp_path, reasons) as (server, path):
+        server.announce()
         writer = await watch_without_reading(path)
         try:
             await asyncio.sleep(0.3)
-            await asyncio.wait_for(server.set_serving(False), 10)
+            reasons.append("draining")
+            server.tell_health()
             async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 found = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
@@ -80,8 +83,9 @@ async def test_a_watcher_who_does_not_read_holds_nobody(tmp_path: Path) -> None:
 
 
 async def test_watchers_hear_of_every_change_and_of_the_end(tmp_path: Path) -> None:
+    reasons = ["flash failed"]
     async with (
-        running(tmp_path) as (server, path),
+        running(tmp_path, reasons) as (server, path),
         grpc.aio.insecure_channel(f"unix:{path}") as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
@@ -96,10 +100,12 @@ async def test_watchers_hear_of_every_change_and_of_the_end(tmp_path: Path) -> N
 
         assert await told(known) == Reply.NOT_SERVING
         assert await told(unknown) == Reply.SERVICE_UNKNOWN
-        await server.set_serving(True)
+        server.announce()
+        reasons.clear()  # nobody tells of it
         assert await told(known) == Reply.SERVING
-        await server.set_serving(True)
-        await server.set_serving(False)
+        server.tell_health()
+        reasons.append("draining")
+        server.tell_health()
         assert await told(known) == Reply.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Check(health_pb2.HealthCheckRequest(service="nobody.Knows"), timeout=10)

@@ -13,6 +13,7 @@ import pytest
 
 from entresol_daemon.keys import state
 from entresol_daemon.keys.keyring import Keyring, TenantQuota
+from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.keys.state import DamagedError, UnknownVersionError, decode, encode
 from entresol_proto.status import KeyringError, Status
 from tests.kthlab import FILE_KINDS
@@ -324,3 +325,63 @@ def test_an_unusable_folder_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "keyring.json").mkdir()
     with pytest.raises(KeyringError, match="cannot read or write"):
         open_ring(tmp_path)
+
+
+def test_an_erasure_asked_for_again_ends_what_was_left_of_the_first(tmp_path: Path) -> None:
+    seeded(tmp_path)
+    trace = FaultyCalls()
+    ring = open_ring(tmp_path, calls=trace)
+    namespaces = tmp_path / "namespaces" / f"{ring.get('acme').stream.hex()}.json"
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, "bad sector")
+
+    unlink = trace.unlink
+    trace.unlink = lambda path: fails(path) if path == namespaces else unlink(path)  # type: ignore[method-assign]
+    first = ring.erase("acme", now_unix_s=5)
+    assert namespaces.exists(), "the test has failed no call"
+    trace.unlink = unlink  # type: ignore[method-assign]
+    assert ring.erase("acme", now_unix_s=6) == first
+    assert not namespaces.exists()
+    ring.close()
+
+
+def test_a_kek_is_on_the_disk_before_anything_is_wrapped_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made the file may not have synced it, and the power may go."""
+    steps: list[str] = []
+    refused: list[str] = []
+
+    def fsync(fd: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        steps.append(name)
+        if name in refused:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    class Calls(FaultyCalls):
+        def _step(self, what: str) -> bool:
+            steps.append("write") if what == "write" else None
+            return super()._step(what)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    keks = tmp_path / "keks"
+    keks.mkdir()
+    for name in ("old", "new"):
+        FileKek.generate(keks / name)
+        assert steps == [name, name, "keks"]
+        steps.clear()
+    ring = open_ring(tmp_path / "state", FileKek.open(keks / "old"), calls=Calls())
+    assert steps[:3] == ["old", "keks", "write"]
+    ring.add_tenant("acme", now_unix_s=1)
+    steps.clear()
+    refused.append("new")
+    with pytest.raises(KeyringError, match="cannot bring KEK file"):
+        ring.rewrap(FileKek.open(keks / "new"))
+    assert steps == ["new"], "it was used all the same"
+    refused.clear()
+    steps.clear()
+    ring.rewrap(FileKek.open(keks / "new"))
+    assert steps[:3] == ["new", "keks", "write"]
+    ring.close()
+    open_ring(tmp_path / "state", FileKek.open(keks / "new")).close()

@@ -209,6 +209,10 @@ class ShardBackend(Protocol):
         """
         ...
 
+    def reasons_not_ready(self) -> Sequence[str]:
+        """Why the shard should get no traffic; empty when it is ready."""
+        ...
+
     async def event_turn(self, tenant: TenantName, events: int) -> None:
         """Wait until it is the tenant's turn to have so many events written to a consumer."""
         ...

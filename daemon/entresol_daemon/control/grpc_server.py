@@ -65,7 +65,7 @@ class GrpcLimits:
 
 
 class GrpcServer:
-    """Both servers of one shard. `start`, `set_serving`, then `close`, all on one loop."""
+    """Both servers of one shard. `start`, `announce`, then `close`, all on one loop."""
 
     def __init__(
         self,
@@ -91,18 +91,18 @@ class GrpcServer:
         self._limits = grpc_limits or GrpcLimits()
         self._servers: list[Any] = []
         self._events: list[EventsService] = []
-        self._health = Health()
+        self._announced = False
+        self._health = Health(("", *_UNIX_SERVICES), self._is_serving)
         self._generation = 0
         self.port = 0  # of the TCP server, once started
 
     async def start(self) -> None:
-        """Bind and serve; health says NOT_SERVING until `set_serving(True)`.
+        """Bind and serve; health says NOT_SERVING until `announce`.
 
         Raises: ConfigError when an address or the socket's folder cannot be used.
         """
         assert not self._servers, "started twice"
         try:
-            await self.set_serving(False)
             if self._tls is not None:
                 await self._start_tcp(self._tls)
             if self._unix_path is not None:
@@ -185,10 +185,18 @@ class GrpcServer:
         self._generation = bundle.generation
         return certificates
 
-    async def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers, for the empty name and for each service."""
-        for service in ("", *_UNIX_SERVICES):
-            self._health.set(service, serving=serving)
+    def announce(self) -> None:
+        """From now on grpc.health.v1 says SERVING, for the empty name and for each service, while
+        nothing keeps the shard from being ready."""
+        self._announced = True
+        self._health.tell()
+
+    def tell_health(self) -> None:
+        """What the shard is ready for may have changed: watches of health look at once."""
+        self._health.tell()
+
+    def _is_serving(self) -> bool:
+        return self._announced and not self._backend.reasons_not_ready()
 
     async def close(self) -> None:
         """Say NOT_SERVING, end watches, give other calls a moment, stop. Idempotent."""

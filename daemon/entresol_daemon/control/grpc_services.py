@@ -28,6 +28,7 @@ from entresol_proto.v1 import entresol_pb2 as pb
 
 log = logging.getLogger("entresol.grpc")
 
+NAMESPACES_IN_TURN = 32  # made into messages: each costs the loop as much as an event does
 SNAPSHOTS_PER_TENANT_MAX = 2  # running at once, per server; each walks the tenant's index
 
 Identify = Callable[[Any], TenantName | None]
@@ -251,7 +252,12 @@ class EventsService:
                     "namespaces are of one tenant", hint="name it", status=Status.BAD_REQUEST
                 )
             found = await self._backend.namespaces(tenant)
-            return pb.NamespacesReply(namespaces=[convert.namespace_message(one) for one in found])
+            messages: list[pb.NamespaceInfo] = []
+            for at in range(0, len(found), NAMESPACES_IN_TURN):
+                part = found[at : at + NAMESPACES_IN_TURN]
+                await self._backend.event_turn(tenant, len(part))
+                messages += map(convert.namespace_message, part)
+            return pb.NamespacesReply(namespaces=messages)
 
         return await _answer(context, "Namespaces", find())
 

@@ -90,6 +90,7 @@ class Engine:
         self.index = Index(options.blocks_max, seed=seed)
         self.options = options
         self.stats = stats
+        self.segment_count = superblock.segment_count  # numbered from 0
         self.recovery = RecoveryReport()
         self._device = device
         self._compute = compute

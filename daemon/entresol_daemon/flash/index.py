@@ -289,6 +289,11 @@ class Index:
         """Live blocks per namespace."""
         return {name: self._counts[number] for name, number in self._ids.items()}
 
+    def count_of(self, namespace_id: bytes) -> int:
+        """Live blocks of one namespace."""
+        number = self._ids.get(namespace_id)
+        return 0 if number is None else self._counts[number]
+
     def has_namespace(self, namespace_id: bytes) -> bool:
         """Whether a namespace has a live block."""
         return namespace_id in self._ids
@@ -297,13 +302,14 @@ class Index:
         """The namespace column and the names its numbers stand for (for a checkpoint)."""
         return self._namespace, list(self._names)
 
-    def slots_of(self, namespace_id: bytes) -> Slots:
-        """All blocks of a namespace, in slot order."""
+    def slots_of(self, namespace_id: bytes, first: int = 0, end: int | None = None) -> Slots:
+        """All blocks of a namespace, in slot order; of the slots from `first` to before `end`."""
         number = self._ids.get(namespace_id)
         if number is None:
             return np.zeros(0, np.int64)
-        used = self.flags[: self._high] & LIVE != 0
-        return np.flatnonzero(used & (self._namespace[: self._high] == number))
+        part = slice(first, self._high if end is None else min(end, self._high))
+        used = self.flags[part] & LIVE != 0
+        return np.flatnonzero(used & (self._namespace[part] == number)) + first
 
     def live_slots(self) -> Slots:
         """All blocks, in slot order."""

@@ -335,9 +335,9 @@ class Keyring(NamespaceNames):
             if self.was_erased(name):
                 # The first attempt may have failed halfway: make both copies right, once more.
                 self._save(state, both=True)
-                return next(
-                    receipt.parsed() for receipt in reversed(state.erased) if receipt.tenant == name
-                )
+                found = next(r.parsed() for r in reversed(state.erased) if r.tenant == name)
+                self._drop_namespaces(name, bytes.fromhex(found["stream"]))
+                return found
             stored = self._stored(name)
             receipt = Receipt(
                 format=RECEIPT_FORMAT,
@@ -366,11 +366,7 @@ class Keyring(NamespaceNames):
                 )
             for place in [place for place in list(self._used) if place[0] == name]:
                 self._used.pop(place, None)  # others are counted on the loop meanwhile
-            try:
-                self._namespaces.drop(stored.stream)
-            except OSError as error:
-                # Sealed under a secret that no longer exists; `open` removes the file.
-                log.warning("event=namespaces_file_left tenant=%s reason=%s", name, error.strerror)
+            self._drop_namespaces(name, stored.stream)
             log.info("event=tenant_erased tenant=%s receipt=%d", name, receipt["number"])
             return receipt.copy()
 
@@ -407,6 +403,7 @@ class Keyring(NamespaceNames):
         """
         with self._lock:
             self._need_kek("changing the key-encryption key")
+            new_kek.settle()
             state = self._state
             tenants = {
                 name: rewrap_tenant(new_kek, stored, self._unwrapped[name])
@@ -466,6 +463,7 @@ class Keyring(NamespaceNames):
         if state.kek_id:
             self._unwrap(kek, state)
         else:
+            kek.settle()
             seed = self._random(SECRET_BYTES)
             self._save(
                 replace(

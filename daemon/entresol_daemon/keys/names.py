@@ -6,6 +6,7 @@ it; what is written down is sealed under that secret.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 
@@ -22,6 +23,8 @@ from entresol_proto.ids import (
     parse_namespace,
 )
 from entresol_proto.status import KeyringError
+
+log = logging.getLogger("entresol.keys")
 
 
 class NamespaceNames:
@@ -75,6 +78,14 @@ class NamespaceNames:
                 return self._namespaces.forget(self._stored(name).stream, namespaces)
             except OSError as error:
                 raise io_error(self._namespaces.folder, error) from None
+
+    def _drop_namespaces(self, name: str, stream: bytes) -> None:
+        """Of a tenant whose keys were destroyed."""
+        try:
+            self._namespaces.drop(stream)
+        except OSError as error:
+            # Sealed under a secret that no longer exists; `open` removes the file.
+            log.warning("event=namespaces_file_left tenant=%s reason=%s", name, error.strerror)
 
     def tenant_of(self, namespace: bytes) -> TenantName | None:
         """The tenant a namespace belongs to, None when it is not known; works while locked."""

@@ -12,6 +12,7 @@ few keys per tenant, against a bound of 2^32 messages (NIST SP 800-38D, 8.3).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -48,6 +49,11 @@ class KekProvider(Protocol):
         """8 bytes that name this KEK and say nothing about it."""
         ...
 
+    def settle(self) -> None:
+        """Called before anything is written down that only this KEK opens: when it returns, the
+        KEK survives a power failure where it is kept. Raises: KeyringError."""
+        ...
+
     def wrap(self, key: bytes, aad: bytes) -> bytes:
         """`key` encrypted and bound to `aad`. Raises: KeyringError."""
         ...
@@ -63,7 +69,7 @@ class FileKek:
     `$CREDENTIALS_DIRECTORY/kek` is where a unit's `LoadCredential=kek:...` puts it.
     """
 
-    __slots__ = ("_aead", "_id", "source")
+    __slots__ = ("_aead", "_file", "_id", "source")
 
     def __init__(self, key: bytes, source: str = "memory") -> None:
         """`key` is the 32-byte KEK itself; `open` reads one from a file."""
@@ -73,6 +79,7 @@ class FileKek:
         self._id = hashlib.blake2b(
             b"", digest_size=KEK_ID_BYTES, key=key, person=b"entresol-kekid"
         ).digest()
+        self._file: Path | None = None  # where `open` found it
         self.source = source
 
     def __repr__(self) -> str:
@@ -100,7 +107,9 @@ class FileKek:
                 f"cannot read KEK file {file}: {error.strerror}",
                 hint="the daemon reads it itself: let its user read it, and only that user",
             ) from None
-        return cls(_parse_key(raw, file), str(file))
+        kek = cls(_parse_key(raw, file), str(file))
+        kek._file = file
+        return kek
 
     @staticmethod
     def generate(path: str | Path) -> FileKek:
@@ -124,7 +133,23 @@ class FileKek:
                 f"cannot write KEK file {file}: {error.strerror}",
                 hint="name a file in a folder that this user may write",
             ) from None
-        return FileKek.open(file)
+        made = FileKek.open(file)
+        made.settle()
+        return made
+
+    def settle(self) -> None:
+        """Whoever put the file there may not have synced it; see `KekProvider.settle`."""
+        if self._file is None:
+            return
+        try:
+            _sync(self._file)
+            with contextlib.suppress(PermissionError):  # it may not read the folder's list
+                _sync(self._file.parent)
+        except OSError as error:
+            raise KeyringError(
+                f"cannot bring KEK file {self._file} to the disk: {error.strerror}",
+                hint="everything would be sealed under it; put it on a file system that keeps it",
+            ) from None
 
     def kek_id(self) -> bytes:
         """See `KekProvider.kek_id`."""
@@ -146,6 +171,14 @@ class FileKek:
             raise KeyringError(
                 f"a wrapped key does not open under KEK {self._id.hex()}", hint=_DAMAGED
             ) from None
+
+
+def _sync(place: Path) -> None:
+    opened = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def is_credential(path: str | Path) -> bool:

@@ -6,9 +6,11 @@ ended, its blocks left the index, and the event is published.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from entresol_daemon.events import types as events
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.events.types import Event
 from entresol_daemon.flash.device import aligned_buffer
+from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.keys.receipts import Receipt, canonical
@@ -38,7 +41,13 @@ from entresol_daemon.shard import quotas
 from entresol_daemon.shard.keycare import wipe_from_memory
 from entresol_daemon.shard.shard import Shard
 from entresol_daemon.shard.staging import sealed_view
-from entresol_daemon.shard.turns import BLOCK_COST, EVENT_COST, REQUEST_COST
+from entresol_daemon.shard.turns import (
+    BLOCK_COST,
+    EVENT_COST,
+    NAMESPACE_COST,
+    REQUEST_COST,
+    Stretches,
+)
 from entresol_proto import __version__, limits
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import (
@@ -57,6 +66,8 @@ DRAIN_NS_DEFAULT = 30_000_000_000
 LOCKED = (
     "locked: no key-encryption key; put the file of [keys] kek_file in place, `entresol unlock`"
 )
+TENANTS_IN_STEP = 16  # of a list, before others have their turns
+SCAN_SLOTS, SCAN_COST = 65_536, 200  # of the index, looked through in one turn
 _HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
 
 log = logging.getLogger("entresol.admin")
@@ -190,7 +201,13 @@ class ShardAdmin:
         return self._shard.scrubber.begin_now()
 
     async def tenant_list(self) -> Sequence[TenantRecord]:
-        return [self._record(info.name) for info in self._shard.parts.keyring.tenants()]
+        found = []
+        for info in self._shard.parts.keyring.tenants():
+            with contextlib.suppress(EntresolError):  # erased meanwhile
+                found.append(self._record(info.name))
+            if len(found) % TENANTS_IN_STEP == 0:
+                await asyncio.sleep(0)
+        return found
 
     async def tenant_add(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
         parts = self._shard.parts
@@ -277,11 +294,9 @@ class ShardAdmin:
     async def segments(self, first_segment: int, count_max: int) -> Sequence[SegmentRecord]:
         parts = self._shard.parts
         rows: list[SegmentRecord] = []
-        for info in sorted(parts.engine.segments(), key=lambda row: row.segment):
-            if info.segment < first_segment:
-                continue
-            if len(rows) >= count_max:
-                break
+        end = min(first_segment + count_max, parts.engine.segment_count)
+        for number in range(first_segment, end):
+            info = parts.engine.segment_info(number)
             account = parts.accounts.by_stream.get(info.stream)
             state = "free" if info.state is SegmentState.FREEING else info.state.value
             rows.append(
@@ -300,40 +315,33 @@ class ShardAdmin:
         return rows
 
     async def namespaces(self, tenant: TenantName) -> Sequence[NamespaceRecord]:
-        """A tenant's namespaces. Raises: KeyringError while locked."""
+        """A tenant's namespaces, in turns of its own. Raises: KeyringError while locked."""
         parts = self._shard.parts
-        if parts.keyring.info(tenant) is None:
+        account = parts.accounts.by_name.get(tenant)
+        if account is None or parts.keyring.info(tenant) is None:
             return []
-        blocks = parts.engine.index.namespaces()
-
-        def find() -> list[NamespaceRecord]:
-            ids = parts.keyring.namespaces_of(tenant)
-            known = [(one, parts.keyring.descriptor_of(one)) for one in ids]
-            return [
-                NamespaceRecord(one, descriptor, blocks.get(one, 0))
-                for one, descriptor in known
-                if descriptor is not None
-            ]
-
-        return self._with_codecs(await parts.compute.run(find))
-
-    def _with_codecs(self, records: Sequence[NamespaceRecord]) -> Sequence[NamespaceRecord]:
-        """What was chosen for them, and what became of their blocks."""
-        parts = self._shard.parts
+        stretches = Stretches(parts.turns.loop, account)
         chosen = {place[0]: choice for place, choice in parts.codecs.latest().items()}
         sealed: dict[str, tuple[int, int]] = {}
         for row in parts.meters.ratios.rows():
             plain, stored = sealed.get(row.namespace, (0, 0))
             sealed[row.namespace] = (plain + row.plain_bytes, stored + row.stored_bytes)
+        await stretches.spend(len(chosen) + len(sealed))
         found = []
-        for record in records:
-            plain, stored = sealed.get(record.namespace_id.hex(), (0, 0))
-            record = replace(record, plain_bytes=plain, sealed_bytes=stored)
-            choice = chosen.get(record.namespace_id)
-            if choice is not None:
-                name = name_of(choice.codec_id)
-                record = replace(record, codec=name, codec_why=choice.why)
-            found.append(record)
+        for each in parts.keyring.namespaces_of(tenant):
+            descriptor = parts.keyring.descriptor_of(each)
+            if descriptor is not None:
+                plain, stored = sealed.get(each.hex(), (0, 0))
+                choice = chosen.get(each)
+                found.append(
+                    NamespaceRecord(
+                        each, descriptor, parts.engine.index.count_of(each),
+                        codec="" if choice is None else name_of(choice.codec_id),
+                        codec_why="" if choice is None else choice.why,
+                        plain_bytes=plain, sealed_bytes=stored,
+                    )
+                )  # fmt: skip
+            await stretches.spend(NAMESPACE_COST)
         return found
 
     async def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
@@ -346,12 +354,23 @@ class ShardAdmin:
         if parts.keyring.info(tenant) is None:
             return  # admitted, but never seen: nothing is stored
         for namespace_id in parts.keyring.namespaces_of(tenant):
-            slots = index.slots_of(namespace_id)
+            slots = await self._slots_of(tenant, namespace_id)
             for slot in slots[np.argsort(index.position[slots], kind="stable")].tolist():
                 await self.event_turn(tenant, BLOCK_COST // EVENT_COST)
                 event = await self._stored_event(tenant, namespace_id, slot)
                 if event is not None:
                     yield event
+
+    async def _slots_of(self, tenant: TenantName, namespace_id: bytes) -> Slots:
+        """Of a namespace's blocks; the index is looked through in the tenant's turns."""
+        index = self._shard.parts.engine.index
+        found = [np.zeros(0, np.int64)]
+        first = 0
+        while index.has_namespace(namespace_id) and first < index.high:
+            await self.event_turn(tenant, SCAN_COST // EVENT_COST)
+            found.append(index.slots_of(namespace_id, first, first + SCAN_SLOTS))
+            first += SCAN_SLOTS
+        return np.concatenate(found)
 
     async def _stored_event(
         self, tenant: TenantName, namespace_id: bytes, slot: int
@@ -436,14 +455,15 @@ class ShardAdmin:
         info = parts.keyring.info(name)
         if info is None:
             raise EntresolError(f"there is no tenant {name!r}", status=Status.BAD_REQUEST)
-        account = self._adopt(name)
+        account = parts.accounts.by_name.get(name)
+        if account is None or account.stream != info.stream:
+            account = self._shard.tenancy.adopt(info)
         uses, not_counted, host_sealed = self._shard.keycare.uses(info)
-        blocks = parts.engine.index.namespaces()
         return TenantRecord(
             name=name,
             quota=quotas.from_keyring(info.quota),
             dek_version=info.active_version,
-            blocks=sum(blocks.get(ns, 0) for ns in parts.keyring.namespaces_of(name)),
+            blocks=account.flash_blocks,
             flash_bytes=account.flash_bytes,
             dram_bytes=parts.residency.pool.owned_bytes(account.stream),
             sessions=account.sessions,

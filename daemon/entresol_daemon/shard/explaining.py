@@ -66,10 +66,10 @@ class Explainer:
         if namespace.host_sealed:
             return []
         keyring, name = self._parts.keyring, session.account.name
-        stored = self._parts.engine.index.namespaces()
+        blocks_of = self._parts.engine.index.count_of
         found: list[tuple[bytes, bytes]] = []
         for other in keyring.namespaces_of(name):
-            if other == namespace.namespace_id or not stored.get(other):
+            if other == namespace.namespace_id or not blocks_of(other):
                 continue
             descriptor = keyring.descriptor_of(other)
             if isinstance(descriptor, ids.NamespaceDescriptor):

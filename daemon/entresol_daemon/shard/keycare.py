@@ -36,6 +36,7 @@ from entresol_proto.status import EntresolError, SealError
 
 LOOK_NS = 1_000_000_000  # between two looks at what is due
 RETRY_NS = 60_000_000_000  # after one that failed
+SWEEP_WAIT_NS = 60_000_000_000  # freed memory is swept so long after a version's end at the latest
 CENSUS_BATCH_BLOCKS = 64  # heads read at once to see their version
 CENSUS_PAUSE_S = 0.05  # between batches: at most about 1,300 small reads a second
 _SECOND_NS = 1_000_000_000
@@ -60,6 +61,10 @@ async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
     No session may hold them any more. Lets others run in between.
     """
     parts.keyring.wipe_destroyed(name)
+    await _sweep(parts)
+
+
+async def _sweep(parts: Parts) -> None:
     # What only its own cycles keep is freed now, and swept with the rest: all of it, because what
     # is in use meanwhile (the very call that erases) would else not be looked at for hours.
     gc.collect()
@@ -84,6 +89,11 @@ class KeyCare:
         # Of namespaces that a rotation is emptying: what it leaves, see `core.census`.
         self._spared: dict[bytes, frozenset[int]] = {}
         self._next_look_ns = 0
+        # Of many tenants that are due at once (made by one script, say) one has its turn.
+        self._line = asyncio.Lock()
+        self._counting = False  # a tenant's unread records
+        self._noting: set[TenantName] = set()  # what their versions sealed
+        self._ended_ns = 0  # when a version ended of which freed memory may still hold copies
         self.rotations: Counter[str] = Counter()  # by cause
         self.versions_ended = 0
 
@@ -92,8 +102,10 @@ class KeyCare:
     def reserved(self, session: Session, version: int) -> None:
         """A block key of this version was made."""
         self._putting[session.account.stream, version] += 1
-        if self._parts.keyring.note_sealed(session.account.name, version):
-            self._start(session.account.name, self._keep_usage(session.account.name))
+        name = session.account.name
+        if self._parts.keyring.note_sealed(name, version) and name not in self._noting:
+            self._noting.add(name)
+            self._begin(self._guard(name, self._keep_usage(name)))
 
     def put_ended(self, session: Session, version: int) -> None:
         """Its reservation ended, one way or another."""
@@ -176,9 +188,14 @@ class KeyCare:
             if cause:
                 self._start(info.name, self._rotate_by_itself(info.name))
             elif info.active_version > 1 and self._not_counted(info.stream):
-                self._start(info.name, self._count(account))
+                if not self._counting:
+                    self._counting = True
+                    self._start(info.name, self._count(account))
             elif self._unused(info):
                 self._start(info.name, self._end_unused(info.name))
+        if self._ended_ns and (not self._line.locked() or now_ns - self._ended_ns > SWEEP_WAIT_NS):
+            self._ended_ns = 0
+            self._begin(self._sweep())
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -213,7 +230,7 @@ class KeyCare:
         return self._parts.census.blocks(stream, NOT_COUNTED)
 
     async def _rotate_by_itself(self, name: TenantName) -> None:
-        async with self._tenancy.changing(name):
+        async with self._line, self._tenancy.changing(name):
             info = self._parts.keyring.info(name)
             cause = self._due(info) if info is not None else ""
             if info is None or not cause:
@@ -228,7 +245,7 @@ class KeyCare:
     async def _end_unused(self, name: TenantName) -> None:
         """Before they are ended, those that still reserve under an older version are told, and it
         is looked at once more."""
-        async with self._tenancy.changing(name):
+        async with self._line, self._tenancy.changing(name):
             info = self._renew_sessions(name)
             if info is not None:
                 await self._end_versions(name, self._unused(info))
@@ -240,13 +257,29 @@ class KeyCare:
             await self._parts.keys.run(self._parts.keyring.retire, name, version)
             self.versions_ended += 1
         self._renew_sessions(name)
-        await wipe_from_memory(self._parts, name)
+        self._parts.keyring.wipe_destroyed(name)
+        self._ended_ns = self._ended_ns or self._parts.now_ns()  # one sweep for all of a while
+
+    async def _sweep(self) -> None:
+        try:
+            await _sweep(self._parts)
+        except Exception:
+            log.exception("event=sweep_failed")
 
     async def _keep_usage(self, name: TenantName) -> None:
-        await self._parts.keys.run(self._parts.keyring.keep_usage, name)
+        try:
+            await self._parts.keys.run(self._parts.keyring.keep_usage, name)
+        finally:
+            self._noting.discard(name)
 
     async def _count(self, account: Account) -> None:
         """Look at the blocks whose version is not known; drop those whose version is gone."""
+        try:
+            await self._count_all(account)
+        finally:
+            self._counting = False
+
+    async def _count_all(self, account: Account) -> None:
         engine, census = self._parts.engine, self._parts.census
         for segment in engine.segments():
             if segment.stream != account.stream or not segment.live_blocks:
@@ -361,9 +394,18 @@ class KeyCare:
             work.close()
             return
         self._busy.add(name)
-        task = asyncio.get_running_loop().create_task(self._guard(name, work))
+        self._begin(self._change(name, work))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _change(self, name: TenantName, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await self._guard(name, work)
+        finally:
+            self._busy.discard(name)
 
     async def _guard(self, name: TenantName, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -374,5 +416,3 @@ class KeyCare:
         except Exception:
             self._not_before_ns[name] = self._parts.now_ns() + RETRY_NS
             log.exception("event=key_care_failed tenant=%s", name)
-        finally:
-            self._busy.discard(name)

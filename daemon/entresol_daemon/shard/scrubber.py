@@ -177,7 +177,7 @@ class Scrubber:
             progress.begin(parts.unix_ns())
         log.info("event=scrub_begins segment=%d", progress.segment)
         found_before = self.found
-        count = len(parts.engine.segments())
+        count = parts.engine.segment_count
         while progress.segment < count:
             await self._segment(progress.segment, pace)
             progress.segment += 1

@@ -1,0 +1,164 @@
+"""What operators and followers of events ask for, where there is much of it: in short steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entresol_daemon.shard import admin as admin_module
+from entresol_daemon.shard.keycare import LOOK_NS
+from entresol_proto.ids import NamespaceDescriptor, TenantName
+from tests.sim.shardlab import World
+from tests.sim.test_shard_review import KEYS, joined, simulate, stored
+from tests.sim.test_tenant_changes import admin_of
+
+ALPHA = TenantName("alpha")
+SPACES = 200
+
+
+class Ticks:
+    """Turns of the loop that others had."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.asynccontextmanager
+    async def counted(self) -> AsyncIterator[Ticks]:
+        async def tick() -> None:
+            while True:
+                self.count += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        await asyncio.sleep(0)
+        self.count = 0
+        try:
+            yield self
+        finally:
+            ticking.cancel()
+
+
+def contended(world: World) -> None:
+    """Two tenants used the loop just now."""
+    for name in ("alpha", "beta"):
+        world.shard.parts.turns.loop._note(TenantName(name))
+
+
+def test_a_tenants_namespaces_are_told_in_its_turns(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:3])
+        for number in range(SPACES):
+            canonical = NamespaceDescriptor("m", cache_salt=f"{number}").canonical()
+            world.keyring.remember_namespace("alpha", canonical)
+        contended(world)
+        async with Ticks().counted() as ticks:
+            found = await admin_of(world).namespaces(ALPHA)
+            assert ticks.count > SPACES // 4, "others waited for all of them"
+        assert len(found) == SPACES + 1
+        assert [each.blocks for each in found if each.blocks] == [3]
+
+    simulate(tmp_path, story)
+
+
+def test_a_snapshot_looks_through_the_index_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS)
+        host = await joined(world)
+        await host.forget(KEYS[10:30])
+        whole = [event async for event in admin_of(world).snapshot(ALPHA)]
+        monkeypatch.setattr(admin_module, "SCAN_SLOTS", 7)
+        pieces = [event async for event in admin_of(world).snapshot(ALPHA)]
+        assert [each.wire_keys for each in pieces] == [each.wire_keys for each in whole]
+        assert len(whole) == len(KEYS) - 20
+
+    simulate(tmp_path, story)
+
+
+def test_many_tenants_are_listed_in_steps_and_without_those_erased_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:5])
+        for number in range(SPACES):
+            world.keyring.add_tenant(f"t{number:03}", now_unix_s=1)
+        admin, tenants = admin_of(world), world.keyring.tenants()
+        gone = next(info for info in tenants if info.name == "t150")
+        await admin.tenant_list()
+        async with Ticks().counted() as ticks:
+            listing = asyncio.ensure_future(admin.tenant_list())
+            await asyncio.sleep(0)
+            world.keyring.erase(gone.name, now_unix_s=2)
+            found = await listing
+            assert ticks.count >= SPACES // 32
+        assert len(found) == len(tenants) - 1
+        assert gone.name not in {each.name for each in found}
+        assert {each.name: each.blocks for each in found if each.blocks} == {"alpha": 5}
+        await admin.tenant_erase(TenantName(gone.name))
+
+    simulate(tmp_path, story)
+
+
+def test_pages_of_segments_are_those_of_the_whole(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS)
+        admin = admin_of(world)
+        whole = await admin.segments(0, 1000)
+        assert [each.segment for each in whole] == list(
+            range(len(world.shard.parts.engine.segment_states()))
+        )
+        pages = [each for at in range(0, 60, 7) for each in await admin.segments(at, 7)]
+        assert pages == whole
+        assert {each.tenant for each in whole} == {"", "alpha"}
+
+    simulate(tmp_path, story)
+
+
+def test_tenants_that_are_due_at_once_change_their_keys_one_by_one(tmp_path: Path) -> None:
+    """And what they leave in freed memory is swept once for all of them."""
+
+    async def story(world: World) -> None:
+        parts, care = world.shard.parts, world.shard.keycare
+        names = [f"t{number:03}" for number in range(50)]
+        for name in names:
+            world.shard.tenancy.adopt(world.keyring.add_tenant(name, now_unix_s=1).info)
+        sweeps, running, most = 0, 0, 0
+
+        def sweep() -> Iterator[None]:
+            nonlocal sweeps
+            sweeps += 1
+            return iter([None])
+
+        class Slow:
+            async def run(self, fn: Any, *args: Any) -> Any:
+                nonlocal running, most
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0.01)
+                running -= 1
+                return fn(*args)
+
+        parts.sweep = sweep
+        parts.keys = Slow()  # type: ignore[assignment]
+        keys = replace(parts.config.keys, rotate_age_ns=3600 * 10**9)
+        parts.config = replace(parts.config, keys=keys)
+        now_ns = parts.unix_ns()
+        parts.unix_ns = lambda: now_ns + 2 * 3600 * 10**9
+        await asyncio.sleep(5)
+        rings = [info for info in world.keyring.tenants() if info.name in names]
+        assert {(info.active_version, len(info.fingerprints)) for info in rings} == {(2, 1)}
+        assert care.versions_ended >= len(names)
+        assert most == 1
+        assert 1 <= sweeps <= 3
+        assert not world.keyring._destroyed
+        parts.unix_ns = lambda: now_ns
+        assert LOOK_NS < 5 * 10**9
+
+    simulate(tmp_path, story)
