@@ -5,6 +5,8 @@ Invariant: a wrong argument raises here, before anything is sent.
 
 from __future__ import annotations
 
+import operator
+
 from entresol_client.buffers import UsageError
 from entresol_client.results import PutBlock
 from entresol_proto import limits
@@ -13,12 +15,30 @@ from entresol_proto.wire.data import Ack, OpenAt
 
 def token_ids(item: PutBlock) -> tuple[int, ...]:
     """The block's token ids. Raises: UsageError for too many, or one that is no u32."""
-    tokens = tuple(item.token_ids)
+    try:
+        tokens = tuple(map(operator.index, item.token_ids))
+        position = operator.index(item.position)
+    except TypeError as error:
+        raise UsageError(f"position and token ids must be integers: {error}") from None
     if len(tokens) > limits.TOKENS_PER_BLOCK_MAX:
         raise UsageError(f"{len(tokens)} token ids, at most {limits.TOKENS_PER_BLOCK_MAX}")
-    if not 0 <= item.position < 2**32 or not all(0 <= token < 2**32 for token in tokens):
+    if not 0 <= position < 2**32 or not all(0 <= token < 2**32 for token in tokens):
         raise UsageError("position and token ids must be 0..2^32-1")
     return tokens
+
+
+def duration(name: str, span_ns: int) -> int:
+    """Nanoseconds from now. Raises: UsageError."""
+    try:
+        found = operator.index(span_ns)
+    except TypeError:
+        found = 0
+    if not 0 < found <= limits.DEADLINE_NS_MAX:
+        raise UsageError(
+            f"{name} is {span_ns!r}, not an integer of 1..{limits.DEADLINE_NS_MAX}",
+            hint="it is a duration from now, in nanoseconds",
+        )
+    return found
 
 
 def open_place(name: str) -> OpenAt:

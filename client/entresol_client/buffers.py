@@ -34,7 +34,7 @@ def as_view(buffer: Any, *, writable: bool) -> memoryview:
     Raises: UsageError for non-contiguous, read-only (when `writable`), empty, oversized or
         unsupported buffers, and for tensors that are not on the CPU.
     """
-    view = _view(buffer)
+    view = view_of(buffer)
     if writable and view.readonly:
         raise UsageError("the buffer is read-only", hint="pass memory that can be written")
     if not limits.BLOCK_BYTES_MIN <= view.nbytes <= limits.BLOCK_BYTES_MAX:
@@ -45,7 +45,8 @@ def as_view(buffer: Any, *, writable: bool) -> memoryview:
     return view
 
 
-def _view(buffer: Any) -> memoryview:
+def view_of(buffer: Any) -> memoryview:
+    """As `as_view`, of any length, writable or not. Raises: UsageError."""
     if isinstance(buffer, tuple):
         return _from_address(buffer)
     try:

@@ -198,6 +198,11 @@ def _check(config: ClientConfig) -> None:
         check_trust_domain(config.tls.trust_domain)
         for name in names:
             check_tenant_name(name)
+        for shard in config.shards:
+            shard.host.encode("idna")
+    except UnicodeError as error:
+        hosts = ", ".join(repr(shard.host) for shard in config.shards)
+        raise ConfigError(f"no host name, one of {hosts}: {error}") from None
     except ConfigError:
         raise
     except EntresolError as error:

@@ -73,6 +73,8 @@ async def connect(
         error = RequestFailedError(Status.FORBIDDEN, f"TLS: {cause.reason or cause}")
     except IdentityError as cause:
         error = RequestFailedError(Status.FORBIDDEN, str(cause))
+    except UnicodeError:  # what a label of a name may be, the idna codec says
+        error = RequestFailedError(Status.DISCONNECTED, f"{address.host!r} is no host name")
     except OSError as cause:
         number = cause.errno or 0  # of a name that does not resolve: negative
         reason = os.strerror(number) if number > 0 else cause.strerror or str(cause)

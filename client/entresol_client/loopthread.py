@@ -1,7 +1,8 @@
 """An event loop on a thread of its own, for callers without one.
 
-Invariant: a `call` that returns, raises or is interrupted has ended on the loop first. Not usable
-after fork: the thread does not exist in the child, which gets an error instead of a hang.
+Invariants: a `call` that returns, raises or is interrupted has ended on the loop first; `stop`
+leaves none waiting. Not usable after fork: the thread does not exist in the child, which gets an
+error instead of a hang.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from entresol_client.buffers import UsageError
 R = TypeVar("R")
 
 THREAD_NAME = "entresol-client"
+END_S = 1.0  # `stop` lets what is under way end by itself for so long, then cancels it
 
 
 class LoopThread:
@@ -27,6 +29,9 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._lock = threading.Lock()  # between what is handed over and `stop`
+        self._stopping = False
+        self._calls: set[asyncio.Task[Any]] = set()  # whose callers wait
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -37,13 +42,16 @@ class LoopThread:
 
     def call(self, make: Callable[[], Coroutine[Any, Any, R]]) -> R:
         """Run a coroutine to its end and give its result; an interrupt cancels it and waits, and a
-        second one does not make this return sooner: buffers are still being written to."""
+        second one does not make this return sooner: buffers are still being written to.
+
+        Raises: what the coroutine raises; UsageError when the loop has ended, or ends meanwhile.
+        """
         if self.forked:
             raise UsageError(
                 "the client was opened before fork", hint="open one in the child process"
             )
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
-            raise UsageError("the client is closed, or called from its own thread")
+        if threading.current_thread() is self._thread:
+            raise UsageError("the client is called from its own thread")
         done = threading.Event()
         tasks: list[asyncio.Task[R]] = []
 
@@ -52,6 +60,8 @@ class LoopThread:
 
         def start() -> None:
             task = self._loop.create_task(run())
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
             task.add_done_callback(lambda _: done.set())
             tasks.append(task)
 
@@ -62,38 +72,72 @@ class LoopThread:
                 done.set()
 
         interrupt: BaseException | None = None
-        steps: list[Callable[[], object]] = [start]  # to be handed over
+        step: Callable[[], object] | None = start  # to be handed over
+        ending = False
         while not done.is_set():
             try:
-                while steps:
-                    self._loop.call_soon_threadsafe(steps.pop())
+                if step is not None:
+                    chosen, step = step, None
+                    ending = not self._hand_over(chosen)
+                if ending:
+                    if interrupt is not None:  # it may have begun, and ends with the thread
+                        self._thread.join()
+                    break
                 done.wait()
             except BaseException as error:
-                if self._loop.is_closed():  # by another thread: nothing runs there any more
-                    raise
                 if interrupt is None:
-                    interrupt, steps = error, [stop]
+                    interrupt, step = error, stop
         if interrupt is not None:
             raise interrupt
+        if not tasks or tasks[0].cancelled():
+            raise UsageError("the client is closed")
         return tasks[0].result()
+
+    def _hand_over(self, step: Callable[[], object], *, last: bool = False) -> bool:
+        """Have this called on the loop; False after the last one."""
+        with self._lock:
+            if self._stopping:
+                return False
+            self._loop.call_soon_threadsafe(step)
+            self._stopping = last
+            return True
 
     def submit(self, work: Coroutine[Any, Any, R]) -> Future[R]:
         """Start a coroutine and give its future at once; cancelling that cancels the coroutine.
 
         Raises: UsageError when the loop has ended, or after fork (the coroutine is closed then).
         """
-        if self.forked or self._loop.is_closed():
-            work.close()
-            raise UsageError("the client is closed, or was opened before fork")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if not self.forked and not self._stopping:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise UsageError("the client is closed, or was opened before fork")
 
     def stop(self) -> None:
-        """End the loop and the thread. Idempotent; in a forked child only the memory is dropped."""
-        if self.forked or self._loop.is_closed():
+        """End the loop and the thread, after everything that runs there: calls under way have END_S
+        to end, then they raise UsageError. Idempotent; in a forked child only the memory is
+        dropped."""
+        if self.forked:
             return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._hand_over(lambda: self._loop.create_task(self._end()), last=True)
+        self._thread.join()  # also where another thread has told it to end
         self._loop.close()
+
+    async def _end(self) -> None:
+        """On the loop: nobody hands anything over any more."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        try:
+            if others:
+                await asyncio.wait(others, timeout=END_S)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=END_S)
+            while self._calls:  # which write to buffers until they end
+                await asyncio.wait(self._calls)
+        finally:
+            self._loop.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from entresol_client.arguments import ack_level, open_place, token_ids
+from entresol_client.arguments import ack_level, duration, open_place, token_ids
 from entresol_client.buffers import UsageError, as_view
 from entresol_client.fetching import GetTally, fetch_blocks
 from entresol_client.opening import Wanted
@@ -281,8 +281,7 @@ class Namespace:
         keys = self._names(keys)
         until_ns = self._until(deadline_ns)
         place = self._place(open_at)
-        if not 0 < hold_ns <= limits.DEADLINE_NS_MAX:
-            raise UsageError(f"hold_ns is {hold_ns}, not 1..{limits.DEADLINE_NS_MAX}")
+        hold_ns = duration("hold_ns", hold_ns)
         statuses = [Status.MISS] * len(keys)
 
         async def ask(session: Session, ns: NamespaceOpened, positions: Sequence[int]) -> None:
@@ -352,12 +351,7 @@ class Namespace:
         """The deadline on the monotonic clock. Raises: UsageError."""
         self._client._check_open()
         span_ns = self._client.config.deadline_ns if deadline_ns is None else deadline_ns
-        if not 0 < span_ns <= limits.DEADLINE_NS_MAX:
-            raise UsageError(
-                f"deadline_ns is {span_ns}, not 1..{limits.DEADLINE_NS_MAX}",
-                hint="it is a duration from now",
-            )
-        return time.monotonic_ns() + span_ns
+        return time.monotonic_ns() + duration("deadline_ns", span_ns)
 
     async def _fan_out(
         self, keys: Sequence[EngineKey], one: Callable[[ShardLink, Sequence[int]], Awaitable[None]]

@@ -210,7 +210,9 @@ async def _open(
 ) -> list[Status]:
     if sum(one.item.plain_bytes for one in group) <= INLINE_BYTES_MAX:
         return open_blocks(context, group, sources, in_place)
-    return await context.workers.run(open_blocks, context, group, sources, in_place)
+    return await context.workers.run(
+        open_blocks, context, group, sources, in_place, until_ns=context.deadline_ns
+    )
 
 
 def open_blocks(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, cast
 
-from entresol_client.buffers import UsageError
+from entresol_client.buffers import UsageError, view_of
 from entresol_proto.fabric.base import Endpoint, RegisteringEndpoint, Registration
 from entresol_proto.status import FabricError
 
@@ -25,14 +25,14 @@ class RegisteredMemory:
     """
 
     def __init__(self, buffer: Any) -> None:
-        """`buffer` is writable, C-contiguous memory of any length.
+        """`buffer` is writable, C-contiguous memory of any length, see `buffers.as_view`.
 
         Raises: UsageError for anything else.
         """
-        view = memoryview(buffer)
-        if view.readonly or not view.c_contiguous or view.nbytes == 0:
+        view = view_of(buffer)
+        if view.readonly or view.nbytes == 0:
             raise UsageError("memory to register must be writable, contiguous and not empty")
-        self._view: memoryview | None = view.cast("B")
+        self._view: memoryview | None = view
         self._open: list[tuple[Endpoint, Registration]] = []
 
     @property

@@ -7,6 +7,7 @@ when the caller was cancelled meanwhile: late bytes never land in a caller's buf
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar, TypeVarTuple
 
@@ -29,11 +30,12 @@ class Workers(Protocol):
         """Like `run`, for puts: at most one per thread is queued, so that gets soon have a turn."""
         ...
 
-    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
-        """`fn(*args)`. `fn` minds its own deadline; hand over milliseconds of work, not
-        microseconds: one hand-over costs tens of microseconds.
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
+        """`fn(*args)`, unless no thread has begun it until `until_ns` (0: however long that takes).
+        `fn` itself minds its deadline. Hand over milliseconds of work, not microseconds: one
+        hand-over costs tens of microseconds.
 
-        Raises: RequestFailedError (DISCONNECTED) once closed.
+        Raises: RequestFailedError: DISCONNECTED once closed, DEADLINE.
         """
         ...
 
@@ -50,22 +52,38 @@ class ThreadWorkers:
         self.threads = threads
         self._later = asyncio.Semaphore(threads)
         self._pool = Pool(threads, THREAD_NAME)
+        self._closed = False
 
     async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """See `Workers.run_later`."""
         async with self._later:
             return await self.run(fn, *args)
 
-    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
         """See `Workers.run`."""
         try:
             job = self._pool.submit(fn, *args)
         except RuntimeError:
-            raise RequestFailedError(Status.DISCONNECTED, "the client is closed") from None
-        return await job.outcome()
+            raise _closed_error() from None
+        timer: asyncio.TimerHandle | None = None
+        if until_ns:
+            left_s = (until_ns - time.monotonic_ns()) / 1e9
+            timer = asyncio.get_running_loop().call_later(left_s, job.cancel)
+        try:
+            return await job.outcome()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not the caller was cancelled, but the job, while it was queued.
+            raise _closed_error() if self._closed else RequestFailedError(Status.DEADLINE) from None
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def close(self) -> None:
         """See `Workers.close`."""
+        self._closed = True
         self._pool.close(drop=True)
 
 
@@ -81,13 +99,17 @@ class InlineWorkers:
         """See `Workers.run_later`."""
         return await self.run(fn, *args)
 
-    async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+    async def run(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
         """See `Workers.run`."""
         await asyncio.sleep(0)
         if self._closed:
-            raise RequestFailedError(Status.DISCONNECTED, "the client is closed")
+            raise _closed_error()
         return fn(*args)
 
     def close(self) -> None:
         """See `Workers.close`."""
         self._closed = True
+
+
+def _closed_error() -> RequestFailedError:
+    return RequestFailedError(Status.DISCONNECTED, "the client is closed")

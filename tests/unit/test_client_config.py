@@ -123,6 +123,7 @@ def test_every_setting_with_units(tmp_path: Path) -> None:
         ("[[shards]]\nname = 'x'\nprot = 1", "did you mean 'port'"),
         ("[[shards]]\nname = 'x'\nport = 65536", "port is 65536"),
         ("[[shards]]\nname = 'x'\nweight = 0", "weight is 0"),
+        ("[[shards]]\nname = 'x'\nhost = 'a..b'", "no host name, one of"),
         ("this is not toml", "not TOML"),
     ],
 )

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import leaks
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, serving
 
-from entresol_client import Client, ClientConfig, PutBlock, UsageError
+from entresol_client import Client, ClientConfig, PutBlock, UsageError, loopthread
 from entresol_client.loopthread import LoopThread
+from entresol_client.results import RequestFailedError
+from entresol_client.workers import ThreadWorkers
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
 from entresol_proto.status import Status
 
@@ -190,6 +193,94 @@ def test_a_second_interrupt_does_not_leave_the_call_running() -> None:
         timer.join()
     assert thread.call(lambda: asyncio.sleep(0, "goes on")) == "goes on"
     thread.stop()
+
+
+def test_no_call_is_left_waiting_by_the_end_of_the_loop() -> None:
+    """Of many threads some are always on their way in while another one closes."""
+    ends: Counter[str] = Counter()
+
+    def keep_calling(thread: LoopThread, between_s: float) -> None:
+        try:
+            while True:
+                assert thread.call(lambda: asyncio.sleep(between_s, "slept")) == "slept"
+        except UsageError as error:
+            ends[str(error)] += 1
+
+    for attempt in range(20):
+        thread = LoopThread()
+        callers = [
+            threading.Thread(target=keep_calling, args=(thread, between_s), daemon=True)
+            for between_s in (0, 0, 0.001)
+        ]
+        for caller in callers:
+            caller.start()
+        time.sleep(0.002 * (attempt % 4))
+        thread.stop()
+        for caller in callers:
+            caller.join(20)
+            assert not caller.is_alive(), "a caller waits for ever"
+    assert ends == {"the client is closed": 60}
+
+
+@pytest.mark.parametrize("stubborn_s", [0.0, 0.3])
+def test_a_call_that_does_not_end_is_cancelled_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, stubborn_s: float
+) -> None:
+    """And the end waits until it has ended: it writes into its caller's memory."""
+    monkeypatch.setattr(loopthread, "END_S", 0.1)
+    thread, began, ended = LoopThread(), threading.Event(), []
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(stubborn_s)
+            ended.append("work")
+
+    def call() -> None:
+        with pytest.raises(UsageError, match="closed"):
+            thread.call(work)
+        ended.append("call")
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert began.wait(20)
+    thread.stop()
+    caller.join(20)
+    assert ended == ["work", "call"]
+    for refused in (thread.call, lambda make: thread.submit(make())):
+        with pytest.raises(UsageError, match="closed"):
+            refused(work)
+    thread.stop()
+
+
+async def test_work_that_waits_for_a_thread_ends_with_its_deadline_and_with_the_client() -> None:
+    workers, ran = ThreadWorkers(1), []
+    try:
+        holds = threading.Event()
+        busy = asyncio.create_task(workers.run(holds.wait, 20))
+        await asyncio.sleep(0.02)
+        soon_ns = time.monotonic_ns() + 20_000_000
+        with pytest.raises(RequestFailedError) as late:
+            await workers.run(ran.append, 1, until_ns=soon_ns)
+        assert late.value.status is Status.DEADLINE
+        left = asyncio.create_task(workers.run(ran.append, 2, until_ns=soon_ns + 20 * 10**9))
+        own = asyncio.create_task(workers.run(ran.append, 3))
+        await asyncio.sleep(0.02)
+        own.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await own
+        asyncio.get_running_loop().call_later(0.05, holds.set)
+        await asyncio.to_thread(workers.close)
+        with pytest.raises(RequestFailedError) as closed:
+            await left
+        assert closed.value.status is Status.DISCONNECTED
+        assert await busy
+        assert not ran
+    finally:
+        holds.set()
+        workers.close()
 
 
 def test_after_fork_it_refuses_instead_of_hanging(config: ClientConfig) -> None:

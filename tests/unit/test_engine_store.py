@@ -329,7 +329,7 @@ def test_every_session_is_told_of_registered_memory_and_lets_go_of_it() -> None:
 
 def test_only_writable_contiguous_memory_can_be_registered() -> None:
     for bad in (b"constant", memoryview(bytearray(16))[::2], bytearray()):
-        with pytest.raises(UsageError, match="writable"):
+        with pytest.raises(UsageError, match="contiguous"):
             RegisteredMemory(bad)
 
 
