@@ -227,6 +227,15 @@ _homes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Home] = weakref.We
 _homes_lock = threading.Lock()
 
 
+def _begin_anew() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global _homes_lock
+    _homes_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 def _home_of(pool: Pool) -> _Home:
     """Of the running loop, with one more job of this pool."""
     loop = asyncio.get_running_loop()

@@ -300,6 +300,25 @@ def test_after_fork_it_refuses_instead_of_hanging(config: ClientConfig) -> None:
         assert ns.exists([key(0)]).complete  # the parent's goes on
 
 
+def test_a_client_opened_after_fork_serves(config: ClientConfig) -> None:
+    """What one opened before fork tells to do. The parent's threads are not in the child."""
+    with Client(config) as client:
+        ns = client.namespace(DESCRIPTOR)
+        assert ns.put([PutBlock(key(0), b"7" * BLOCK)]).ok
+        assert ns.get_into([key(0)], [bytearray(BLOCK)]).ok
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)  # it hung
+            code = 1
+            with contextlib.suppress(BaseException), Client(config) as own:
+                into = bytearray(BLOCK)
+                result = own.namespace(DESCRIPTOR).get_into([key(0)], [into])
+                code = 0 if result.ok and into == b"7" * BLOCK else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert ns.get_into([key(0)], [bytearray(BLOCK)]).ok
+
+
 def test_forgetting_to_close_is_warned_about(config: ClientConfig) -> None:
     client = Client(config)
     kept = client._thread, client._client

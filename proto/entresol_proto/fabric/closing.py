@@ -137,6 +137,7 @@ def _close(fd: int) -> None:
 
 
 CLOSER = Closer()
+os.register_at_fork(after_in_child=CLOSER.__init__)  # type: ignore[misc]  # no thread is there
 
 
 def close_socket(sock: socket.socket) -> None:

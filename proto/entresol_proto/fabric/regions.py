@@ -279,3 +279,4 @@ class SharedPool:
 
 
 POOL = SharedPool()
+os.register_at_fork(after_in_child=POOL.__init__)  # type: ignore[misc]  # its threads are not there

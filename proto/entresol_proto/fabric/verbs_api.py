@@ -36,6 +36,7 @@ _LINK_LAYER_INFINIBAND = 1
 MTU_CODES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 _channel_lock = threading.RLock()
+os.register_at_fork(after_in_child=_channel_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _channel_fds: set[int] = set()  # of the open channels
 _loaded: Any = None
 
