@@ -250,9 +250,10 @@ class _Put:
             return
         try:
             lengths = await self._link.workers.run_later(
-                seal_blocks, self._context, jobs, region.view, starts
-            )
-        except RequestFailedError as error:  # the client is closed
+                seal_blocks, self._context, jobs, region.view, starts,
+                until_ns=self._context.deadline_ns,
+            )  # fmt: skip
+        except RequestFailedError as error:  # the client is closed, or threads are busy too long
             region.give_back()
             self._tally.settle(positions, error.status)
             return

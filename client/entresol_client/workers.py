@@ -26,7 +26,7 @@ class Workers(Protocol):
 
     threads: int
 
-    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
         """Like `run`, for puts: at most one per thread is queued, so that gets soon have a turn."""
         ...
 
@@ -54,10 +54,18 @@ class ThreadWorkers:
         self._pool = Pool(threads, THREAD_NAME)
         self._closed = False
 
-    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
         """See `Workers.run_later`."""
-        async with self._later:
-            return await self.run(fn, *args)
+        left_s = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else None
+        try:
+            async with asyncio.timeout(left_s):
+                await self._later.acquire()
+        except TimeoutError:
+            raise RequestFailedError(Status.DEADLINE) from None
+        try:
+            return await self.run(fn, *args, until_ns=until_ns)
+        finally:
+            self._later.release()
 
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
         """See `Workers.run`."""
@@ -95,7 +103,7 @@ class InlineWorkers:
         self.threads = threads
         self._closed = False
 
-    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+    async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
         """See `Workers.run_later`."""
         return await self.run(fn, *args)
 

@@ -265,6 +265,9 @@ async def test_work_that_waits_for_a_thread_ends_with_its_deadline_and_with_the_
         with pytest.raises(RequestFailedError) as late:
             await workers.run(ran.append, 1, until_ns=soon_ns)
         assert late.value.status is Status.DEADLINE
+        later = [workers.run_later(ran.append, n, until_ns=soon_ns + 10**8) for n in (4, 5)]
+        puts = await asyncio.gather(*later, return_exceptions=True)
+        assert [each.status for each in puts] == [Status.DEADLINE] * 2  # type: ignore[union-attr]
         left = asyncio.create_task(workers.run(ran.append, 2, until_ns=soon_ns + 20 * 10**9))
         own = asyncio.create_task(workers.run(ran.append, 3))
         await asyncio.sleep(0.02)
