@@ -38,7 +38,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.flash_refusals["read"], lambda: stats.refused_reads)
     follow(metrics.flash_refusals["write"], lambda: stats.refused_writes)
     follow(metrics.flash_refusals["flush"], lambda: stats.refused_flushes)
-    engine.listen_to_flushes(parts.meters.flushed)
+    engine.hooks.on_flush = parts.meters.flushed
     follow(metrics.reinserted_blocks, lambda: stats.copied_blocks)
     follow(metrics.reinserted_bytes, lambda: stats.copied_bytes)
     follow(metrics.scrub_progress, shard.scrubber.share)

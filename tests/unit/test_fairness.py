@@ -264,6 +264,22 @@ def test_a_gate_lets_in_what_fits_or_the_least_number() -> None:
         gate.done(40)
 
 
+def test_what_goes_through_no_gate_takes_at_most_half_of_the_room() -> None:
+    gate: Gate[str] = Gate(cost_max=100, count_min=1)
+    gate.occupy(30)
+    assert gate.enter("a", 1, 70)
+    assert not gate.enter("a", 1, 1)
+    gate.done(70)
+    gate.occupy(1_000)
+    assert gate.enter("a", 1, 45)
+    assert gate.enter("a", 1, 5)
+    assert not gate.enter("a", 1, 1)
+    gate.occupy(-1_030)
+    assert gate.enter("a", 1, 50)
+    with pytest.raises(AssertionError):
+        gate.occupy(-1)
+
+
 def flooded(credit: int) -> Gate[str]:
     """A gate that is full of what one tenant has in service, after it alone used it for long."""
     gate: Gate[str] = Gate(cost_max=100, count_min=1, credit=credit)

@@ -95,6 +95,41 @@ async def test_work_of_others_goes_between_the_portions_of_one() -> None:
     assert queue.in_service == 0
 
 
+async def test_tiny_blocks_are_not_sealed_before_all_others() -> None:
+    """By their length alone thousands of them were done while one block of another waited."""
+    queue, compute, begun = Turns(count_min=1), InlineCompute(), []
+    sizes = {"a": 16, "b": 65_536}
+
+    async def some(who: Account, name: str, count: int) -> None:
+        await compute_in_turns(queue, compute, who, begun.append, [name] * count, sizes.__getitem__)
+
+    tiny = [asyncio.create_task(some(A, "a", 4)) for _ in range(100)]
+    await asyncio.sleep(0)
+    for _ in range(4):  # not once only: what is saved up would do for that
+        await some(B, "b", 1)
+    ratio = (65_536 + turns.COMPUTE_ITEM_BYTES) / turns.COMPUTE_ITEM_BYTES
+    assert begun.count("a") <= 4 * (ratio + 4) + 4
+    for task in tiny:
+        task.cancel()
+    await asyncio.gather(*tiny, return_exceptions=True)
+    assert queue.in_service == 0
+
+
+async def test_reads_leave_room_for_what_is_written() -> None:
+    pace = Pace(target_ns=SECOND_NS, cost_min=100, cost_max=100)
+    queue = Turns(count_min=1, pace=pace)
+    queue.occupy(1_000)
+    assert await asyncio.wait_for(queue.take(A, 60), 1)
+    second = asyncio.create_task(queue.take(A, 20))
+    await until_quiet()
+    assert not second.done(), "half of the room is the write's"
+    queue.occupy(-1_000)
+    await until_quiet()
+    assert second.done()
+    queue.give(60)
+    queue.give(20)
+
+
 async def test_a_failure_gives_every_turn_back() -> None:
     queue, compute = Turns(count_min=2), InlineCompute()
 

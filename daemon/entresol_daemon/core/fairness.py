@@ -188,6 +188,7 @@ class Gate(Generic[T]):
         self.count_min = count_min
         self.in_service = 0
         self.cost_in_service = 0
+        self._occupied = 0  # by what goes through no gate
         self.queue: FairQueue[T] = FairQueue(credit)
 
     def enter(self, flow: Hashable, weight: int, cost: int) -> bool:
@@ -214,9 +215,15 @@ class Gate(Generic[T]):
         self.cost_in_service -= cost
         assert min(self.in_service, self.cost_in_service) >= 0, "a turn was given back twice"
 
+    def occupy(self, cost: int) -> None:
+        """Others use so much from now on (below 0: no longer), at most half of the room."""
+        self._occupied += cost
+        assert self._occupied >= 0, "room was given back twice"
+
     def _room(self, cost: int, has_credit: bool) -> bool:
         most = self.cost_max * CREDIT_ROOM if has_credit else self.cost_max
-        return self.in_service < self.count_min or self.cost_in_service + cost <= most
+        used = self.cost_in_service + min(self._occupied, self.cost_max // 2)
+        return self.in_service < self.count_min or used + cost <= most
 
     def _begin(self, cost: int) -> None:
         self.in_service += 1

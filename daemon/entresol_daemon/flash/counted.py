@@ -7,26 +7,38 @@ device's own failures, neither more (a retry is asked again) nor fewer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from entresol_daemon.flash.device import Check, Device, IoOp
 from entresol_daemon.flash.model import EngineStats
 from entresol_proto.status import DeviceError, Status
 
-FlushHook = Callable[[Status, int], None]  # how a flush ended, and after how many nanoseconds
 
-
-def ignore_flush(_status: Status, _elapsed_ns: int) -> None:
+def _ignore(*_: object) -> None:
     """The hook of an engine nobody listens to."""
 
 
+@dataclass(slots=True)
+class DeviceHooks:
+    """Told of what a device is asked; they must not raise.
+
+    Attributes:
+        on_flush: how a flush ended, and after how many nanoseconds.
+        on_write: a write of so many bytes begins, or, below 0, has ended.
+    """
+
+    on_flush: Callable[[Status, int], None] = _ignore
+    on_write: Callable[[int], None] = _ignore
+
+
 class CountedDevice:
-    """See the module. `on_flush` is told of every flush; it must not raise."""
+    """See the module."""
 
     def __init__(self, device: Device, stats: EngineStats, now_ns: Callable[[], int]) -> None:
         self.size_bytes = device.size_bytes
         self.name = device.name
         self.direct = device.direct
-        self.on_flush: FlushHook = ignore_flush
+        self.hooks = DeviceHooks()
         self._device = device
         self._stats = stats
         self._now_ns = now_ns
@@ -39,11 +51,15 @@ class CountedDevice:
 
     async def write(self, ops: Sequence[IoOp]) -> None:
         """See `Device.write`."""
+        length_bytes, tell = sum(op.view.nbytes for op in ops), self.hooks.on_write
+        tell(length_bytes)
         try:
             await self._device.write(ops)
         except DeviceError:
             self._stats.refused_writes += 1
             raise
+        finally:
+            tell(-length_bytes)
 
     async def flush(self) -> None:
         """See `Device.flush`."""
@@ -56,7 +72,7 @@ class CountedDevice:
             status = error.status
             raise
         finally:
-            self.on_flush(status, self._now_ns() - began_ns)
+            self.hooks.on_flush(status, self._now_ns() - began_ns)
 
     async def close(self) -> None:
         """See `Device.close`."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.flash import checkpoint
-from entresol_daemon.flash.counted import CountedDevice, FlushHook
+from entresol_daemon.flash.counted import CountedDevice
 from entresol_daemon.flash.device import BLOCK, Device
 from entresol_daemon.flash.evict import Evictor, Keep
 from entresol_daemon.flash.group import Pending
@@ -93,6 +93,7 @@ class Engine:
         self.segment_count = superblock.segment_count  # numbered from 0
         self.recovery = RecoveryReport()
         self._device = device
+        self.hooks = device.hooks  # of whoever wants to hear what the device is asked
         self._compute = compute
         self._superblock = superblock
         self._log = log
@@ -203,10 +204,6 @@ class Engine:
         It must not raise, nor call back into the engine.
         """
         self._table.on_removed = hook
-
-    def listen_to_flushes(self, hook: FlushHook) -> None:
-        """Call `hook` with the outcome and the nanoseconds of every flush. It must not raise."""
-        self._device.on_flush = hook
 
     # -- room
 

@@ -22,7 +22,7 @@ from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.plaintext import PLAIN_OWNER, PlainMemory
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, PlainBlock, Session
-from entresol_daemon.shard.turns import compute_in_turns
+from entresol_daemon.shard.turns import COMPUTE_ITEM_BYTES, compute_in_turns
 from entresol_proto import limits
 from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import BlockKey, SealedHeader, derive_block_key, open_into
@@ -196,7 +196,7 @@ class OpenedBlocks:
     async def verify(self, resident: Resident) -> Status:
         """Open a resident into private scratch memory, only to see whether it opens: in a turn of
         its owner, after what waits for an answer. Raises: ComputeError, QuotaError (BUSY)."""
-        parts, cost = self._parts, resident.plain_bytes
+        parts, cost = self._parts, resident.plain_bytes + COMPUTE_ITEM_BYTES
         account = parts.accounts.by_stream.get(resident.owner)
         if account is None:
             return Status.ERASED

@@ -182,6 +182,7 @@ class Shard:
             sweep=surroundings.sweep,
         )
         shard = cls(parts, fabrics, surroundings, number)
+        engine.hooks.on_write = turns.flash.occupy  # what is written there reads leave room for
         shard.tenancy.find()
         shard.scrubber.start()
         shard._ticker = asyncio.get_running_loop().create_task(shard._tick())

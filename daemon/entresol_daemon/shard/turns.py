@@ -34,6 +34,7 @@ PORTIONS = 4  # what is in service is about so many units
 ALONE = 2  # units may be so much longer while one tenant is alone: each costs the loop the same
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
 COMPUTE_TURN_BYTES = 2 * limits.MIB  # sealed or opened by one thread without a break
+COMPUTE_ITEM_BYTES = 32 * limits.KIB  # what a block costs beside its length: 12 us, raw or not
 CREDIT_BYTES = 8 * limits.MIB  # who used less of flash, pulls or threads goes first so far
 LOOP_CREDIT_COST = 4_000  # likewise on the loop
 LOOP_TURN_COST = 50  # about as many microseconds of work without a break
@@ -149,6 +150,12 @@ class Turns:
             self._gate.cost_max = self._pace.cost
         self._gate.done(cost)
         self._begin_next()
+
+    def occupy(self, cost: int) -> None:
+        """Somebody without a turn uses so much of the resource from now on; below 0: no longer."""
+        self._gate.occupy(cost)
+        if cost < 0:
+            self._begin_next()
 
     def _begin_next(self) -> None:
         """Begin what there is room for."""
@@ -401,16 +408,19 @@ async def compute_in_turns(
     ComputeError, QuotaError (BUSY).
     """
 
+    def weight_of(item: T) -> int:
+        return size_of(item) + COMPUTE_ITEM_BYTES
+
     async def one(portion: list[T]) -> list[R]:
-        cost = max(1, sum(map(size_of, portion)))
+        cost = sum(map(weight_of, portion))
         await turns.take(account, cost, rank)
         try:
             return await compute.run(_each, fn, portion)
         finally:
             turns.give(cost)
 
-    total = sum(map(size_of, items))
-    runs = portions(items, size_of, min(COMPUTE_TURN_BYTES, -(-total // turns.at_once)))
+    total = sum(map(weight_of, items))
+    runs = portions(items, weight_of, min(COMPUTE_TURN_BYTES, -(-total // turns.at_once)))
     if len(runs) == 1:
         return await one(runs[0])
     tasks = [asyncio.ensure_future(one(run)) for run in runs]
