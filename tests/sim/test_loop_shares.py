@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 
+from entresol_daemon.core.accounts import Account
+from entresol_daemon.flash.segment import extent_bytes
 from entresol_daemon.shard.dispatch import (
     BACKLOG_BYTES_MAX,
     READ_COST_SHIFT,
     READ_FREE_COST,
 )
-from entresol_daemon.shard.turns import LOOP_TURN_COST, LoopTurns
+from entresol_daemon.shard.turns import FLASH_ITEM_BYTES, LOOP_TURN_COST, LoopTurns
+from entresol_proto.status import Status
 from entresol_proto.wire import data, opening
-from entresol_proto.wire.data import Ack, Reason
+from entresol_proto.wire.data import Ack, OpenAt, Reason
 from entresol_proto.wire.frames import FrameType, encode_frame
 from tests.sim.shardlab import Host, World
-from tests.sim.test_shard_review import KEYS, joined, names, simulate, stored
+from tests.sim.test_shard_review import KEYS, forget_memory, joined, names, simulate, stored
 
 READ_FREE_BYTES = (READ_FREE_COST + 1) << READ_COST_SHIFT
 
@@ -222,5 +225,29 @@ def test_a_session_that_ends_before_its_turn_to_read_holds_nothing(tmp_path: Pat
         assert not host._handler._tasks
         await asyncio.gather(*ahead)
         assert loop_turns.waiting == 0
+
+    simulate(tmp_path, story)
+
+
+def test_a_read_costs_its_tenant_more_than_its_length(tmp_path: Path) -> None:
+    """Of blocks of a few bytes thousands would be read before one of another tenant."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:8])
+        forget_memory(world)
+        queue, costs = world.shard.parts.turns.flash, []
+        take = queue.take
+
+        async def counted(account: Account, cost: int, *rest: int) -> int:
+            costs.append(cost)
+            return await take(account, cost, *rest)
+
+        queue.take = counted  # type: ignore[method-assign]
+        assert await host.get(KEYS[:8], OpenAt.HOST) == [Status.OK] * 8
+        index = world.shard.parts.engine.index
+        length_bytes = sum(extent_bytes(index.m_sealed_bytes[s]) for s in index.live_slots())
+        assert sum(costs) == length_bytes + 8 * FLASH_ITEM_BYTES
+        assert not queue.in_service
 
     simulate(tmp_path, story)

@@ -23,7 +23,7 @@ from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
-from entresol_daemon.shard.turns import portions
+from entresol_daemon.shard.turns import FLASH_ITEM_BYTES, portions
 from entresol_proto.seal.block import SealedHeader, check_header
 from entresol_proto.status import EntresolError, SealError, Status
 
@@ -69,19 +69,19 @@ class Staging:
         return {each: self._loading[each] for each in waited if each in self._loading}
 
     async def _load(self, account: Account, residents: list[Resident]) -> None:
-        cost = sum(map(_record_bytes, residents))
+        cost, length_bytes = sum(map(_cost_of, residents)), sum(map(_record_bytes, residents))
         turns, started_ns = self._parts.turns.flash, self._parts.now_ns()
         reads, name = self.reads, account.name
-        reads.arrive(name, account.weight, cost, started_ns)
+        reads.arrive(name, account.weight, length_bytes, started_ns)
         try:
             turn_ns = await turns.take(account, cost)
         except BaseException as error:
-            reads.give_up(name, cost)
+            reads.give_up(name, length_bytes)
             if not isinstance(error, EntresolError):
                 raise
             self._end(residents, [error.status] * len(residents), started_ns)
             return
-        reads.begin(name, cost, self._parts.now_ns())
+        reads.begin(name, length_bytes, self._parts.now_ns())
         read_bytes = 0
         try:
             waited = [r for r in residents if r.pins > 1 and r.state is ResidentState.LOADING]
@@ -93,8 +93,8 @@ class Staging:
                 read_bytes = sum(map(_record_bytes, waited))
                 self._end(waited, statuses, started_ns)
         finally:
-            turns.give(cost, turn_ns if read_bytes == cost else 0)
-            reads.end(cost, read_bytes, self._parts.now_ns())
+            turns.give(cost, turn_ns if read_bytes == length_bytes else 0)
+            reads.end(length_bytes, read_bytes, self._parts.now_ns())
 
     async def _read(self, residents: list[Resident]) -> list[Status]:
         try:
@@ -178,6 +178,10 @@ class Staging:
 def sealed_view(resident: Resident) -> memoryview:
     """The sealed block inside its record."""
     return resident.extent.view[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + resident.sealed_bytes]
+
+
+def _cost_of(resident: Resident) -> int:
+    return _record_bytes(resident) + FLASH_ITEM_BYTES
 
 
 def _record_bytes(resident: Resident) -> int:

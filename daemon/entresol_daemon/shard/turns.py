@@ -26,6 +26,7 @@ R = TypeVar("R")
 
 WAIT_NS_TARGET = 1_000_000  # what is in service at flash or in pulls is about so long
 FLASH_BYTES_MIN, FLASH_BYTES_MAX = 1 * limits.MIB, 128 * limits.MIB  # handed to the device
+FLASH_ITEM_BYTES = 16 * limits.KIB  # what a read costs beside its length: a thread and its hop
 PULL_BYTES_MIN, PULL_BYTES_MAX = 4 * limits.MIB, 128 * limits.MIB  # read from hosts, and sealed
 HOPS = 4  # turns of the loop between the end of a read and the begin of the next
 HOPS_REMEMBERED, HOP_NS_MAX = 16, 1_000_000
