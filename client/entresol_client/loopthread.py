@@ -107,9 +107,10 @@ class LoopThread:
 
         Raises: UsageError when the loop has ended, or after fork (the coroutine is closed then).
         """
-        with self._lock:
-            if not self.forked and not self._stopping:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        if not self.forked:  # there another thread may have held the lock
+            with self._lock:
+                if not self._stopping:
+                    return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
         raise UsageError("the client is closed, or was opened before fork")
 
