@@ -27,6 +27,7 @@ from entresol_client.results import RequestFailedError
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.status import ProtocolError, Status
+from entresol_proto.transports import abort
 from entresol_proto.wire.data import Commit, Grant, Release, Reserved
 from entresol_proto.wire.opening import ErrorReply, Goodbye, NamespaceOpened, OpenNamespace, Ping
 from entresol_proto.wire.session import ClientSession, Message, Received, State
@@ -323,8 +324,7 @@ class Connection(asyncio.Protocol):
 
     def drop(self, reason: str) -> None:
         """End the session now. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
+        abort(self._transport)
         self._end(reason)
 
     async def close(self) -> None:
@@ -334,7 +334,8 @@ class Connection(asyncio.Protocol):
             with contextlib.suppress(ProtocolError):  # not far enough for a goodbye
                 self._write(self.session.send(Goodbye())[1])
             self._why_closed = "closed by this client"
-            self._transport.close()
+            if not self._transport.is_closing():
+                self._transport.close()
             await asyncio.wait((self.lost,), timeout=0.2)
         self.drop(self._why_closed)
         tasks = [task for task in self._namespaces.values() if not task.done()]

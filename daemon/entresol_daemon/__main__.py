@@ -148,6 +148,7 @@ def _rewrap(config_path: Path, new: Path, old: Path | None) -> int:
             hint="--old FILE, as in LoadCredential= of the unit: --old /etc/entresol/kek",
         )
     kek, before = FileKek.open(new), FileKek.open(old)
+    kek.settle()  # as who may read it: the keyring is written as its owner
     setup_command.rewrap(config, before, kek)
     print(
         f"every key is wrapped under KEK {kek.kek_id().hex()} now (it was {before.kek_id().hex()})"

@@ -21,6 +21,7 @@ from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_daemon.shard.shard import Shard
 from entresol_proto.identity import IdentityError, tenant_from_cert
 from entresol_proto.status import ConfigError, Status
+from entresol_proto.transports import abort
 
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024  # unsent answers; above it nothing more is read
 HANDSHAKE_LOOK_NS_MIN = 1_000_000
@@ -144,13 +145,12 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is buffered, then end the connection."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
     def abort(self) -> None:
         """End the connection now."""
-        if self._transport is not None:
-            self._transport.abort()
+        abort(self._transport)
 
     def _too_old(self) -> None:
         if self.handler is not None:

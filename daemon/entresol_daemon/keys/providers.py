@@ -79,7 +79,7 @@ class FileKek:
         self._id = hashlib.blake2b(
             b"", digest_size=KEK_ID_BYTES, key=key, person=b"entresol-kekid"
         ).digest()
-        self._file: Path | None = None  # where `open` found it
+        self._file: Path | None = None  # where `open` found it, until it is settled
         self.source = source
 
     def __repr__(self) -> str:
@@ -138,7 +138,8 @@ class FileKek:
         return made
 
     def settle(self) -> None:
-        """Whoever put the file there may not have synced it; see `KekProvider.settle`."""
+        """Whoever put the file there may not have synced it; see `KekProvider.settle`. Does it
+        once: who may read the file need not be who writes the keyring."""
         if self._file is None:
             return
         try:
@@ -150,6 +151,7 @@ class FileKek:
                 f"cannot bring KEK file {self._file} to the disk: {error.strerror}",
                 hint="everything would be sealed under it; put it on a file system that keeps it",
             ) from None
+        self._file = None
 
     def kek_id(self) -> bytes:
         """See `KekProvider.kek_id`."""

@@ -25,6 +25,7 @@ from entresol_proto.fabric.asking import Asked, Batch, Part
 from entresol_proto.fabric.base import RemoteSpan, span_error
 from entresol_proto.fabric.landing import Lander, Landing, OnLanded
 from entresol_proto.status import ProtocolError, Status
+from entresol_proto.transports import abort
 
 _log = logging.getLogger("entresol.fabric")
 
@@ -136,8 +137,7 @@ class DataStream(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """Cut the connection now; queued bytes are dropped. `lost` tells when it is done."""
         self._end_lander()
-        if self._transport is not None:
-            self._transport.abort()
+        abort(self._transport)
 
     @property
     def transport(self) -> asyncio.Transport | None:
