@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import threading
 import urllib.request
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +30,7 @@ from daemon_lab import client_of, shape
 from harness import DaemonProcess, Running, eventually, running_daemon
 
 from entresol_client.client import AsyncClient, Namespace
-from entresol_client.config import ClientConfig
+from entresol_client.config import ClientConfig, ShardAddress, TlsFiles
 from entresol_client.relay import metrics
 from entresol_client.relay.service import Options, Relay
 from entresol_client.relay.workers import Worker
@@ -261,6 +264,25 @@ async def test_metrics_tell_what_the_status_tells(tmp_path: Path) -> None:
         assert 'entresol_relay_readers{pod="pod0"} 1.0' in text
         for name, _, about in metrics.METRICS:
             assert f"# HELP {name} {about}" in text.replace("_total_total", "_total")
+
+
+def test_a_relay_may_be_stopped_while_it_ends() -> None:
+    """The thread that stops it may come between its last look and its end, or long after."""
+    config = ClientConfig(
+        shards=(ShardAddress("nobody", port=1, grpc_port=1),), tls=TlsFiles(*[Path("none")] * 3)
+    )
+    relay = Relay(
+        Options(workers=(Worker("pod0", "tcp://127.0.0.1:0"),)), lambda: config, model=MODEL
+    )
+    relay.stop()
+    relay.run()
+    relay.stop()
+    # Still ours: who was about to write to it, a feed or `stop`, does no harm.
+    assert os.readlink(f"/proc/self/fd/{relay._wake_fd}") == "anon_inode:[eventfd]"
+    gone = weakref.ref(relay)
+    del relay
+    gc.collect()
+    assert gone() is None, "nothing keeps it and its descriptor"
 
 
 # The command --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,8 @@ class Relay:
         )
         self._writer = Writer(options.form, options.medium)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with the object, not before: `stop` and the feeds write from their own threads.
+        weakref.finalize(self, os.close, self._wake_fd)
         self._inbox = feed.Inbox(lambda: os.eventfd_write(self._wake_fd, 1))
         self._infos: dict[tuple[str, bytes], NamespaceInfo] = {}
         self._stop = threading.Event()
@@ -129,8 +132,7 @@ class Relay:
     def stop(self) -> None:
         """End `run` soon. Safe in a signal handler."""
         self._stop.set()
-        if not self._closed:
-            os.eventfd_write(self._wake_fd, 1)
+        os.eventfd_write(self._wake_fd, 1)
 
     def again(self) -> None:
         """Tell readers everything again, as soon as the pause between rounds allows."""
@@ -181,7 +183,6 @@ class Relay:
             if one.ident is not None:
                 one.join(rpc.CALL_DEADLINE_S)
         self.publisher.close()
-        os.close(self._wake_fd)
 
     # ------------------------------------------------------------------------------ events
 
