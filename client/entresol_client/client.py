@@ -27,6 +27,7 @@ from entresol_client.surroundings import ORDINARY, Surroundings
 from entresol_client.tenant_key import KeyFile
 from entresol_proto.identity import client_ssl_context
 from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.status import ConfigError
 
 if TYPE_CHECKING:
     from entresol_client.tracing import Tracing
@@ -50,7 +51,12 @@ class AsyncClient:
         around: Surroundings = ORDINARY,
     ) -> None:
         """Use `open`. Raises: IdentityError, KeyringError when a file it names cannot be used;
-        ConfigError for traces that cannot be made."""
+        ConfigError for traces that cannot be made, or what is no configuration."""
+        if not isinstance(config, ClientConfig):
+            raise ConfigError(
+                f"a client is made of a ClientConfig, not of a {type(config).__name__}",
+                hint="ClientConfig.load(path) reads a file, ClientConfig.find() the usual ones",
+            )
         self.config = config
         context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
         self._stats = ClientStats()

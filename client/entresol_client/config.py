@@ -7,6 +7,7 @@ in client/README.md, because `entresold --dev` writes such a file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -113,7 +114,9 @@ class ClientConfig:
         try:
             raw = source.read_bytes()
         except OSError as error:
-            raise ConfigError(f"cannot read client config {str(source)!r}: {error}") from None
+            raise ConfigError(
+                f"cannot read client config {str(source)!r}: {error.strerror}"
+            ) from None
         if len(raw) > CONFIG_FILE_BYTES_MAX:
             raise ConfigError(f"{source}: larger than {CONFIG_FILE_BYTES_MAX} bytes")
         try:
@@ -158,12 +161,11 @@ class ClientConfig:
         named = path or os.environ.get(CONFIG_ENV)
         if named:
             return cls.load(named)
-        looked = default_paths()
-        for candidate in looked:
-            if candidate.is_file():
-                return cls.load(candidate)
+        candidate = default_path()
+        if candidate is not None:
+            return cls.load(candidate)
         raise ConfigError(
-            "no client config found; looked at " + ", ".join(map(str, looked)),
+            "no client config found; looked at " + ", ".join(map(str, default_paths())),
             hint=f"start `entresold --dev`, which writes one, or set {CONFIG_ENV} to its path",
         )
 
@@ -174,9 +176,16 @@ def default_paths() -> list[Path]:
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         places.append(Path(runtime))
     home = os.environ.get("XDG_CONFIG_HOME")
-    places.append(Path(home) if home else Path.home() / ".config")
+    with contextlib.suppress(RuntimeError):  # a user without a home, as in many containers
+        places.append(Path(home) if home else Path.home() / ".config")
     places.append(Path("/etc"))
     return [place / "entresol" / "client.toml" for place in places]
+
+
+def default_path() -> Path | None:
+    """The first of `default_paths()` that is there. A folder that this user may not look into
+    (XDG_RUNTIME_DIR is another's after `su`) has none."""
+    return next((path for path in default_paths() if os.path.isfile(path)), None)
 
 
 def _check(config: ClientConfig) -> None:

@@ -117,6 +117,10 @@ def main(argv: list[str] | None = None) -> int:
         if error.hint:
             print(f"  fix: {error.hint}", file=sys.stderr)
         return 1
+    except PermissionError as error:
+        print(f"entresold: not allowed to use {error.filename!r}", file=sys.stderr)
+        print("  fix: run this as the daemon's user", file=sys.stderr)
+        return 1
 
 
 def _load(path: Path) -> Config:

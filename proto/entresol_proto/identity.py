@@ -203,11 +203,7 @@ def load_into_context(
     context.check_hostname = False  # identity is the SPIFFE id, checked right after the handshake
     context.verify_mode = ssl.CERT_REQUIRED
     for path in (cert, key, ca):
-        if not Path(path).is_file():
-            raise IdentityError(
-                f"there is no file {str(path)!r}",
-                hint="[tls] cert, key and ca name PEM files; `entresold --dev` makes its own",
-            )
+        _check_file(path)
     try:
         # A password callback keeps OpenSSL from asking on the terminal when the key is encrypted.
         context.load_cert_chain(cert, key, password=_no_password)
@@ -223,6 +219,22 @@ def load_into_context(
             f"CA bundle {str(ca)!r} cannot be used: {error}",
             hint="it must hold the PEM certificates of the CAs that sign your peers",
         ) from None
+
+
+def _check_file(path: str | Path) -> None:
+    """Raises: IdentityError when there is none, or this user may not look into its folder."""
+    try:
+        found = Path(path).is_file()
+    except OSError as error:
+        raise IdentityError(
+            f"cannot read {str(path)!r}: {error.strerror}",
+            hint="run this as a user who may, or let this one into the folder",
+        ) from None
+    if not found:
+        raise IdentityError(
+            f"there is no file {str(path)!r}",
+            hint="[tls] cert, key and ca name PEM files; `entresold --dev` makes its own",
+        )
 
 
 def _no_password() -> str:

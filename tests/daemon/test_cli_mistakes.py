@@ -15,6 +15,7 @@ from harness import DaemonProcess
 
 from entresol_client.cli import main as cli_main
 from entresol_client.cli.main import main
+from entresol_daemon.__main__ import main as entresold
 
 pytestmark = pytest.mark.daemon
 
@@ -219,3 +220,26 @@ def test_progress_and_log_go_to_standard_error(cli: Cli, tmp_path: Path) -> None
     assert "event=connected" in said.err
     assert said.json["name"] == "verbose"
     assert "event=" not in cli("exists", "--name", "verbose").err
+
+
+def test_files_that_this_user_may_not_look_at(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Had ended in tracebacks: certificates in a folder that is closed to this user."""
+    closed = cli.folder / "closed.toml"
+    text = cli.config.read_text()
+    closed.write_text(re.sub(r"(?m)^cert = .*$", f'cert = "{tmp_path / ("n" * 300)}"', text))
+    assert closed.read_text() != text
+    for words in (("namespaces",), ("events",), ("exists", "--name", "x"), ("relay", "--list")):
+        said = cli(*words, config=closed, code=2)
+        assert "cannot read" in said.err
+        assert "fix: " in said.err
+    assert "cert: cannot read" in cli("doctor", config=closed, code=1).out
+
+    def refused(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied", "/closed/file")
+
+    monkeypatch.setattr("entresol_client.cli.overview.run_version", refused)
+    monkeypatch.setattr("entresol_daemon.__main__._keygen", refused)
+    assert "not allowed to use '/closed/file'" in cli("version", code=1).err
+    assert entresold(["keygen", "x"]) == 1

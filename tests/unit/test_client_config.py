@@ -175,6 +175,25 @@ def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert ClientConfig.find(paths[1]).shards[0].name == "found1"
 
 
+def test_who_has_no_home_or_may_not_look_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Had ended in tracebacks: a container's user without a home, another's folder after `su`."""
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("n" * 300)))  # what stat() refuses
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    paths = default_paths()
+    assert [path.parent.parent for path in paths] == [tmp_path / ("n" * 300), Path("/etc")]
+    if not paths[1].exists():
+        with pytest.raises(ConfigError, match="no client config found"):
+            ClientConfig.find()
+
+
 def test_a_pointer_leads_to_files_beside_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

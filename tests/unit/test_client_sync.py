@@ -23,7 +23,7 @@ from entresol_client.loopthread import LoopThread
 from entresol_client.results import RequestFailedError
 from entresol_client.workers import ThreadWorkers
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
-from entresol_proto.status import Status
+from entresol_proto.status import ConfigError, Status
 
 BLOCK = 64 * 1024
 OK = Status.OK
@@ -338,6 +338,8 @@ def test_a_bad_certificate_raises_and_leaves_nothing(config: ClientConfig, peer:
     before = leaks.snapshot()
     with pytest.raises(Exception, match="there is no file"):
         Client(peer.config(tls=tls))
+    with pytest.raises(ConfigError, match=r"not of a str .ClientConfig.load"):
+        Client("client.toml")  # type: ignore[arg-type]
     leaks.assert_no_leaks(before)
 
 

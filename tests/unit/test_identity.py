@@ -563,3 +563,12 @@ def test_dev_certificates_pass_strict_verification(pki: DevPki) -> None:
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     assert tenant_from_cert(b.getpeercert(binary_form=True), DOMAIN) == "acme"
+
+
+def test_a_file_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    """Had ended in a traceback: certificates in a folder that is closed to this user."""
+    for name in ("n" * 300, "absent"):
+        with pytest.raises(IdentityError, match=r"too long|there is no file") as error:
+            client_ssl_context(tmp_path / name, tmp_path / "k", tmp_path / "ca")
+        assert str(tmp_path / name) in str(error.value)
+        assert error.value.hint

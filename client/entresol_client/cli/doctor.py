@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -141,12 +142,19 @@ def _config(args: argparse.Namespace, take: Any) -> ClientConfig | None:
 
 def check_files(config: ClientConfig) -> Findings:
     """The PEM files, and what the certificate says."""
-    import os
     import stat
 
     files = config.tls
     for name, path in (("cert", files.cert), ("key", files.key), ("ca", files.ca)):
-        if not path.is_file():
+        try:
+            found = path.is_file()
+        except OSError as error:
+            yield Finding(
+                "files", FAIL, f"{name}: cannot read {path}: {error.strerror}",
+                "run this as a user who may, or let this one into the folder",
+            )  # fmt: skip
+            return
+        if not found:
             yield Finding(
                 "files", FAIL, f"{name}: there is no file {path}",
                 "name the PEM files in the configuration; `entresold --dev` makes its own",
@@ -414,7 +422,7 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
 
     if shard.admin_socket is None:
         return
-    if not shard.admin_socket.exists():
+    if not os.path.exists(shard.admin_socket):  # or nothing that this user is let near to
         yield Finding(
             area, OK, "the admin socket is not on this machine: operator commands run over there"
         )

@@ -142,6 +142,10 @@ def _run(args: argparse.Namespace) -> int:
         # Whoever read our output has enough; keep the interpreter from complaining at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return errors.EXIT_FAILED
+    except PermissionError as error:
+        print(f"entresol: not allowed to use {error.filename!r}", file=sys.stderr)
+        print("  fix: run this as a user who may, or let this one into the folder", file=sys.stderr)
+        return errors.EXIT_FAILED
 
 
 @contextlib.contextmanager

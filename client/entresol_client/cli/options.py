@@ -275,18 +275,17 @@ def load_config(args: argparse.Namespace) -> ClientConfig:
 def is_configured(args: argparse.Namespace) -> bool:
     """True when a client configuration was named, or lies in one of the usual places. An operator
     on the daemon's machine needs none."""
-    from entresol_client.config import CONFIG_ENV, default_paths
+    from entresol_client.config import CONFIG_ENV, default_path
 
-    named = args.config or os.environ.get(CONFIG_ENV)
-    return bool(named) or any(path.is_file() for path in default_paths())
+    return bool(args.config or os.environ.get(CONFIG_ENV) or default_path())
 
 
 def config_path(args: argparse.Namespace) -> Path:
     """Which file is the configuration. Raises: ConfigError when there is none, UsageProblem."""
-    from entresol_client.config import CONFIG_ENV, ClientConfig, default_paths
+    from entresol_client.config import CONFIG_ENV, ClientConfig, default_path
 
     named = args.config or os.environ.get(CONFIG_ENV)
-    found = Path(named) if named else next((p for p in default_paths() if p.is_file()), None)
+    found = Path(named) if named else default_path()
     if found is None:
         ClientConfig.find()  # raises, naming every place
         raise AssertionError("a configuration appeared meanwhile")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from entresol_client.cli import objects, options, output, session
@@ -200,7 +200,7 @@ def _source(name: str) -> Iterator[BinaryIO]:
     try:
         file = open(name, "rb")  # noqa: SIM115 - closed below; opening has an error of its own
     except OSError as error:
-        hint = "tar c DIR | entresol put - --name NAME" if Path(name).is_dir() else ""
+        hint = "tar c DIR | entresol put - --name NAME" if os.path.isdir(name) else ""
         raise UsageProblem(f"cannot read {name!r}: {error.strerror}", hint=hint) from None
     with file:
         yield file
@@ -222,7 +222,6 @@ def _read_into(source: BinaryIO, view: memoryview) -> int:
 
 def _length_of(source: BinaryIO) -> int:
     """Bytes of a regular file; 0 when that is not known."""
-    import os
     import stat
 
     try:

@@ -145,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  fix: {error.hint}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, TraceError) else EXIT_FAILED
     except OSError as error:
-        print(f"entresol: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""  # pyarrow has it in its text
+        print(f"entresol: {where}{error.strerror}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("entresol: interrupted", file=sys.stderr)
