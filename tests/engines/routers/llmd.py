@@ -119,6 +119,7 @@ class Index:
     requests: dict[int, list[bytes]] = field(default_factory=dict)  # engine hash -> own keys
     holders: dict[bytes, set[tuple[str, str]]] = field(default_factory=dict)  # (pod, tier)
     dropped: int = 0  # stores behind a parent that is not known
+    missing: set[int] = field(default_factory=set)  # engine hashes dropped so, and not told since
 
     def keys(self, parent: bytes, tokens: Sequence[int], model: str) -> list[bytes]:
         """Own keys of the full blocks in `tokens`."""
@@ -147,6 +148,7 @@ class Index:
         if event.parent:
             if event.parent not in self.requests:
                 self.dropped += 1
+                self.missing.update(event.hashes)
                 return
             parent = self.requests[event.parent][-1]
         keys = self.keys(parent, event.tokens, event.lora or model)
@@ -158,11 +160,13 @@ class Index:
             engine = event.hashes[at * len(event.hashes) // count]
             fresh.setdefault(engine, []).append(keys[at * len(keys) // count])
         self.requests |= fresh
+        self.missing.difference_update(fresh)
         for key in keys:
             self.holders.setdefault(key, set()).add((pod, event.tier.lower() or "gpu"))
 
     def _evict(self, engine: int, place: tuple[str, str]) -> None:
         keys = self.requests.get(engine, [])
+        self.missing.discard(engine)
         for key in keys:
             self.holders.get(key, set()).discard(place)
         if not any(self.holders.get(key) for key in keys):

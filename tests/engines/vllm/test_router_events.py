@@ -178,15 +178,20 @@ def test_replay_has_the_frames_of_vllms_own(theirs: tuple[str, ZmqEventPublisher
 
 
 def test_what_a_real_engine_stores_is_scored_by_a_router(site: Site, tiny_llama: Path) -> None:
-    """vLLM with `EntresolConnector` computes a prompt; the router scores it as llm-d would."""
+    """vLLM with `EntresolConnector` computes a prompt; the router scores it as llm-d would.
+
+    The router may come while the blocks of earlier tests are being told for the first time: what
+    hangs on blocks that it missed it has to drop, and has it all after the round made for it.
+    """
     context = zmq.Context()
     words = prompt(77, 10 * BLOCK_TOKENS + 5)
-    with RelayProcess(site.daemon, "--served-name", "tiny", model=str(tiny_llama)) as relay:
+    options = ("--served-name", "tiny", "--round-pause", "100ms")
+    with RelayProcess(site.daemon, *options, model=str(tiny_llama)) as relay:
         socket = context.socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.SUBSCRIBE, b"kv@pod0@tiny")
             socket.connect(relay.live["pod0"])
-            eventually(lambda: relay.status()["workers"][0]["readers"], "the subscription")
+            eventually(lambda: relay.status()["rounds"], "the round for this router")
             site.b.run(words)
             site.b.settle()
             index = llmd.Index(block_size=BLOCK_TOKENS)
@@ -197,7 +202,9 @@ def test_what_a_real_engine_stores_is_scored_by_a_router(site: Site, tiny_llama:
                     index.read(topic, payload)
                 return index.scores(words, "tiny").get("pod0", 0.0)
 
-            eventually(lambda: score() == 10.0, "ten blocks of the prompt")
+            eventually(
+                lambda: score() == 10.0 and not index.missing, "ten blocks, and none missing"
+            )
             told = {
                 row["engine_keys"][0]: row["tokens"]
                 for row in events(site.daemon)
@@ -205,7 +212,6 @@ def test_what_a_real_engine_stores_is_scored_by_a_router(site: Site, tiny_llama:
             }
             hashes = {int.from_bytes(bytes.fromhex(key)[24:32], "big") for key in told}
             assert set(index.requests) <= hashes, "the router knows blocks by vLLM's own hashes"
-            assert index.dropped == 0
             assert index.scores([1, *words], "tiny") == {}
         finally:
             socket.close(linger=0)
