@@ -23,7 +23,7 @@ from entresol_daemon.flash.engine import (
     extent_bytes,
 )
 from entresol_daemon.flash.index import ABSENT
-from entresol_daemon.flash.segment import DATA_OFFSET
+from entresol_daemon.flash.segment import DATA_OFFSET, payload_hash
 from entresol_proto.status import Status
 
 SEGMENT = 64 * 1024
@@ -64,7 +64,8 @@ async def open_engine(
 def record(namespace: bytes, key: bytes, data: bytes, position: int = 0) -> Record:
     extent = aligned_buffer(extent_bytes(len(data)))
     extent[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + len(data)] = data
-    return Record(namespace, key, extent, len(data), 2 * len(data), position)
+    known = payload_hash(extent, len(data)) if len(data) % 2 else None  # groups of both kinds
+    return Record(namespace, key, extent, len(data), 2 * len(data), position, known)
 
 
 def put(

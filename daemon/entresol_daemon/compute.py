@@ -8,12 +8,11 @@ next owner while a thread still writes into it would give wrong bytes.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.threads import Job, Pool
+from entresol_proto.threads import Job, Pool, all_outcomes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,21 +41,17 @@ class Compute(Protocol):
         ...
 
     async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """`[fn(item) for item in items]`, spread over the threads in a few batches.
+        """`[fn(item) for item in items]`, each in a thread; as many at a time as there are threads.
 
-        The first exception in order of `items` is raised after every batch has finished.
+        One of the exceptions is raised, after all have ended.
 
-        Raises: ComputeError when the pool is full or closed.
+        Raises: ComputeError when the pool has no room for all of them, or is closed.
         """
         ...
 
     async def close(self) -> None:
         """Refuse new work, wait for what runs, end the threads. Idempotent."""
         ...
-
-
-def _run_batch(fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    return [fn(item) for item in items]
 
 
 class ThreadCompute:
@@ -78,10 +73,7 @@ class ThreadCompute:
 
     async def run(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """See `Compute.run`."""
-        if self._closed:
-            raise ComputeError("the compute pool is closed", status=Status.DRAINING)
-        if len(self._pending) >= self._pending_max:
-            raise ComputeError(f"{self._pending_max} compute jobs are pending already")
+        self._check_room(1)
         job = self._pool.submit(fn, *args)
         self._pending.add(job)
         try:
@@ -91,22 +83,19 @@ class ThreadCompute:
 
     async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """See `Compute.map`."""
-        if not items:
-            return []
-        size = math.ceil(len(items) / self.threads)
-        batches = [items[at : at + size] for at in range(0, len(items), size)]
-        jobs = [asyncio.ensure_future(self.run(_run_batch, fn, batch)) for batch in batches]
+        self._check_room(len(items))
+        jobs = [self._pool.submit(fn, item) for item in items]
+        self._pending.update(jobs)
         try:
-            await asyncio.wait(jobs)
-        except asyncio.CancelledError:
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-            raise
-        failed = [error for job in jobs if (error := job.exception()) is not None]
-        if failed:
-            raise failed[0]
-        return [result for job in jobs for result in job.result()]
+            return await all_outcomes(jobs)
+        finally:
+            self._pending.difference_update(jobs)
+
+    def _check_room(self, count: int) -> None:
+        if self._closed:
+            raise ComputeError("the compute pool is closed", status=Status.DRAINING)
+        if len(self._pending) + count > self._pending_max:
+            raise ComputeError(f"{self._pending_max} compute jobs are pending already")
 
     async def close(self) -> None:
         """See `Compute.close`."""
@@ -134,7 +123,7 @@ class InlineCompute:
 
     async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """See `Compute.map`."""
-        return await self.run(_run_batch, fn, items) if items else []
+        return await self.run(lambda: [fn(item) for item in items])
 
     async def close(self) -> None:
         """See `Compute.close`."""

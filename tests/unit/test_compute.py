@@ -29,7 +29,7 @@ async def test_map_keeps_the_order(compute: Compute, count: int) -> None:
     await compute.close()
 
 
-async def test_map_raises_the_first_failure_after_all_batches_ended() -> None:
+async def test_map_raises_a_failure_after_all_have_ended() -> None:
     compute = ThreadCompute(2)
     done: list[int] = []
 
@@ -41,7 +41,47 @@ async def test_map_raises_the_first_failure_after_all_batches_ended() -> None:
 
     with pytest.raises(ValueError, match="item 0"):
         await compute.map(work, [0, 1, 2, 3])
-    assert done == [2, 3]  # the other batch was finished, the failing one stopped at its first
+    assert sorted(done) == [1, 2, 3]
+    assert compute.pending == 0
+    await compute.close()
+
+
+async def test_map_has_a_thread_for_each() -> None:
+    compute, all_there = ThreadCompute(4), threading.Barrier(4)
+    assert sorted(await compute.map(lambda _: all_there.wait(20), range(4))) == [0, 1, 2, 3]
+    await compute.close()
+
+
+async def test_map_takes_all_or_none() -> None:
+    compute, began = ThreadCompute(1, pending_max=2), []
+    with pytest.raises(ComputeError) as refused:
+        await compute.map(began.append, [1, 2, 3])
+    assert refused.value.status is Status.BUSY
+    assert await compute.map(str, [4, 5]) == ["4", "5"]
+    assert began == []
+    await compute.close()
+
+
+async def test_a_cancelled_map_waits_for_its_threads() -> None:
+    compute = ThreadCompute(2)
+    started, go = threading.Semaphore(0), threading.Event()
+    ended: list[int] = []
+
+    def work(item: int) -> None:
+        started.release()
+        go.wait(20)
+        ended.append(item)
+
+    task = asyncio.ensure_future(compute.map(work, range(4)))
+    for _ in range(2):
+        assert await asyncio.to_thread(started.acquire, timeout=20)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done(), "two threads are at it"
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(ended) == 2, "those that nobody had begun never run"
     assert compute.pending == 0
     await compute.close()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from entresol_daemon.flash.group import GroupLength, Pending, PendingQueue
+from entresol_daemon.compute import InlineCompute
+from entresol_daemon.flash.engine import Engine
+from entresol_daemon.flash.group import GroupLength, Pending, PendingQueue, fill
 from entresol_daemon.flash.model import (
     GROUP_BYTES_MAX,
     GROUP_RECORDS_MAX,
@@ -17,6 +21,9 @@ from entresol_daemon.flash.model import (
     SHARED_GROUP_S,
 )
 from entresol_daemon.flash.segment import RecordKind
+from entresol_daemon.flash.sim import SimDevice
+from entresol_proto.status import Status
+from tests import flashlab
 
 MIB = 1 << 20
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -167,3 +174,34 @@ def test_what_stays_is_not_looked_at() -> None:
     taken = queue.take(SHARED_GROUP_BYTES_MAX)
     assert len(taken) == SHARED_GROUP_RECORDS_MAX
     assert Counted.asked <= len(taken)
+
+
+@pytest.mark.parametrize(("records", "threads"), [(1, 0), (15, 0), (16, 1)])
+async def test_a_few_records_with_their_hashes_need_no_thread(records: int, threads: int) -> None:
+    """The same bytes reach the device either way; the header of a segment counts, too."""
+    images: list[bytes] = []
+    for known in (True, False):
+        fills: list[object] = []
+
+        class Watched(InlineCompute):
+            async def run(self, fn: Any, *args: Any) -> Any:
+                fills.append(fn)  # noqa: B023
+                return await super().run(fn, *args)
+
+        device = SimDevice(flashlab.device_bytes(8, 256 * 1024), seed=1)
+        options = replace(flashlab.OPTIONS, segment_bytes=256 * 1024, group_commit_bytes=MIB)
+        engine = await Engine.open(
+            device, options, compute=Watched(), now_ns=lambda: 1, random_bytes=bytes
+        )
+        fills.clear()
+        acks = []
+        for number in range(records):
+            record = flashlab.record(flashlab.NAMESPACES[0], flashlab.key_of(number), b"odd" * 333)
+            assert record.payload_hash is not None
+            record = record if known else replace(record, payload_hash=None)
+            acks.append(engine.append(ONE, record)[1])
+        assert await asyncio.gather(*acks) == [Status.OK] * records
+        assert fills == [fill] * (threads if known else 1)
+        await engine.close()
+        images.append(bytes(device.image()))
+    assert images[0] == images[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 
@@ -21,6 +23,9 @@ from entresol_daemon.shard.turns import (
 )
 from entresol_proto.ids import TenantName
 from entresol_proto.status import QuotaError, Status
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def account(name: str, weight: int = 1) -> Account:
@@ -140,6 +145,59 @@ async def test_a_failure_gives_every_turn_back() -> None:
         await compute_in_turns(queue, compute, A, work, [1, 0, 1], lambda _: 1 << 22)
     assert (queue.waiting, queue.in_service) == (0, 0)
     assert await compute_in_turns(queue, compute, A, work, [], lambda _: 1) == []
+
+
+async def test_several_turns_are_taken_at_once_or_none_is() -> None:
+    queue = Turns(count_min=3)
+    assert not queue.enter_all(A, [10] * 4)
+    assert queue.enter_all(A, [10, 20])
+    assert not queue.enter_all(B, [10, 10])
+    assert (queue.waiting, queue.in_service) == (0, 2)
+    assert queue.enter_all(B, [10])
+    waiting = asyncio.create_task(queue.take(A, 10))
+    await until_quiet()
+    for cost in (10, 20, 10):
+        queue.give(cost)
+    await waiting
+    queue.give(10)
+    assert queue.in_service == 0
+
+
+async def test_threads_that_nobody_waits_for_are_all_taken_by_one_wait() -> None:
+    """No task for each portion: every step of one waits for a turn of a busy loop."""
+    queue, tasks = Turns(count_min=4), len(asyncio.all_tasks())
+    seen: list[int] = []
+
+    class Watched(InlineCompute):
+        async def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+            seen.append(queue.in_service)
+            return await super().map(fn, items)
+
+    def work(item: int) -> int:
+        seen.append(len(asyncio.all_tasks()) - tasks)
+        return -item
+
+    found = await compute_in_turns(queue, Watched(), A, work, [1, 2, 3, 4], lambda _: 1 << 20)
+    assert found == [-1, -2, -3, -4]
+    assert seen == [4, 0, 0, 0, 0]
+    assert queue.in_service == 0
+
+
+async def test_a_turn_on_the_loop_that_was_asked_for_and_given_up_costs_nothing() -> None:
+    loop_turns = LoopTurns()
+    while loop_turns.enter(A, 1_000):
+        pass
+    for _ in range(20):  # each for a round of its own
+        loop_turns.ask(B, 1_000)
+    asked = loop_turns.ask(B, 1_000)
+    waits = asyncio.create_task(loop_turns.until(asked))
+    await asyncio.sleep(0)
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    assert (asked.cost, asked.dropped) == (0, True)
+    await until_quiet()
+    await until_quiet()
+    assert loop_turns.waiting == 0
 
 
 async def test_who_used_less_begins_at_once_although_others_wait() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.fairness import Unit
 from entresol_daemon.shard import lookups
 from entresol_daemon.shard.costing import cost_of, reading_cost_of, size_of
 from entresol_daemon.shard.sessions import Session
@@ -244,7 +245,13 @@ class SessionHandler:
             return
         if not entered:
             assert account is not None
-            work = functools.partial(self._in_turn, account, cost, rank, size_of(message), work)
+            try:
+                asked = self._shard.parts.turns.loop.ask(account, cost, rank)
+            except QuotaError as error:  # too much waits
+                leave(None)
+                self._fail(request_id, message.TYPE, error)
+                return
+            work = functools.partial(self._in_turn, asked, size_of(message), work)
         task = asyncio.get_running_loop().create_task(
             self._guard(request_id, message.TYPE, work, trace),
             name=f"session {message.TYPE.name}",
@@ -268,17 +275,12 @@ class SessionHandler:
         return lambda _task: door.depart(account)
 
     async def _in_turn(
-        self,
-        account: Account,
-        cost: int,
-        rank: int,
-        size_bytes: int,
-        work: Work,
+        self, asked: Unit[asyncio.Future[None]], size_bytes: int, work: Work
     ) -> None:
-        """Begin a request when it is its tenant's turn; read no more than so much ahead."""
+        """Begin a request when its tenant's turn has come; read no more than so much ahead."""
         self._wait_for(size_bytes)
         try:
-            await self._shard.parts.turns.loop.take(account, cost, rank)
+            await self._shard.parts.turns.loop.until(asked)
         finally:
             self._wait_for(-size_bytes)
         await work()

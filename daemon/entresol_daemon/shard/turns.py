@@ -10,6 +10,8 @@ while it waits neither holds a turn nor loses one that others could use.
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import TypeVar
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.core.accounts import Account
-from entresol_daemon.core.fairness import GETS, FairQueue, Gate, Pace, Spacing
+from entresol_daemon.core.fairness import GETS, FairQueue, Gate, Pace, Spacing, Unit
 from entresol_proto import limits
 from entresol_proto.status import QuotaError, Status
 
@@ -139,6 +141,14 @@ class Turns:
         hop_ns = min(now_ns - self._told_ns, HOP_NS_MAX)  # not a loop that hung
         self._hop_ns += (hop_ns - self._hop_ns) // HOPS_REMEMBERED
         return now_ns
+
+    def enter_all(self, account: Account, costs: Sequence[int]) -> bool:
+        """Take several turns, if all of them are to be had now; each is to be given back. None is
+        taken otherwise, and none where what is in service has a pace."""
+        gate = self._gate
+        if self._pace is not None or gate.in_service + len(costs) > gate.count_min:
+            return False
+        return all(gate.enter(account.name, account.weight, cost) for cost in costs)
 
     def give(self, cost: int, began_ns: int = 0) -> None:
         """The work of a turn has ended. `began_ns`: what `take` returned, where the work was done
@@ -282,17 +292,27 @@ class LoopTurns:
         self._note(account.name)
         await self._take(account.name, account.weight, cost, rank)
 
+    def ask(self, account: Account, cost: int, rank: int = GETS) -> Unit[asyncio.Future[None]]:
+        """Ask for a turn that `enter` did not give; `until` waits for it. Raises: QuotaError."""
+        return self._ask(account.name, account.weight, cost, rank)
+
+    async def until(self, asked: Unit[asyncio.Future[None]]) -> None:
+        """Return when the turn asked for has come; who is cancelled does not want it any more."""
+        try:
+            await asked.item
+        except asyncio.CancelledError:
+            asked.drop()
+            raise
+
     async def _take(self, flow: Hashable, weight: int, cost: int, rank: int = GETS) -> None:
-        if self._enter(flow, weight, cost):
-            return
+        if not self._enter(flow, weight, cost):
+            await self.until(self._ask(flow, weight, cost, rank))
+
+    def _ask(self, flow: Hashable, weight: int, cost: int, rank: int) -> Unit[asyncio.Future[None]]:
         turn = asyncio.get_running_loop().create_future()
         unit = self._queue.push(flow, weight, cost, turn, rank)
         self._schedule()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            unit.drop()
-            raise
+        return unit
 
     def _note(self, flow: Hashable) -> None:
         """A tenant uses the loop."""
@@ -424,6 +444,14 @@ async def compute_in_turns(
     runs = portions(items, weight_of, min(COMPUTE_TURN_BYTES, -(-total // turns.at_once)))
     if len(runs) == 1:
         return await one(runs[0])
+    costs = [sum(map(weight_of, run)) for run in runs]
+    if turns.enter_all(account, costs):  # nobody waits: no tasks, and this one wakes once
+        try:
+            results = await compute.map(functools.partial(_each, fn), runs)
+        finally:
+            for cost in costs:
+                turns.give(cost)
+        return list(itertools.chain.from_iterable(results))
     tasks = [asyncio.ensure_future(one(run)) for run in runs]
     try:
         if tasks:
