@@ -200,9 +200,15 @@ def run(coroutine: Coroutine[Any, Any, T], seed: int = 0, *, loop: SimLoop | Non
     try:
         return sim.run_until_complete(coroutine)
     finally:
-        while left := asyncio.all_tasks(sim):  # an ending task may begin another one
-            for task in left:
-                task.cancel()
-            sim.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        asyncio.set_event_loop(None)
-        sim.close()
+        end(sim)
+
+
+def end(sim: SimLoop) -> None:
+    """Cancel the tasks that are left on a loop, and close it."""
+    asyncio.set_event_loop(sim)
+    while left := asyncio.all_tasks(sim):  # an ending task may begin another one
+        for task in left:
+            task.cancel()
+        sim.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    asyncio.set_event_loop(None)
+    sim.close()

@@ -6,6 +6,9 @@ that are busy for as long as a block is long, and an event loop that is busy for
 takes (measured once on one core, rounded up). So shares and latencies come out exact, and the same
 for the same seed.
 
+Hosts have processors of their own (`machines`), and one who waits for a link, a drive or a thread
+wakes as soon as a real one would: one turn of the loop after it was told.
+
 Guests are hosts that count and time; they do not open blocks (other lines do). Floods are guests
 that want to hurt. Invariant: what is measured is what a guest sees, from its first byte sent to the
 last byte of its answer or block.
@@ -14,6 +17,7 @@ last byte of its answer or block.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,8 +41,8 @@ from entresol_proto.ids import EngineKey, NamespaceDescriptor, TenantName, wire_
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.session import ClientSession
+from tests.proof.machines import BusyLoop, busy, on
 from tests.sim.shardlab import SimBuffer
-from tests.simloop import SimLoop
 
 KIB, MIB = 1024, 1024 * 1024
 SECOND_NS = 1_000_000_000
@@ -64,19 +68,25 @@ APPEND_S = 100e-6  # to enter one into the index and the log
 OPEN_S = 0.15e-3  # a session, after its TLS handshake
 
 
-class BusyLoop(SimLoop):
-    """A loop on which work takes time."""
+class Transfers:
+    """Some transfers that are awaited together."""
 
-    def busy(self, seconds: float) -> None:
-        """The callback that runs now takes so much longer."""
-        self._now += seconds
+    def __init__(self, done: asyncio.Future[None], count: int) -> None:
+        self.done = done
+        self._left = count
+
+    def end_one(self) -> None:
+        """One has ended."""
+        self._left -= 1
+        if not self._left and not self.done.done():
+            self.done.set_result(None)
 
 
-def busy(seconds: float) -> None:
-    """The running callback takes so much longer."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, BusyLoop)
-    loop.busy(seconds)
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """One of them."""
+
+    of: Transfers
 
 
 class Pipe:
@@ -89,40 +99,58 @@ class Pipe:
     def __init__(self, bytes_per_s: float, at_once: int = 1_000_000) -> None:
         self._bytes_per_s = bytes_per_s
         self._at_once = at_once
-        self._active: dict[asyncio.Future[None], float] = {}  # bytes left
-        self._queue: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._active: dict[Transfer, float] = {}  # bytes left
+        self._queue: deque[tuple[Transfer, float]] = deque()
+        # When they enter, in this order: one link, one latency.
+        self._coming: deque[tuple[float, list[tuple[Transfer, float]]]] = deque()
         self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def carry(self, length_bytes: float) -> None:
-        """Return when so many bytes are through."""
+    async def carry(self, lengths_bytes: Sequence[float], after_s: float = 0.0) -> None:
+        """Return when so many bytes are through, which enter so much later.
+
+        As with sockets and threads, whoever waits wakes one turn of the loop after the last of them
+        ended, however many there are.
+        """
+        if not lengths_bytes:
+            return
         loop = asyncio.get_running_loop()
+        transfers = Transfers(loop.create_future(), len(lengths_bytes))
         self._advance(loop.time())
-        done = loop.create_future()
-        self._queue.append((done, length_bytes))
+        enters = max(loop.time() + after_s, self._coming[-1][0] if self._coming else 0.0)
+        self._coming.append((enters, [(Transfer(transfers), each) for each in lengths_bytes]))
         self._fill()
         self._plan(loop)
-        await done
+        await transfers.done
 
     def _fill(self) -> None:
+        while self._coming and self._coming[0][0] <= self._at:
+            self._queue.extend(self._coming.popleft()[1])
         while self._queue and len(self._active) < self._at_once:
-            done, left = self._queue.popleft()
-            self._active[done] = left
+            transfer, left = self._queue.popleft()
+            self._active[transfer] = left
+
+    def _next(self) -> tuple[float, Transfer | None]:
+        """When something ends or enters next, if nobody comes; and what ends then."""
+        enters = self._coming[0][0] if self._coming else math.inf
+        if not self._active:
+            return enters, None
+        first = min(self._active, key=self._active.__getitem__)
+        ends = self._at + self._active[first] * len(self._active) / self._bytes_per_s
+        return (ends, first) if ends <= enters else (enters, None)
 
     def _advance(self, now: float) -> None:
-        while self._active:
-            rate = self._bytes_per_s / len(self._active)
-            done = min(self._active, key=self._active.__getitem__)
-            ends = self._at + self._active[done] / rate
-            passed = (min(ends, now) - self._at) * rate
+        while True:
+            when, first = self._next()
+            passed = (min(when, now) - self._at) * self._bytes_per_s
             for each in self._active:
-                self._active[each] -= passed
-            if ends > now:
+                self._active[each] -= passed / len(self._active)
+            if when > now:
                 break
-            self._at = ends
-            del self._active[done]
-            if not done.done():
-                done.set_result(None)
+            self._at = when
+            if first is not None:
+                del self._active[first]
+                first.of.end_one()
             self._fill()
         self._at = max(self._at, now)
 
@@ -130,9 +158,9 @@ class Pipe:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._active:
-            left = min(self._active.values()) * len(self._active) / self._bytes_per_s
-            self._timer = loop.call_at(self._at + left, self._tick, loop)
+        when, _ = self._next()
+        if when < math.inf:
+            self._timer = loop.call_at(when, self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
@@ -151,7 +179,8 @@ class RatedDevice(SimDevice):
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         self._reading += 1
-        await self._work(file_device._jobs(file_device._runs(ops, self.size_bytes), IO_THREADS))
+        jobs = file_device._jobs(file_device._runs(ops, self.size_bytes), IO_THREADS)
+        await self._work(jobs)
         self._reading -= 1
         self._read_at = asyncio.get_running_loop().time()
         return checked([self._read_one(op) for op in ops], check)
@@ -165,17 +194,13 @@ class RatedDevice(SimDevice):
         await super().write(ops)
 
     async def flush(self) -> None:
-        await self._threads.carry(DEVICE_LATENCY_S * DEVICE_BYTES_PER_S)
+        await self._threads.carry([DEVICE_LATENCY_S * DEVICE_BYTES_PER_S])
         await super().flush()
 
     async def _work(self, jobs: Sequence[Sequence[Any]]) -> None:
         latency_bytes = DEVICE_LATENCY_S * DEVICE_BYTES_PER_S
-        await asyncio.gather(
-            *(
-                self._threads.carry(sum(run.length_bytes + latency_bytes for run in job))
-                for job in jobs
-                if job
-            )
+        await self._threads.carry(
+            [sum(run.length_bytes + latency_bytes for run in job) for job in jobs if job]
         )
 
 
@@ -197,15 +222,22 @@ class RatedCompute:
         self._free_at = [0.0] * THREADS
 
     async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        thread = min(range(THREADS), key=lambda each: (self._free_at[each], each))
-        start = max(loop.time(), self._free_at[thread])
-        self._free_at[thread] = start + 5e-6 + _bytes_of(args) / SEAL_BYTES_PER_S
-        await asyncio.sleep(self._free_at[thread] - loop.time())
+        await self._work([_bytes_of(args)])
         return fn(*args)
 
     async def map(self, fn: Callable[..., Any], items: Sequence[Any]) -> list[Any]:
-        return list(await asyncio.gather(*(self.run(fn, item) for item in items)))
+        await self._work([_bytes_of(item) for item in items])
+        return [fn(item) for item in items]
+
+    async def _work(self, lengths_bytes: Sequence[int]) -> None:
+        """Until the last of them is done."""
+        now = until = asyncio.get_running_loop().time()
+        for length_bytes in lengths_bytes:
+            thread = min(range(THREADS), key=lambda each: (self._free_at[each], each))
+            start = max(now, self._free_at[thread])
+            self._free_at[thread] = start + 5e-6 + length_bytes / SEAL_BYTES_PER_S
+            until = max(until, self._free_at[thread])
+        await asyncio.sleep(until - now)
 
     async def close(self) -> None:
         pass
@@ -233,9 +265,10 @@ class Endpoint:
         self.exposed.pop(exposure.rkey, None)
 
     async def read(self, ops: Sequence[ReadOp], deadline_ns: int) -> list[Status]:
-        await asyncio.sleep(LINK_LATENCY_S)
-        if self._pipe is not None:
-            await asyncio.gather(*(self._pipe.carry(op.into.nbytes) for op in ops))
+        if self._pipe is None:
+            await asyncio.sleep(LINK_LATENCY_S)
+        else:
+            await self._pipe.carry([op.into.nbytes for op in ops], LINK_LATENCY_S)
         statuses = []
         for op in ops:
             view = self.peer.exposed.get(op.span.rkey)
@@ -282,8 +315,9 @@ class Fabric:
 
 @dataclass(slots=True)
 class Place:
-    """A shard on rated hardware."""
+    """A shard on rated hardware, and the event loop it runs on."""
 
+    loop: BusyLoop
     shard: Shard
     fabric: Fabric
     drive: RatedDevice
@@ -323,7 +357,7 @@ class Place:
             ),
         )  # fmt: skip
         _charge(shard)
-        return cls(shard, fabric, drive, keyring, rng)
+        return cls(loop, shard, fabric, drive, keyring, rng)
 
     async def close(self) -> None:
         """Without waiting for anything."""
@@ -423,17 +457,21 @@ class Seen:
 
 
 class Guest:
-    """One host with one session. Calls raise EntresolError when refused as a whole."""
+    """One host with one session. Calls raise EntresolError when refused as a whole.
+
+    It runs on the loop on which it is made: the daemon's, or the hosts' own.
+    """
 
     def __init__(self, place: Place, tenant: str) -> None:
         self.place = place
         self.tenant = tenant
         self._loop = asyncio.get_running_loop()
         self._machine = ClientSession(now_ns=self._now())
-        self._handler = SessionHandler(
-            place.shard, TenantName(tenant), write=self._to_host, close=self._hang_up,
-            read_on=self._reads,
-        )  # fmt: skip
+        with place.loop.running():
+            self._handler = SessionHandler(
+                place.shard, TenantName(tenant), write=self._to_host, close=self._hang_up,
+                read_on=self._reads,
+            )  # fmt: skip
         self.mine = Endpoint(None)
         self.theirs = Endpoint(place.fabric.pipe)
         self.mine.peer, self.theirs.peer = self.theirs, self.mine
@@ -453,7 +491,7 @@ class Guest:
         request_id, raw = self._machine.send(message)
         for at in range(0, len(raw), PIECE_BYTES):
             self._up_at = max(self._up_at + 1e-9, self._loop.time() + LINK_LATENCY_S)
-            self._loop.call_at(self._up_at, self._arrive, raw[at : at + PIECE_BYTES])
+            self.place.loop.call_at(self._up_at, self._arrive, raw[at : at + PIECE_BYTES])
         return request_id
 
     def _arrive(self, raw: bytes) -> None:
@@ -471,17 +509,17 @@ class Guest:
     def _reads(self, reading: bool) -> None:
         self._reading = reading
         if reading and self._unread:
-            self._loop.call_soon(self._read_on)
+            self.place.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
         if self._up and self._reading and self._unread:
             self._receive(self._unread.pop(0))
             if self._reading and self._unread:
-                self._loop.call_soon(self._read_on)
+                self.place.loop.call_soon(self._read_on)
 
     def _to_host(self, raw: bytes) -> None:
         busy(FRAME_S + len(raw) * FRAME_BYTE_S)
-        self._loop.call_later(LINK_LATENCY_S, self._arrive_at_host, raw)
+        self._loop.call_at(self.place.loop.time() + LINK_LATENCY_S, self._arrive_at_host, raw)
 
     def _arrive_at_host(self, raw: bytes) -> None:
         if self._up:
@@ -492,7 +530,7 @@ class Guest:
 
     def _hang_up(self) -> None:
         """The daemon closes: what it said before still arrives."""
-        self._loop.call_later(2 * LINK_LATENCY_S, self._cut)
+        self._loop.call_at(self.place.loop.time() + 2 * LINK_LATENCY_S, self._cut)
 
     def _cut(self) -> None:
         self._up = False
@@ -502,7 +540,7 @@ class Guest:
     async def gone(self) -> None:
         """The link breaks; return when the daemon has cleaned up."""
         self._cut()
-        await self._handler.finish()
+        await on(self.place.loop, self._handler.finish())
 
     async def _answers(self, message: Any) -> Any:
         if not self._up:

@@ -23,6 +23,7 @@ from entresol_proto.status import EntresolError, Status
 from entresol_proto.v1 import entresol_pb2 as pb
 from entresol_proto.wire import data
 from tests.proof.fairlab import KIB, SECOND_NS, Guest, Place, Seen, key_of
+from tests.proof.machines import on
 
 VICTIMS = ("ann", "ben", "cas", "dee")
 FLOODER = "mallory"
@@ -31,6 +32,7 @@ BLOCKS = 192  # of every victim: more than its part of memory
 GET_BLOCKS, PUT_BLOCKS = 16, 4
 GETS_PER_S, PUTS_PER_S = 60.0, 20.0
 FLOOD_BLOCKS = 512
+TINY_BLOCKS = 8_000  # 4 KiB each in memory and on flash
 FEW_BLOCKS = 24  # that stay in memory
 WARM_S = 0.4
 
@@ -88,11 +90,13 @@ class Victim:
         await asyncio.gather(*(one() for _ in range(at_once)))
 
 
-async def settle_in(guest: Guest, blocks: int) -> bytes:
+async def settle_in(
+    guest: Guest, blocks: int, *, block_bytes: int = BLOCK_BYTES, at_once: int = 64
+) -> bytes:
     """Store a guest's blocks; returns their names."""
     keys = [key_of(guest.tenant, number) for number in range(blocks)]
-    for at in range(0, blocks, 64):
-        statuses = await guest.put(keys[at : at + 64], BLOCK_BYTES)
+    for at in range(0, blocks, at_once):
+        statuses = await guest.put(keys[at : at + at_once], block_bytes)
         assert set(statuses) == {Status.OK}, statuses
     return guest.names(keys)
 
@@ -128,7 +132,7 @@ class Flood:
         first = Guest(self.place, FLOODER)
         await first.open()
         self.guests.append(first)
-        self.names = await settle_in(first, blocks)
+        self.names = await self.settle(first, blocks)
         for _ in range(self.sessions - 1):
             guest = Guest(self.place, FLOODER)
             await guest.open()
@@ -136,6 +140,10 @@ class Flood:
         for guest in self.guests:
             for _ in range(self.at_once):
                 self._tasks.append(asyncio.create_task(self._go_on(guest)))
+
+    async def settle(self, guest: Guest, blocks: int) -> bytes:
+        """Store what is asked for later; its names."""
+        return await settle_in(guest, blocks)
 
     async def end(self) -> None:
         """Stop and leave."""
@@ -217,6 +225,22 @@ class FlashGets(Flood):
         await guest.timed(self.seen, BLOCK_BYTES, guest.get(self.some(64)), 64)
 
 
+class TinyFlashGets(Flood):
+    """Fetches of blocks of a few bytes, more than fit into memory."""
+
+    name = "gets of tiny blocks from flash"
+
+    async def begin(self, *, blocks: int = TINY_BLOCKS) -> None:
+        await super().begin(blocks=blocks)
+
+    async def settle(self, guest: Guest, blocks: int) -> bytes:
+        return await settle_in(guest, blocks, block_bytes=16, at_once=500)
+
+    async def attack(self, guest: Guest) -> None:
+        names = b"".join(self.some(1) for _ in range(64))
+        await guest.timed(self.seen, 16, guest.get(names), 64)
+
+
 class ResidentGets(Flood):
     """Fetches of the same few blocks."""
 
@@ -277,7 +301,8 @@ class Watchers(Flood):
         self.service = EventsService(admin, lambda _: TenantName(FLOODER))
         await super().begin(blocks=blocks)
         for number in range(64):
-            self._tasks.append(asyncio.create_task(self._watch(reading=number % 4 == 0)))
+            watching = on(self.place.loop, self._watch(reading=number % 4 == 0))
+            self._tasks.append(asyncio.create_task(watching))
 
     async def attack(self, guest: Guest) -> None:
         keys = [key_of(FLOODER, next(self.numbers)) for _ in range(256)]
@@ -309,7 +334,7 @@ class HugeExists(Flood):
 
 FLOODS: tuple[type[Flood], ...] = (
     HugeExists, FlashGets, Leases, Puts, AbsentGets, Sessions, ResidentGets, Watchers, TinyPuts,
-    Reserves,
+    Reserves, TinyFlashGets,
 )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import OpenAt
 from entresol_proto.wire.quote import Quote
 from tests import simloop
-from tests.proof.fairlab import KIB, BusyLoop, Guest, Place, key_of
+from tests.proof.fairlab import KIB, Guest, Place, key_of
+from tests.proof.machines import BusyLoop
 
 BLOCK_BYTES = 256 * KIB
 BLOCK_TOKENS = 256

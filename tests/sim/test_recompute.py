@@ -15,7 +15,8 @@ from entresol_proto.wire.data import OpenAt
 from entresol_proto.wire.quote import Quote
 from tests import simloop
 from tests.proof import floods
-from tests.proof.fairlab import BusyLoop, Guest, Place
+from tests.proof.fairlab import Guest, Place
+from tests.proof.machines import BusyLoop
 from tests.sim import quotelab
 
 SEEDS, PER_PHASE = (1, 2), 12

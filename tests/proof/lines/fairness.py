@@ -29,9 +29,10 @@ from unittest.mock import patch
 from entresol_daemon.core import eviction
 from entresol_daemon.core.accounts import Held
 from tests import simloop
-from tests.proof import fair_daemon, floods, overfill, quotas
-from tests.proof.fairlab import BusyLoop, Place
+from tests.proof import fair_daemon, floods, machines, overfill, quotas
+from tests.proof.fairlab import Place
 from tests.proof.line import Line, Size, Slice, Tally
+from tests.proof.machines import BusyLoop, on
 
 FAIR = 0.9
 SLOWER, PUTS_SLOWER = 2.0, 2.5
@@ -44,20 +45,22 @@ CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1,
 def simulate(
     work: Slice, seed: int, weights: tuple[int, ...], story: Callable[..., Any], *rest: Any
 ) -> Any:
-    """Run a story on a fresh place with the victims and the flooder, of these weights."""
+    """Run a story on a fresh place with the victims and the flooder, of these weights. The hosts
+    have processors of their own."""
+    daemon = BusyLoop(seed)
 
     async def whole() -> Any:
         names = (*floods.VICTIMS, floods.FLOODER)
         tenants = dict(zip(names, weights, strict=True))
-        place = await Place.open(work.folder / f"keys-{seed}", seed, tenants)
+        place = await on(daemon, Place.open(work.folder / f"keys-{seed}", seed, tenants))
         try:
             return await story(place, *rest)
         finally:
-            await place.close()
+            await on(daemon, place.close())
 
     logging.disable(logging.CRITICAL)  # a flood is refused by the thousand
     try:
-        return simloop.run(whole(), seed, loop=BusyLoop(seed))
+        return machines.run(whole(), seed, daemon)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -231,7 +234,7 @@ def canary_quotas() -> None:
 LINES = (
     Line(
         id="Q1", name="victims of every kind of flood", unit="floods",
-        units={Size.COMMIT: 10, Size.NIGHTLY: 10, Size.RELEASE: 20}, slice_units=1,
+        units={Size.COMMIT: 11, Size.NIGHTLY: 11, Size.RELEASE: 22}, slice_units=1,
         run=run_storms, canary=canary_storms, slice_deadline_s=900.0,
     ),
     Line(
