@@ -26,7 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "daemon", "client", "proto")
 NOT_SOURCES = ("__pycache__", "_kernel.so", "_kernel.part", "*.egg-info")
-EXTRAS = "daemon"  # what the package's daemon needs; all of what its command line needs, too
+# What the package brings: the daemon, its commands, traces, and `entresol relay`.
+EXTRAS = ("daemon", "otel", "relay")
 PREFIX = "usr/lib/entresol"  # a virtual environment of the target's own Python
 COMMANDS = {
     "entresold": "entresol_daemon.__main__",
@@ -174,7 +175,10 @@ def build_wheel(target: Target, scratch: Path, out: Path) -> Path:
 def dependencies() -> list[str]:
     """What the package's parts of ours need, as pyproject.toml says it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *project["optional-dependencies"][EXTRAS]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(one for name in EXTRAS for one in extras[name])]
+    assert set(extras["cli"]) <= set(extras["daemon"]), "relay asks for the extra cli by its name"
+    return [one for one in dict.fromkeys(wanted) if one != "entresol[cli]"]
 
 
 def locked(python: str) -> dict[str, list[str]]:

@@ -105,8 +105,9 @@ class Metrics:
             "sessions_opened_total", "Sessions that reached the open state.", fabric=Domain(FABRICS)
         )
         self.sessions_refused = self._make.counters(
-            "sessions_refused_total", "Connections ended before opening.", status=statuses
-        )
+            "sessions_refused_total", "Connections ended before opening.", eager=True,
+            status=statuses,
+        )  # fmt: skip
         self.requests = self._make.counters(
             "requests_total", "Requests answered.", type=types, status=statuses
         )
@@ -127,8 +128,9 @@ class Metrics:
             queue=Domain(QUEUES),
         )
         self.queue_shed = self._make.counters(
-            "queue_shed_total", "Entries refused because the queue was full.", queue=Domain(QUEUES)
-        )
+            "queue_shed_total", "Entries refused because the queue was full.", eager=True,
+            queue=Domain(QUEUES),
+        )  # fmt: skip
 
     def _define_tenants(self) -> None:
         tenant, statuses = self._tenants, _STATUS_DOMAIN

@@ -31,6 +31,7 @@ from tests.deploy.world import (
 PORTS = ("7440", "7442", "7443")
 STOP_FILE = "/run/load.stop"
 RESTARTS = 3
+DRAINED = "event=drained complete=True"
 DEMO_TOKENS = "256"
 STATE = "/var/lib/entresol"
 FLASH = "1GiB"
@@ -131,12 +132,13 @@ def host_begins(world: World) -> str:
 
 def restart(world: World) -> str:
     before = world.pid()
+    drained = world.machine.journal(UNIT).count(DRAINED)
     with world.work_goes_on():
         began_s = time.monotonic()
         world.systemctl("restart", UNIT)
         took_s = time.monotonic() - began_s
     expect(world.pid() not in (before, 0), "the process is the same")
-    world.says("event=drained complete=True")
+    world.until(lambda: world.machine.journal(UNIT).count(DRAINED) > drained, "this stop's drain")
     life = world.life()
     expect(life["recovery"] == "checkpoint", f"the start after a stop was {life['recovery']}")
     return f"{took_s:.1f} s from stop to ready; {life['blocks']} blocks by {life['recovery']}"

@@ -143,6 +143,7 @@ VERDICTS: list[tuple[dict[str, Any] | None, Verdict]] = [
     (changed(("flash", "refusals"), {"read": 1}), Verdict.FAILING),
     (changed(("scrub_found",), {"io_error": 1}), Verdict.FAILING),
     (changed(("flash", "segments"), {"condemned": 1}), Verdict.FAILING),
+    (changed(("flash", "segments"), {"unread": 3}), Verdict.FAILING),
     (changed(("not_ready",), ["flash failed: puts are refused"]), Verdict.FAILING),
     (changed(("not_ready",), ["draining"]), Verdict.NOT_READY),
     (changed(("state",), "locked"), Verdict.NOT_READY),
