@@ -223,6 +223,25 @@ async def test_a_second_signal_hurries(site: Site, starter: Starter, tmp_path: P
         assert (await get(await client.namespace(DESCRIPTOR), keys, SIZE)).ok
 
 
+async def test_a_drain_ends_at_its_bound(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """A host that keeps its lease holds the daemon up no longer than that, and nothing is lost."""
+    limits = replace(site.config.limits, lease_ns=120_000_000_000)
+    site.config = replace(site.config, limits=limits)
+    keys = keys_of(20)
+    with caplog.at_level("INFO", "entresol"):
+        async with site.running() as running, raw_of(running) as raw, client_of(running) as client:
+            assert (await put(await client.namespace(DESCRIPTOR), keys, SIZE)).ok
+            namespace = await raw.namespace()
+            assert await raw.fetch(namespace.handle, run_of(namespace, keys))
+            assert len(running.daemon.shard.parts.leases), "the lease is held"
+            await asyncio.wait_for(running.daemon.stop(drain_ns=300_000_000), 60)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text for text in said if "event=drained" in text and "complete=False" in text], said
+    async with site.running() as running, client_of(running) as client:
+        assert running.daemon.shard.parts.engine.recovery.kind is RecoveryKind.CHECKPOINT
+        assert (await get(await client.namespace(DESCRIPTOR), keys, SIZE)).ok
+
+
 async def test_clients_outlive_restarts_and_kills(
     site: Site, starter: Starter, tmp_path: Path
 ) -> None:
