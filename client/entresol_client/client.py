@@ -61,7 +61,6 @@ class AsyncClient:
         context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
         self._stats = ClientStats()
         self._keys = None if config.tenant_key is None else KeyFile(config.tenant_key)
-        self._workers = around.make_workers(config.open_threads)
         self._tracing: Tracing | None = None
         if config.traces:
             from entresol_client.tracing import Tracing
@@ -69,12 +68,23 @@ class AsyncClient:
             self._tracing = Tracing(config.traces)
             around = replace(around, on_session=self._tracing.watch)
         rng = rng or random.Random()
-        self._links = [
-            ShardLink(address, config, context, self._workers, self._stats, rng, around)
-            for address in config.shards
-        ]
         self._placement = Placement([(shard.name, shard.weight) for shard in config.shards])
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self._workers = around.make_workers(config.open_threads)
+        self._links: list[ShardLink] = []
+        try:  # its threads are there, and nobody else could end them
+            for address in config.shards:
+                self._links.append(
+                    ShardLink(address, config, context, self._workers, self._stats, rng, around)
+                )
+        except BaseException:
+            self._workers.close()
+            for link in self._links:
+                link.read_staging.close()
+            if self._tracing is not None:
+                self._tracing.close()
+            raise
 
     @classmethod
     async def open(
@@ -156,14 +166,22 @@ class AsyncClient:
         return found
 
     async def close(self) -> None:
-        """End all sessions and threads. Calls under way end as DISCONNECTED. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.gather(*(link.close() for link in self._links))
-        self._workers.close()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
+        """End all sessions and threads. Calls under way end as DISCONNECTED. Idempotent.
+
+        A caller that is cancelled leaves early; the client is closed all the same.
+        """
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await asyncio.gather(*(link.close() for link in self._links))
+        finally:
+            self._workers.close()
+            if self._tracing is not None:
+                await self._tracing.aclose()
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -35,6 +35,11 @@ SECOND_NS = 1_000_000_000
 
 _SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TIMES = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS, "min": 60 * SECOND_NS}
+# Declared type of a field -> what a value may be.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "Path": (Path,),
+    "tuple[str, ...]": (tuple, list),
+}  # fmt: skip
 _QUANTITY = re.compile(r"(\d+)\s*([A-Za-z]+)")
 
 
@@ -189,7 +194,8 @@ def default_path() -> Path | None:
 
 
 def _check(config: ClientConfig) -> None:
-    """Ranges and consistency. Raises: ConfigError."""
+    """Types, ranges and consistency. Raises: ConfigError."""
+    _check_types(config)
     if not 1 <= len(config.shards) <= SHARDS_MAX:
         raise ConfigError(
             f"{len(config.shards)} shards are configured, 1 to {SHARDS_MAX} are allowed",
@@ -208,7 +214,7 @@ def _check(config: ClientConfig) -> None:
         for name in names:
             check_tenant_name(name)
         for shard in config.shards:
-            shard.host.encode("idna")
+            _check_host(shard)
     except UnicodeError as error:
         hosts = ", ".join(repr(shard.host) for shard in config.shards)
         raise ConfigError(f"no host name, one of {hosts}: {error}") from None
@@ -227,6 +233,43 @@ def _check(config: ClientConfig) -> None:
         raise ConfigError(f"verbs_mtu_bytes is {config.verbs_mtu_bytes}, RDMA has {allowed}")
     if config.breaker.cooldown_ns_min > config.breaker.cooldown_ns_max:
         raise ConfigError("cooldown_ns_min is above cooldown_ns_max")
+
+
+def _check_host(shard: ShardAddress) -> None:
+    """Raises: ConfigError, UnicodeError."""
+    host = shard.host
+    if not host or any(char.isspace() or not char.isprintable() for char in host):
+        raise ConfigError(
+            f"host {host!r} of shard {shard.name!r} is no host name or address",
+            hint='host = "10.0.0.5" or "kv-1.example.com"; the port is a setting of its own',
+        )
+    host.encode("idna")
+
+
+def _check_types(config: ClientConfig) -> None:
+    """Of a configuration built by hand; a file's values are checked as they are converted.
+
+    Raises: ConfigError.
+    """
+    if not isinstance(config.shards, (tuple, list)):
+        raise ConfigError("shards is not a tuple of ShardAddress")
+    parts: list[tuple[Any, type]] = [(config.tls, TlsFiles), (config.breaker, BreakerSettings)]
+    parts += [(shard, ShardAddress) for shard in config.shards]
+    for part, wanted in parts:
+        if not isinstance(part, wanted):
+            raise ConfigError(f"{part!r} is no {wanted.__name__}")
+    for part, _ in [(config, None), *parts]:
+        for item in dataclasses.fields(part):
+            value = getattr(part, item.name)
+            kind = str(item.type)
+            allowed = _TYPES.get(kind.removesuffix(" | None"))
+            fits = value is None and kind.endswith(" | None")
+            if allowed is None or fits:
+                continue
+            if not isinstance(value, allowed) or (isinstance(value, bool) and kind != "bool"):
+                raise ConfigError(f"{item.name} is {value!r}, which is not of type {kind}")
+            if isinstance(value, Path) and "\0" in str(value):
+                raise ConfigError(f"{item.name} is {str(value)!r}, which is no path")
 
 
 def _build(cls: Any, name: str, table: object, source: Path) -> Any:

@@ -19,9 +19,9 @@ from entresol_client.workers import Workers
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
 from entresol_proto.fabric.landing import LandingEndpoint
-from entresol_proto.seal.block import BlockKey, KeyOf, open_into
+from entresol_proto.seal.block import BlockKey, KeyOf, SealedHeader, check_header, open_into
 from entresol_proto.seal.wiping import zero
-from entresol_proto.status import EntresolError, Status
+from entresol_proto.status import EntresolError, SealError, Status
 from entresol_proto.wire.data import GrantItem
 
 GROUP_BYTES_MIN = 2 * limits.MIB
@@ -249,6 +249,8 @@ def open_blocks(
             )
         except EntresolError as error:  # open_into has zeroed
             status = error.status
+        if status is Status.CORRUPT and _under_another_key(context, wanted, source):
+            status = Status.LOCKED
         if in_place or status is not Status.OK:
             until_ns = one.lease_until_ns if status is Status.OK else one.doubtful_ns
             if now_ns() >= until_ns:
@@ -256,3 +258,28 @@ def open_blocks(
                 zero(wanted.into)
         statuses.append(status)
     return statuses
+
+
+def _under_another_key(context: OpenContext, wanted: Wanted, sealed: memoryview) -> bool:
+    """Whether a host-sealed block that did not open is all right, for who has its key: then it must
+    not be reported, or the daemon would drop what other hosts of the tenant read.
+
+    Its header must be the one asked for in all but the commitment; nothing is opened here.
+    """
+    if context.key_of is None:
+        return False
+    try:
+        header = SealedHeader.parse(sealed)
+    except SealError:
+        return False
+    key = context.key_of(header)
+    if not isinstance(key, BlockKey) or key.commitment == header.commitment:
+        return False
+    found = check_header(
+        header,
+        namespace_id=context.namespace_id,
+        wire_key=wanted.wire_key,
+        plain_bytes=wanted.into.nbytes,
+        engine_key=wanted.engine_key,
+    )
+    return found is Status.OK

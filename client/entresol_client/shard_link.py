@@ -104,7 +104,10 @@ class Session:
     async def _expose_staging(self) -> tuple[Arena, Exposure]:
         if self.endpoint is None:
             raise FabricError("no data path", status=Status.UNSUPPORTED)
-        memory = shared_memory(self._staging_bytes)
+        try:
+            memory = shared_memory(self._staging_bytes)
+        except OSError as error:
+            raise FabricError(f"no staging memory: {error.strerror or error}") from None
         try:
             exposure = await self.endpoint.expose(memory)
         except BaseException:
@@ -266,31 +269,47 @@ class ShardLink:
         """Connect, watch, connect again, for ever."""
         while True:
             try:
-                opened = await connect(self.address, self.config, self._context, self._around)
+                paused = await self._live_once()
             except RequestFailedError as error:
                 self._locked = error.status is Status.LOCKED
                 self._failure(str(error), time.monotonic_ns())
-                self.settled_once.set()
+                paused = True
+            except Exception as error:  # a bug costs this attempt, not the shard for ever
+                log.critical("event=bug where=shard_link", exc_info=error)
+                self._failure(f"bug: {type(error).__name__}", time.monotonic_ns())
+                paused = True
+            self.settled_once.set()
+            if paused:
                 await self._pause()
-                continue
+
+    async def _live_once(self) -> bool:
+        """One session from its beginning to its end; whether to pause before the next one.
+
+        Raises: RequestFailedError when there is none.
+        """
+        opened = await connect(self.address, self.config, self._context, self._around)
+        session = Session(opened, self.staging_bytes)
+        try:
             if self._around.on_session is not None:
                 self._around.on_session(self.address.name, opened)
-            session = self._session = Session(opened, self.staging_bytes)
             session.land_in(self.read_staging)
             for memory in self._memories:
                 memory.show(session.endpoint)
-            begun_ns = time.monotonic_ns()
-            try:
-                self._joined(session)
-                await self._watch(session)
-            finally:
-                self._session = None
-                self._drained = session.connection.draining
-                retiring = asyncio.get_running_loop().create_task(self._retire(session))
-                self._retiring.add(retiring)
-                retiring.add_done_callback(self._retiring.discard)
-            if not self._drained or time.monotonic_ns() - begun_ns < SHORT_LIFE_NS:
-                await self._pause()
+        except BaseException:
+            await session.close()
+            raise
+        self._session = session
+        begun_ns = time.monotonic_ns()
+        try:
+            self._joined(session)
+            await self._watch(session)
+        finally:
+            self._session = None
+            self._drained = session.connection.draining
+            retiring = asyncio.get_running_loop().create_task(self._retire(session))
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+        return not self._drained or time.monotonic_ns() - begun_ns < SHORT_LIFE_NS
 
     async def _retire(self, session: Session) -> None:
         connection = session.connection

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from entresol_proto import limits
 from entresol_proto.fabric.memory import MemfdBuffer
+from entresol_proto.status import ConfigError
 
 _ALIGN = limits.ALIGN_BYTES
 
@@ -34,7 +35,14 @@ class PrivateMemory:
     """Anonymous memory, on huge pages where the system has them (cheap first touch)."""
 
     def __init__(self, length_bytes: int) -> None:
-        mapping = mmap.mmap(-1, length_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Raises: ConfigError when the system does not give so much."""
+        try:
+            mapping = mmap.mmap(-1, length_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(
+                f"{length_bytes} bytes of staging memory cannot be had: {error.strerror or error}",
+                hint="lower staging_bytes_max, half of which is taken at once for each shard",
+            ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -82,8 +82,10 @@ class Client:
                 return
             self._open = False
             if not self._thread.forked:
-                self._thread.call(self._client.close)
-                self._thread.stop()
+                try:
+                    self._thread.call(self._client.close)
+                finally:  # also after Ctrl-C, which does not end the client's own closing
+                    self._thread.stop()
 
     def __enter__(self) -> Client:
         return self

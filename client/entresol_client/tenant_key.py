@@ -2,11 +2,14 @@
 
 Invariants: the secrets leave this module only as block keys, masked names and the file itself (mode
 0600, replaced in one step); no repr, error text or log line shows them; a version number never
-names two keys, so a host with an older copy of the file misses, and never opens wrongly.
+names two keys in one file, and in two files only if they were rotated in the same second: a host
+that has another key misses, and never opens wrongly.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,7 +18,7 @@ import stat
 import threading
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,8 @@ FORMAT = "entresol-tenant-key/1"
 FILE_BYTES_MAX = 64 * 1024
 VERSIONS_MAX = 64
 LOOK_NS = 2_000_000_000  # how often the file is looked at for a newer content
+LOCK_S_MAX = 10.0  # somebody else's change of a file in the same folder takes milliseconds
+LOCK_LOOK_S = 0.05
 _U32 = 2**32
 _HOW_TO_MAKE = "make one with `entresol key new FILE`, and copy it to every host of the tenant"
 
@@ -88,15 +93,20 @@ class TenantKey:
         return cls(secrets.token_bytes(DEK_BYTES), {1: first})
 
     def rotated(self, now_unix_s: int) -> TenantKey:
-        """With one version more; older ones still open their blocks. Raises: KeyringError."""
+        """With one version more; older ones still open their blocks. Its number is the time, so
+        that copies of one file, rotated on two hosts, do not call two keys by one number.
+
+        Raises: KeyringError.
+        """
         if len(self.versions) >= VERSIONS_MAX:
             raise KeyringError(
                 f"there are {VERSIONS_MAX} versions",
                 hint="retire the oldest with `entresol key retire`: its blocks read as misses then",
                 status=Status.QUOTA,
             )
+        number = max(self.active + 1, min(now_unix_s, _U32 - 1))
         added = KeyVersion(now_unix_s, secrets.token_bytes(DEK_BYTES))
-        return replace(self, versions={**self.versions, self.active + 1: added})
+        return replace(self, versions={**self.versions, number: added})
 
     def retired(self, version: int) -> TenantKey:
         """Without an older version. Raises: KeyringError for the active or an unknown one."""
@@ -166,10 +176,12 @@ class TenantKey:
     def save(self, path: Path, *, new: bool = False) -> None:
         """Write the file, mode 0600: in one step, durable on return, and never half of it.
 
-        `new` refuses to replace a file. Raises: KeyringError.
+        `new` refuses to replace a file; else its owner stays, and a link still points to it.
+        Raises: KeyringError.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
+            place = path if new else Path(os.path.realpath(path))
+            temporary = place.parent / f".entresol-key-{secrets.token_hex(8)}.tmp"
             fd = os.open(
                 temporary,
                 os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
@@ -177,16 +189,18 @@ class TenantKey:
             )
             try:
                 with os.fdopen(fd, "wb") as file:
+                    if not new:
+                        _keep_owner(fd, place)
                     file.write(self.encode())
                     file.flush()
                     os.fsync(file.fileno())
                 if new:
-                    os.link(temporary, path)
+                    os.link(temporary, place)
                 else:
-                    os.rename(temporary, path)
+                    os.rename(temporary, place)
             finally:
                 temporary.unlink(missing_ok=True)
-            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
             finally:
@@ -201,6 +215,64 @@ class TenantKey:
                 f"cannot write tenant key file {path}: {error.strerror}",
                 hint="name a file in a folder that this user may write",
             ) from None
+        except ValueError:
+            raise _no_path(path) from None
+
+    @classmethod
+    def change(cls, path: Path, how: Callable[[TenantKey], TenantKey]) -> TenantKey:
+        """Load, change and save a file; of two at once, the later sees what the earlier did.
+
+        Raises: KeyringError as `load`, `how` and `save`.
+        """
+        cls.load(path)  # what is no key file is told before a lock is waited for
+        with _locked(path):
+            key = how(cls.load(path))
+            key.save(path)
+        return key
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among the changers of key files in this folder: the file itself is replaced, and a
+    lock on it would be one on the old file. Raises: KeyringError."""
+    until_s = time.monotonic() + LOCK_S_MAX
+    try:
+        folder = os.open(os.path.dirname(os.path.realpath(path)), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while True:
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= until_s:
+                        raise
+                time.sleep(LOCK_LOOK_S)
+            yield
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise KeyringError(
+            f"cannot lock the folder of tenant key file {path}: {error.strerror}",
+            hint="somebody else changes a key there: try again",
+        ) from None
+
+
+def _keep_owner(fd: int, place: Path) -> None:
+    """Give the new file to who has the old one: the engine's user must still be able to read it,
+    also when root rotates. Raises: OSError where we may not."""
+    try:
+        old = os.stat(place)
+    except FileNotFoundError:
+        return
+    try:
+        os.fchown(fd, old.st_uid, old.st_gid)
+    except PermissionError:
+        if os.fstat(fd).st_uid != old.st_uid:  # the group alone opens nothing: mode 0600
+            raise
+
+
+def _no_path(path: Path) -> KeyringError:
+    return KeyringError(f"{str(path)!r} is no path of a tenant key file", hint=_HOW_TO_MAKE)
 
 
 _Stamp = tuple[int, int, int]  # inode, size, mtime: another one, another content
@@ -208,10 +280,18 @@ _Stamp = tuple[int, int, int]  # inode, size, mtime: another one, another conten
 
 def _load(path: Path) -> tuple[TenantKey, _Stamp]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            found = os.fstat(fd)
-            raw = file.read(FILE_BYTES_MAX + 1)
+        # Not blocking: opening a pipe would wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found, raw = os.fstat(fd), b""
+            regular = stat.S_ISREG(found.st_mode)
+            if regular:
+                with open(fd, "rb", closefd=False) as file:
+                    raw = file.read(FILE_BYTES_MAX + 1)
+        finally:
+            os.close(fd)
+    except ValueError:
+        raise _no_path(path) from None
     except FileNotFoundError:
         raise KeyringError(f"there is no tenant key file {path}", hint=_HOW_TO_MAKE) from None
     except OSError as error:
@@ -219,7 +299,7 @@ def _load(path: Path) -> tuple[TenantKey, _Stamp]:
             f"cannot read tenant key file {path}: {error.strerror}",
             hint="let the engine's user read it, and only that user",
         ) from None
-    if not stat.S_ISREG(found.st_mode) or len(raw) > FILE_BYTES_MAX:
+    if not regular or len(raw) > FILE_BYTES_MAX:
         raise KeyringError(f"tenant key file {path} is no key file", hint=_HOW_TO_MAKE)
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise KeyringError(

@@ -10,9 +10,12 @@ background, from a bounded queue.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import functools
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,7 +41,7 @@ SCOPE = "entresol_client"
 SERVICE_NAME = "entresol-client"
 GLOBAL = "global"
 EXPORT_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_MS = 2_000
+CLOSE_TIMEOUT_S = 2.0
 PACKAGE_HINT = "pip install 'entresol[otel]'"
 # Outcomes that make a span an error: a miss is none.
 _ERRORS = frozenset({
@@ -74,13 +77,32 @@ class Tracing:
             )
         self._provider = _provider_of(setting)
         self._tracer = self._provider.get_tracer(SCOPE)
+        atexit.register(self.close)  # instead of the SDK's own, which waits for longer
 
     def close(self) -> None:
         """Send what waits, for two seconds at most. Blocks. Idempotent."""
-        if self._provider is not None:
-            provider, self._provider = self._provider, None
-            provider.force_flush(CLOSE_TIMEOUT_MS)
+        if (thread := self._ended()) is not None:
+            thread.join(CLOSE_TIMEOUT_S)
+
+    async def aclose(self) -> None:
+        """`close` for an event loop."""
+        await asyncio.to_thread(self.close)
+
+    def _ended(self) -> threading.Thread | None:
+        """The thread that sends what waits and shuts down: the SDK heeds no timeout, and tries an
+        endpoint that is not there for as long as an export may last. It keeps no process alive."""
+        if self._provider is None:
+            return None
+        provider, self._provider = self._provider, None
+        atexit.unregister(self.close)
+
+        def end() -> None:
+            provider.force_flush(int(CLOSE_TIMEOUT_S * 1_000))
             provider.shutdown()
+
+        thread = threading.Thread(target=end, name="entresol-traces", daemon=True)
+        thread.start()
+        return thread
 
     def watch(self, shard: str, opened: OpenSession) -> None:
         """Link the span that is current when a request goes out to the daemon's span of it."""
@@ -144,7 +166,8 @@ def _provider_of(endpoint: str) -> Any:
     )
     # OTEL_RESOURCE_ATTRIBUTES and OTEL_TRACES_SAMPLER, if set, have their say in these.
     name = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME
-    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    resource = Resource.create({"service.name": name})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

@@ -367,6 +367,29 @@ async def test_a_host_without_the_version_misses_and_drops_nothing(
         assert len(running.daemon.shard.parts.engine.index) == 4
 
 
+@pytest.mark.parametrize("fabric", ["shm", "tcp"])
+async def test_a_host_with_another_key_of_that_number_misses_and_drops_nothing(
+    running: Running, key_file: Path, fabric: str
+) -> None:
+    """Copies of the file were rotated on two hosts: each called what the other stored damaged, and
+    the daemon dropped it."""
+    other = key_file.with_name("other.key")
+    shutil.copy(key_file, other)
+    for path in (key_file, other):
+        TenantKey.load(path).rotated(2).save(path)
+    keys = keys_of(4, "another key")
+    async with (
+        client_of(running, fabric=fabric, tenant_key=key_file) as one,
+        client_of(running, fabric=fabric, tenant_key=other) as two,
+    ):
+        space, stranger = await one.namespace(DESCRIPTOR), await two.namespace(DESCRIPTOR)
+        assert all_are(await put(space, keys, SIZE), Status.OK)
+        assert all_are(await get(stranger, keys, SIZE), Status.LOCKED)
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+        assert running.daemon.shard.parts.meters.totals.corrupt_where == {}
+        await assert_idle(running.daemon)
+
+
 async def test_the_daemons_own_keys_do_not_touch_them(running: Running, key_file: Path) -> None:
     """Forced rotation drops what the daemon sealed, and erasing drops everything."""
     keys, others = keys_of(5, "host"), keys_of(5, "daemon")

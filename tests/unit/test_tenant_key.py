@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from entresol_client import tenant_key
+from entresol_client.cli import output
 from entresol_client.tenant_key import HostSeal, KeyFile, KeyVersion, TenantKey
 from entresol_proto import ids, limits
 from entresol_proto.ids import BadKeyError, EngineKey, HostSealedNamespace, NamespaceDescriptor
@@ -56,15 +57,110 @@ def test_a_file_is_private_and_says_what_was_put_in(path: Path) -> None:
     assert key.active == 1
     assert TenantKey.decode(key.encode()) == key
     later = key.rotated(2_000).rotated(3_000)
-    assert list(later.versions) == [1, 2, 3]
+    assert list(later.versions) == [1, 2_000, 3_000]
     later.save(path)
     assert TenantKey.load(path) == later
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == [path.name], "something was left behind"
-    gone = later.retired(1).retired(2)
-    assert list(gone.versions) == [3]
+    gone = later.retired(1).retired(2_000)
+    assert list(gone.versions) == [3_000]
     # A number is never given again, or an old block would meet another key.
-    assert gone.rotated(4_000).active == 4
+    assert gone.rotated(3_000).active == gone.rotated(7).active == 3_001
+    assert gone.rotated(2**40).active == 2**32 - 1
+    with pytest.raises(KeyringError):
+        gone.rotated(2**40).rotated(2**40)
+
+
+def test_two_hosts_that_rotate_copies_call_no_two_keys_by_one_number(path: Path) -> None:
+    key = TenantKey.load(path)
+    one, two = key.rotated(1_700_000_000), key.rotated(1_700_000_060)
+    assert one.versions.keys() & two.versions.keys() == {1}
+
+
+def test_of_two_changes_at_once_none_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rotations that both loaded the same file: the second save threw the first key away."""
+    within, go_on = threading.Event(), threading.Event()
+
+    def slow(key: TenantKey) -> TenantKey:
+        within.set()
+        assert go_on.wait(30)
+        return key.rotated(10)
+
+    monkeypatch.setattr(tenant_key.time, "sleep", lambda _: go_on.set())  # the other one waits
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(TenantKey.change, path, slow)
+        assert within.wait(30)
+        second = pool.submit(TenantKey.change, path, lambda key: key.rotated(10))
+        assert (first.result(30).active, second.result(30).active) == (10, 11)
+    assert list(TenantKey.load(path).versions) == [1, 10, 11]
+
+
+def test_a_lock_that_is_never_given_back_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_key, "LOCK_S_MAX", 0)
+    before = path.read_bytes()
+    with tenant_key._locked(path), pytest.raises(KeyringError, match="cannot lock"):
+        TenantKey.change(path, lambda key: key.rotated(10))
+    assert path.read_bytes() == before
+
+
+def test_a_link_to_the_file_stays_one_and_its_owner_keeps_it(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotated by root, the file became root's, and engines could not read it any more."""
+    link = tmp_path / "folder" / "link.key"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(tenant_key.os, "fchown", lambda fd, uid, gid: given.append((uid, gid)))
+    TenantKey.change(link, lambda key: key.rotated(10))
+    assert link.is_symlink()
+    assert TenantKey.load(path).active == 10
+    assert given == [(path.stat().st_uid, path.stat().st_gid)]
+    assert [one.name for one in link.parent.iterdir()] == [link.name]
+
+
+def test_a_file_that_cannot_be_given_to_its_owner_is_left_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(fd: int, uid: int, gid: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(tenant_key.os, "fchown", refused)
+    TenantKey.change(path, lambda key: key.rotated(10))  # ours: only the group would change
+    before, fstat = path.read_bytes(), os.fstat
+    real = fstat(0)
+    others = os.stat_result([*real[:4], real.st_uid + 1, *real[5:]])
+    monkeypatch.setattr(tenant_key.os, "fstat", lambda _: others)
+    with pytest.raises(KeyringError, match="not permitted"):
+        TenantKey.decode(before).rotated(20).save(path)
+    assert path.read_bytes() == before
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_what_a_key_of_a_killed_process_left_is_in_nobodys_way(path: Path) -> None:
+    path.with_name(f".{path.name}.{os.getpid()}.tmp").write_bytes(b"")
+    TenantKey.change(path, lambda key: key.rotated(10))
+
+
+@pytest.mark.parametrize("name", [".", "/", "a\0b"])
+def test_what_is_no_path_of_a_file_is_refused(name: str) -> None:
+    for at in (lambda: TenantKey.generate(1).save(Path(name), new=True),
+               lambda: TenantKey.load(Path(name)), lambda: KeyFile(Path(name))):  # fmt: skip
+        with pytest.raises(KeyringError):
+            at()
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(KeyringError, match="no key file"):
+        TenantKey.load(tmp_path / "pipe")
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_a_number() -> None:
+    assert output.local_time(10**40) == f"{10**31} s"
+    assert output.local_time(-(10**40)) == f"-{10**31} s"
 
 
 def test_a_key_is_never_overwritten_and_the_newest_never_retired(path: Path) -> None:

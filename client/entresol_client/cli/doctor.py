@@ -458,17 +458,23 @@ def _check_admin(shard: ShardAddress, area: str) -> Findings:
 
 
 def _check_metrics(shard: ShardAddress, area: str) -> Findings:
+    import http.client
     import urllib.error
     import urllib.request
+
+    from entresol_client.cli.top_reading import text_of
 
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     url = f"{shard.metrics.rstrip('/')}/metrics"
     try:
         with contextlib.closing(opener.open(url, timeout=3.0)) as reply:
             reply.read(1)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, urllib.error.URLError, http.client.HTTPException) as error:
         yield Finding(
-            area, WARN, f"no metrics at {url}: {error}", "see [listen] metrics_host of the daemon"
+            area,
+            WARN,
+            f"no metrics at {url}: {text_of(error)}",
+            "see [listen] metrics_host of the daemon",
         )
         return
     yield Finding(area, OK, f"metrics at {url}")
@@ -482,7 +488,7 @@ def _check_skew(shard: ShardAddress, area: str) -> Findings:
     began_ns = time.time_ns()
     try:
         told_ns = int(Source(shard.metrics).read()["time_unix_ns"])
-    except (EntresolError, KeyError, TypeError, ValueError):
+    except (EntresolError, KeyError, TypeError, ValueError, OverflowError):
         return  # of an older daemon; `entresol top` says what is wrong
     ended_ns = time.time_ns()
     skew_ns = max(began_ns - told_ns, told_ns - ended_ns, 0)

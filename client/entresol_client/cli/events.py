@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 BACKOFF_S_MIN = 0.25
 BACKOFF_S_MAX = 5.0
 KEYS_SHOWN_MAX = 3
-FIRST_REPLY_S = 10.0
 
 EXAMPLES = """\
   entresol events                         what the daemon still remembers, then stop
@@ -431,9 +430,10 @@ def _parse_place(text: str, incarnation: int) -> Place:
     head, colon, tail = text.rpartition(":")
     try:
         seq = int(tail)
-        if seq < 0 or (colon and len(head) != 16):
+        found = Place(int(head, 16) if colon else incarnation, seq)
+        if (colon and len(head) != 16) or not all(0 <= n < 2**64 for n in (seq, found.incarnation)):
             raise ValueError
-        return Place(int(head, 16) if colon else incarnation, seq)
+        return found
     except ValueError:
         raise UsageProblem(
             f"--since {text!r} is no position",

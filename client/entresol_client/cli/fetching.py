@@ -241,14 +241,18 @@ def _target(name: str) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     path = Path(name)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    if path.is_dir():
+        raise UsageProblem(f"{name!r} is a folder", hint="name a file in it: -o FILE")
     if path.exists() and not path.is_file():  # a pipe or device: written as it comes
         try:
             with open(path, "wb") as file:
                 yield file
         except BrokenPipeError:
             raise CliError(f"{name}: nobody reads it any more", status=Status.IO_ERROR) from None
+        except OSError as error:
+            raise _not_written(error) from None
         return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         file = open(part, "wb")  # noqa: SIM115 - closed below; opening has an error of its own
     except OSError as error:
@@ -257,6 +261,9 @@ def _target(name: str) -> Iterator[BinaryIO]:
         with file:
             yield file
         os.replace(part, path)
+    except OSError as error:  # also of what was buffered
+        part.unlink(missing_ok=True)
+        raise _not_written(error) from None
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -268,8 +275,12 @@ def _write(target: BinaryIO, view: memoryview) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CliError(
-            f"writing failed: {error.strerror}",
-            hint="make room, or write somewhere else: -o",
-            status=Status.IO_ERROR,
-        ) from None
+        raise _not_written(error) from None
+
+
+def _not_written(error: OSError) -> CliError:
+    return CliError(
+        f"writing failed: {error.strerror or error}",
+        hint="make room, or write somewhere else: -o",
+        status=Status.IO_ERROR,
+    )

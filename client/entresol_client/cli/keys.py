@@ -141,8 +141,7 @@ def run_rotate(args: argparse.Namespace) -> int:
     """The verb."""
     from entresol_client.tenant_key import TenantKey
 
-    key = TenantKey.load(args.file).rotated(int(time.time()))
-    key.save(args.file)
+    key = TenantKey.change(args.file, lambda old: old.rotated(int(time.time())))
     lines = [
         f"version {key.active} ({key.versions[key.active].fingerprint}) seals from now on",
         "  copy the file to every host: one that has only the old file misses the new blocks",
@@ -155,8 +154,7 @@ def run_retire(args: argparse.Namespace) -> int:
     """The verb."""
     from entresol_client.tenant_key import TenantKey
 
-    key = TenantKey.load(args.file).retired(args.version)
-    key.save(args.file)
+    key = TenantKey.change(args.file, lambda old: old.retired(args.version))
     lines = [f"version {args.version} is out: what it sealed reads as a miss, until it is evicted"]
     output.answer(args.json, _told(key, args.file), lines)
     return 0

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from entresol_client.cli import (
     sizing,
     spaces,
     storing,
+    streams,
     tenants,
     top,
 )
@@ -113,11 +113,13 @@ def _no_demo(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    streams.prepare()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = parser_of(words)
         args = parser.parse_args(words)
     except SystemExit as stop:  # argparse has said why
+        streams.drop_unwritten()
         return stop.code if isinstance(stop.code, int) else errors.EXIT_USAGE
     if args.command is None:
         parser.print_help()
@@ -139,12 +141,16 @@ def _run(args: argparse.Namespace) -> int:
         print("entresol: interrupted", file=sys.stderr)
         return errors.EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough; keep the interpreter from complaining at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.drop_unwritten()  # whoever read our output has enough
         return errors.EXIT_FAILED
     except PermissionError as error:
         print(f"entresol: not allowed to use {error.filename!r}", file=sys.stderr)
         print("  fix: run this as a user who may, or let this one into the folder", file=sys.stderr)
+        return errors.EXIT_FAILED
+    except OSError as error:  # most often a full disk below our output
+        where = f"{error.filename!r}: " if error.filename else ""
+        print(f"entresol: {where}{error.strerror or error}", file=sys.stderr)
+        streams.drop_unwritten()
         return errors.EXIT_FAILED
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,8 +59,12 @@ def duration(span_ns: float) -> str:
 
 
 def local_time(unix_ns: int) -> str:
-    """Date and time where the reader is."""
-    return datetime.datetime.fromtimestamp(unix_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    """Date and time where the reader is; a time that no calendar has, as a number."""
+    try:
+        moment = datetime.datetime.fromtimestamp(unix_ns / 1e9).astimezone()
+    except (OverflowError, ValueError, OSError):
+        return f"{unix_ns // 10**9} s"
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def plural(count: int, noun: str) -> str:
@@ -93,17 +98,35 @@ def pairs(rows: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{label.ljust(width)}  {value}".rstrip() for label, value in kept]
 
 
+def finite(data: Any) -> Any:
+    """The same with None for each number that JSON does not know."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return data
+
+
+def _json(data: Mapping[str, Any], **how: Any) -> str:
+    try:
+        return json.dumps(data, allow_nan=False, **how)
+    except ValueError:
+        return json.dumps(finite(data), allow_nan=False, **how)
+
+
 def answer(
     as_json: bool, data: Mapping[str, Any], lines: Iterable[str], *, to_stderr: bool = False
 ) -> None:
     """The command's result: one JSON object, or lines for a person."""
-    text = json.dumps(data, indent=2) if as_json else "\n".join(lines)
+    text = _json(data, indent=2) if as_json else "\n".join(lines)
     print(text, file=sys.stderr if to_stderr else sys.stdout)
 
 
 def json_line(data: Mapping[str, Any]) -> None:
     """One object on one line, for streams."""
-    print(json.dumps(data, separators=(",", ":")), flush=True)
+    print(_json(data, separators=(",", ":")), flush=True)
 
 
 def note(text: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,18 +123,14 @@ def run(args: argparse.Namespace) -> int:
     """The command."""
     rpc.modules()
     rows: list[dict[str, Any]] = []
-    if args.admin_socket is not None or not options.is_configured(args):
-        rows += [_over_socket(path) for _, path in admin_sockets(args)]
-    else:
-        config = options.load_config(args)
-        shards = [options.pick_shard(config.shards, args.shard)] if args.shard else config.shards
-        for shard in shards:
-            try:
-                rows.append(_of_shard(config, shard))
-            except CliError as error:
-                if len(shards) == 1:
-                    raise
-                rows.append({"shard": shard.name, "error": Exception.__str__(error)})
+    asked = _asked(args)
+    for name, ask in asked:
+        try:
+            rows.append(ask())
+        except CliError as error:  # one that does not answer hides no other
+            if len(asked) == 1:
+                raise
+            rows.append({"shard": name, "error": Exception.__str__(error)})
     lines: list[str] = []
     for row in rows:
         lines += [*([""] if lines else []), *_lines(row)]
@@ -141,6 +138,15 @@ def run(args: argparse.Namespace) -> int:
     if all("error" in row for row in rows):
         raise Unreachable("no shard answers", hint="`entresol doctor` checks every step")
     return 0 if all(row.get("state") == "serving" for row in rows) else 1
+
+
+def _asked(args: argparse.Namespace) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Names and how each is asked. Raises: UsageProblem, ConfigError."""
+    if args.admin_socket is not None or not options.is_configured(args):
+        return [(name, partial(_over_socket, path)) for name, path in admin_sockets(args)]
+    config = options.load_config(args)
+    shards = [options.pick_shard(config.shards, args.shard)] if args.shard else config.shards
+    return [(shard.name, partial(_of_shard, config, shard)) for shard in shards]
 
 
 def _of_shard(config: Any, shard: ShardAddress) -> dict[str, Any]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 CALL_DEADLINE_S = 10.0
 CONNECT_DEADLINE_S = 3.0
+KEEPALIVE_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024  # of one reply; the daemon keeps them near 1 MiB
 PACKAGE_HINT = "pip install 'entresol[cli]'"
 
@@ -174,6 +176,11 @@ def _options() -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.enable_http_proxy", 0),  # a proxy cannot see a client certificate
+        # Of a host that died nothing comes, and a watch would wait for ever. The daemon allows a
+        # ping each 10 s.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),  # no limit: a quiet watch is all pings
     ]
 
 

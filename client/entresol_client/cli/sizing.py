@@ -17,6 +17,7 @@ from entresol_client.cli import options, output
 from entresol_client.cli.errors import UsageProblem
 
 if TYPE_CHECKING:
+    from entresol_client.cli import sizing_words as words
     from entresol_client.sizing.shapes import KvShape
     from entresol_client.sizing.tier import Context, Hardware, Use
 
@@ -50,6 +51,8 @@ _DECIMAL = {"": 1, "B": 1} | {f"{u}B": 1000**n for n, u in enumerate("KMGTPE", s
 _BINARY = {f"{u}iB": 1024**n for n, u in enumerate("KMGTPE", start=1)}
 TOKENS_MAX = 10**9
 USERS_MAX = 10**10
+QUANTITY_MIN, QUANTITY_MAX = 1e-6, 1e12  # outside, arithmetic would run into zeros and infinities
+HEADROOM_MAX, LINK_SHARE_MIN = 0.99, 0.001
 
 
 def add_parser(subparsers: Any) -> None:
@@ -199,8 +202,7 @@ def _add_worth(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command."""
     from entresol_client.cli import sizing_words as words
-    from entresol_client.sizing import models, tier
-    from entresol_client.sizing import worth as money
+    from entresol_client.sizing import models
 
     if args.models:
         rows = list(models.known())
@@ -208,6 +210,24 @@ def run(args: argparse.Namespace) -> int:
         return 0
     context, hardware = _context(args), _hardware(args)
     use = _use(args, latent=context.shape is not None and context.shape.is_latent)
+    try:
+        answer = _answer(args, context, use, hardware)
+        told = words.data(answer), words.lines(answer)
+    except ArithmeticError:
+        raise UsageProblem(
+            "these quantities are too far apart to reckon with", hint="check each for its unit"
+        ) from None
+    output.answer(args.json, *told)
+    return 0
+
+
+def _answer(
+    args: argparse.Namespace, context: Context, use: Use, hardware: Hardware
+) -> words.Answer:
+    from entresol_client.cli import sizing_words as words
+    from entresol_client.sizing import tier
+    from entresol_client.sizing import worth as money
+
     held = tier.footprint(context, use, hardware)
     moved = tier.flow(context, use, hardware, held)
     prices = money.Prices(
@@ -225,9 +245,7 @@ def run(args: argparse.Namespace) -> int:
             use.hit_rate, args.prefill_share, args.fetch_cost, _tier_over_gpu(args, costs)
         ),
     }
-    answer = words.Answer(context, use, hardware, held, moved, costs, gains, vars(args))
-    output.answer(args.json, words.data(answer), words.lines(answer))
-    return 0
+    return words.Answer(context, use, hardware, held, moved, costs, gains, vars(args))
 
 
 def _tier_over_gpu(args: argparse.Namespace, costs: Any) -> float:
@@ -331,7 +349,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     for name, value in (("drive", args.drive), ("drives-per-shard", args.drives_per_shard)):
         if value < 1:
             raise UsageProblem(f"--{name} is 0", hint=f"leave --{name} out for its default")
-    if args.headroom >= 1 or args.link_share <= 0:
+    if args.headroom > HEADROOM_MAX or args.link_share < LINK_SHARE_MIN:
         raise UsageProblem("nothing is left to use", hint="--headroom 10%, --link-share 90%")
     return tier.Hardware(
         drive_bytes=args.drive,
@@ -379,8 +397,10 @@ def _positive(text: str) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found <= 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not QUANTITY_MIN <= found <= QUANTITY_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from {QUANTITY_MIN:g} to {QUANTITY_MAX:g}"
+        )
     return found
 
 

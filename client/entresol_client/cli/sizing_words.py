@@ -116,22 +116,15 @@ def data(answer: Answer) -> dict[str, Any]:
         "hardware": asdict(answer.hardware),
         "footprint": asdict(answer.held)
         | {"index_bytes_per_shard": answer.held.index_bytes_per_shard},
-        "flow": _finite(asdict(answer.moved)) if answer.moved else None,
+        "flow": asdict(answer.moved) if answer.moved else None,
         "costs": asdict(answer.costs),
         "more_tokens_per_dollar": answer.gains,
         "assumed": {name: answer.arguments[name] for name in _assumed(answer)},
     }
     if shape is not None:
         found["model"] = asdict(shape)
-    return found
-
-
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
-    return {
-        key: None if isinstance(value, float) and math.isinf(value) else value
-        for key, value in found.items()
-    }
+    finite: dict[str, Any] = output.finite(found)  # JSON knows no infinity
+    return finite
 
 
 def lines(answer: Answer) -> list[str]:

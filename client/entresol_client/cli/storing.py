@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import os
+import select
 import sys
 import time
 from collections import Counter
@@ -214,6 +215,9 @@ def _read_into(source: BinaryIO, view: memoryview) -> int:
             count = source.readinto(view[done:])  # type: ignore[attr-defined]
         except OSError as error:
             raise CliError(f"reading failed: {error.strerror}", status=Status.IO_ERROR) from None
+        if count is None:  # not blocking, and nothing is there yet: that is not the end
+            select.select([source], [], [])
+            continue
         if not count:
             break
         done += count
@@ -351,6 +355,8 @@ def _put_head(
     if result.statuses[0] is Status.OK and bytes(found) == head.encode():
         return
     if not args.replace:
+        if result.statuses[0] not in (Status.OK, Status.BAD_REQUEST):
+            raise session.missing(f"the head of {name}", putter.ns, head_key, result.statuses[0])
         raise CliError(
             f"the name {name!r} stands for other content already",
             hint="--replace lets it stand for this file from now on, or choose another --name",

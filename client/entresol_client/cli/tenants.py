@@ -108,6 +108,7 @@ COUNTS = (
     ("watchers", "watchers", "consumers that may follow its events"),
 )
 _COUNT_MAX = 2**32 - 1
+_SIZE_MAX = 2**63 - 1
 
 
 def _add_quota(parser: argparse.ArgumentParser) -> None:
@@ -154,6 +155,8 @@ def _limit(text: str) -> int:
     found = options.parse_size(text)
     if not found:
         raise argparse.ArgumentTypeError("a limit of 0 would mean none; write none")
+    if found > _SIZE_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than there can be; write none")
     return found
 
 
@@ -416,7 +419,11 @@ def _confirm(name: str, what: str) -> None:
     """Raises: CliError unless the name is typed."""
     output.note(what)
     print("Type the tenant's name to go on: ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip() != name:
+    try:
+        typed = sys.stdin.readline().strip()
+    except UnicodeError:
+        typed = ""
+    if typed != name:
         raise CliError(
             f"nothing was done to tenant {name!r}: that was not its name",
             hint="type it exactly, or give --yes",

@@ -23,11 +23,19 @@ from urllib.parse import urlsplit
 from entresol_client.cli import options, output
 from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_client.cli.top_frame import HISTORY_MAX, Screen, frame
-from entresol_client.cli.top_reading import FORMAT, Price, rates, verdict, writes_per_day
+from entresol_client.cli.top_reading import (
+    FORMAT,
+    Price,
+    rates,
+    text_of,
+    verdict,
+    writes_per_day,
+)
 
 DOCUMENT_BYTES_MAX = 4 * 1024 * 1024
 ANSWER_DEADLINE_S = 10.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600.0
+PREFILL_RATE_MIN, PREFILL_RATE_MAX = 1e-3, 1e12
 KEYS_EACH_S = 0.25  # how soon a key or another size of the window is noticed
 PATH = "/overview.json"
 PACKAGED = "http://127.0.0.1:7443"  # of the package's daemon, on its machine
@@ -104,8 +112,11 @@ def _price(args: argparse.Namespace) -> Price:
     """Raises: UsageProblem, SizingError."""
     from entresol_client.sizing import models, tier
 
-    if args.prefill_rate < 0 or args.token_bytes < 0:
-        raise UsageProblem("a negative rate or size", hint="--prefill-rate 12000")
+    rate = args.prefill_rate
+    if rate != 0 and not PREFILL_RATE_MIN <= rate <= PREFILL_RATE_MAX:  # also what is no number
+        raise UsageProblem(f"no GPU computes {rate} tokens/s", hint="--prefill-rate 12000")
+    if args.token_bytes < 0:
+        raise UsageProblem("a negative size", hint="--token-bytes 131072")
     if not args.model:
         return Price(args.token_bytes, args.prefill_rate)
     if args.dtype not in tier.ELEMENT_BYTES:
@@ -135,15 +146,17 @@ class Source:
     """Where overviews come from. Raises: UsageProblem for an address that is none."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            port = parts.port or 80
-        except ValueError:
-            port = 0
-        if parts.scheme != "http" or not parts.hostname or not port or parts.username:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname or "", 80 if parts.port is None else parts.port
+            host.encode("idna")
+            good = parts.scheme == "http" and bool(host) and port > 0 and not parts.username
+        except ValueError:  # of brackets, a port or a name that is none
+            good = False
+        if not good or any(char.isspace() or not char.isprintable() for char in url):
             raise UsageProblem(f"{url!r} is not an address", hint="http://HOST:PORT")
-        self.where = f"{parts.hostname}:{port}"
-        self._host, self._port = parts.hostname, port
+        self.where = f"{host}:{port}"
+        self._host, self._port = host, port
 
     def read(self) -> dict[str, Any]:
         """One overview. Raises: Unreachable, CliError."""
@@ -153,8 +166,9 @@ class Source:
             answer = link.getresponse()
             raw = answer.read(DOCUMENT_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "strerror", None) or text_of(error) or type(error).__name__
             raise Unreachable(
-                f"no daemon answers at {self.where}: {getattr(error, 'strerror', None) or error}",
+                f"no daemon answers at {self.where}: {why}",
                 hint="is it running? [listen] metrics_host and metrics_port say where it listens",
             ) from None
         finally:

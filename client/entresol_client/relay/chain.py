@@ -26,6 +26,7 @@ WAITING_BYTES_MAX = 256 * 1024 * 1024
 WAITING_OVERHEAD_BYTES = 400  # of one waiting block beside its tokens, measured roughly
 COPIES_BITS = 16  # per rank: copies of one block on several shards, or in several cache groups
 STORED_HASHES_MAX = 64  # in one change
+STORED_TOKENS_MAX = 16 * 1024  # in one change, and of it the first block whatever it has
 REMOVED_HASHES_MAX = 512
 
 _TOLD = 1  # in this round
@@ -377,6 +378,7 @@ class Mirror:
             and last.hashes[-1] == parent
             and last.lora == chain.lora
             and len(last.hashes) < STORED_HASHES_MAX
+            and len(last.tokens) + len(tokens) <= STORED_TOKENS_MAX
         ):
             last.hashes.extend(hashes)
             last.tokens.extend(tokens)

@@ -316,7 +316,7 @@ def _relay(
 
 def _serve_metrics(place: str, relay: Relay) -> Callable[[], None]:
     host, _, port = place.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         relay.close()
         raise UsageProblem(f"--metrics {place!r} is no address", hint="write 127.0.0.1:9401")
     from entresol_client.relay import metrics

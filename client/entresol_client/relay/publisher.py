@@ -17,14 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entresol_client.cli.errors import CliError
-from entresol_client.relay.wire import END_OF_REPLAY, FRAME_SEQ_BYTES, seq_frame, topic
+from entresol_client.relay.wire import (
+    BATCH_BYTES_MAX,
+    END_OF_REPLAY,
+    FRAME_SEQ_BYTES,
+    seq_frame,
+    topic,
+)
 from entresol_client.relay.workers import Worker
 from entresol_proto.status import Status
 
 PACKAGE_HINT = "pip install 'entresol[relay]'"
 BUFFER_BATCHES_DEFAULT = 10_000
 BUFFER_BYTES_MAX = 256 * 1024 * 1024
-SEND_QUEUE_MESSAGES_MAX = 100_000  # per reader; beyond it messages to that reader are dropped
+# Per reader; beyond it messages to that reader are dropped. ZeroMQ counts messages, not bytes.
+SEND_QUEUE_BYTES_MAX = 512 * 1024 * 1024
+SEND_QUEUE_MESSAGES_MAX = SEND_QUEUE_BYTES_MAX // BATCH_BYTES_MAX
 REQUESTS_PER_TURN_MAX = 16
 NS_PER_US = 1_000
 

@@ -28,10 +28,9 @@ from entresol_client.relay.publisher import (
     first_seq,
     zmq_module,
 )
-from entresol_client.relay.wire import MEDIA, Form, Writer
+from entresol_client.relay.wire import EVENTS_PER_BATCH_MAX, MEDIA, Form, Writer, batches
 from entresol_client.relay.workers import Worker
 
-EVENTS_PER_BATCH_MAX = 256
 TICK_MS = 250
 STATUS_S = 0.2
 HELLO_AFTER_S = 0.1  # lets a subscription be complete before the first message
@@ -251,9 +250,7 @@ class Relay:
     # ---------------------------------------------------------------------------- publish
 
     def _flush(self) -> None:
-        changes = self.mirror.take()
-        for start in range(0, len(changes), EVENTS_PER_BATCH_MAX):
-            piece = changes[start : start + EVENTS_PER_BATCH_MAX]
+        for piece in batches(self.mirror.take()):
             self._publish([self._writer.event(change) for change in piece])
 
     def _publish(self, events: list[Any]) -> None:

@@ -14,7 +14,7 @@ Three forms of one content, because vLLM changed it and readers did not follow a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -27,6 +27,13 @@ MEDIA = ("EXTERNAL", "STORAGE")
 FRAME_SEQ_BYTES = 8
 END_OF_REPLAY = b"\xff" * FRAME_SEQ_BYTES
 CLEARED = "AllBlocksCleared"
+
+EVENTS_PER_BATCH_MAX = 256
+# Of a batch: what waits for a slow reader is counted in batches. No single event is so large, see
+# the limits of `chain`.
+BATCH_BYTES_MAX = 256 * 1024
+# The most that msgpack makes of each.
+_TOKEN_BYTES_MAX, _HASH_BYTES_MAX, _EVENT_BYTES_MAX = 5, 34, 1024
 
 _STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
@@ -43,6 +50,23 @@ def topic(pod: str, model: str) -> bytes:
 def seq_frame(seq: int) -> bytes:
     """The second frame."""
     return seq.to_bytes(FRAME_SEQ_BYTES, "big")
+
+
+def batches(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Cut into batches within the limits, in order."""
+    batch: list[Change] = []
+    room = BATCH_BYTES_MAX
+    for change in changes:
+        need = _EVENT_BYTES_MAX + _HASH_BYTES_MAX * len(change.hashes)
+        if isinstance(change, Stored):
+            need += _TOKEN_BYTES_MAX * len(change.tokens)
+        if batch and (need > room or len(batch) >= EVENTS_PER_BATCH_MAX):
+            yield batch
+            batch, room = [], BATCH_BYTES_MAX
+        batch.append(change)
+        room -= need
+    if batch:
+        yield batch
 
 
 class Writer:

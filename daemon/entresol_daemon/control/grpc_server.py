@@ -61,6 +61,7 @@ class GrpcLimits:
     connection_age_grace_s: float = 10.0  # a watch gets this long to end by itself
     keepalive_s: float = 30.0
     keepalive_timeout_s: float = 10.0
+    ping_interval_s_min: float = 10.0  # of clients; who pings faster is disconnected
     close_grace_s: float = 2.0
 
 
@@ -229,6 +230,11 @@ def _options(grpc_limits: GrpcLimits) -> list[tuple[str, int]]:
         ("grpc.max_connection_age_grace_ms", int(grpc_limits.connection_age_grace_s * 1_000)),
         ("grpc.keepalive_time_ms", int(grpc_limits.keepalive_s * 1_000)),
         ("grpc.keepalive_timeout_ms", int(grpc_limits.keepalive_timeout_s * 1_000)),
+        # Else gRPC allows one ping in five minutes where no data flows, as on a quiet watch.
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",
+            int(grpc_limits.ping_interval_s_min * 1_000),
+        ),
     ]
 
 
