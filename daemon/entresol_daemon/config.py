@@ -14,6 +14,7 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from entresol_daemon import config_places
 from entresol_daemon.config_memory import TIB, MemoryConfig
 from entresol_daemon.config_telling import LogConfig, TracesConfig
 from entresol_daemon.config_values import nearest, read_section, setting
@@ -24,6 +25,7 @@ from entresol_proto.limits import GIB, KIB, MIB
 from entresol_proto.status import ConfigError, EntresolError
 
 CONFIG_FILE_BYTES_MAX = 1 * MIB
+BLOCKS_MAX = 2**31 - 1  # of the index
 SECOND_NS = 1_000_000_000
 MODES = ("auto", "on", "off")
 FABRICS = ("shm", "verbs", "tcp")
@@ -96,7 +98,9 @@ class KeysConfig:
     """The key-encryption key. Without one the daemon starts locked: it seals and opens nothing."""
 
     kek_file: Path | None = setting(
-        None, "File with the 32-byte key-encryption key; $CREDENTIALS_DIRECTORY/kek is allowed."
+        None,
+        "File with the 32-byte key-encryption key; $CREDENTIALS_DIRECTORY/kek is allowed.",
+        credential=True,
     )
     rotate_blocks: int = setting(
         2**40,
@@ -126,7 +130,7 @@ class FlashConfig:
         64 * MIB, "Unit of writing and eviction, a multiple of 4KiB.", low=1 * MIB, high=256 * MIB
     )
     blocks_max: int = setting(
-        0, "Blocks the index holds; 0 means one per 256KiB of flash.", low=0, high=2**31 - 1
+        0, "Blocks the index holds; 0 means one per 256KiB of flash.", low=0, high=BLOCKS_MAX
     )
     io_threads: int = setting(8, "Threads that read and write flash.", low=1, high=256)
     eviction: str = setting(
@@ -314,7 +318,7 @@ class SandboxConfig:
     mode: str = setting(
         "auto", "Landlock: auto uses it where the kernel can, on insists.", choices=MODES
     )
-    writable: tuple[str, ...] = setting((), "Further folders it may write to.")
+    writable: tuple[str, ...] = setting((), "Further folders it may write to.", paths=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +358,7 @@ class Config:
 
     def blocks_max(self, flash_bytes: int) -> int:
         """Blocks the index holds when `flash_bytes` of flash are used."""
-        return self.flash.blocks_max or max(1024, flash_bytes // (256 * KIB))
+        return self.flash.blocks_max or min(BLOCKS_MAX, max(1024, flash_bytes // (256 * KIB)))
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -474,7 +478,7 @@ class Config:
             )
         if not self.fabric.enabled:
             found.append(("[fabric] enabled is empty", f"offer one of {', '.join(FABRICS)}"))
-        return found
+        return found + config_places.problems(self)
 
 
 _SECTIONS: dict[str, type] = {

@@ -33,13 +33,18 @@ def _shown(value: Any, about: Setting) -> str:
         text = format_number(value, about.kind)
         return text if text.lstrip("-").replace(".", "").isdigit() else f'"{text}"'
     if about.kind == "list":
-        return "[" + ", ".join(_quoted(item) for item in value) + "]"
-    return _quoted(str(value))
+        return "[" + ", ".join(quoted(item) for item in value) + "]"
+    return quoted(str(value))
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """As a text of TOML."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    return '"' + "".join(c if c.isprintable() else _escaped(c) for c in escaped) + '"'
+
+
+def _escaped(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 1 << 16 else f"\\U{ord(char):08x}"
 
 
 def _range(about: Setting) -> str:

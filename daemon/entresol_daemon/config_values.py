@@ -34,6 +34,7 @@ class Setting:
     """What is known about one setting beside its name and default.
 
     `kind` is one of bool, int, float, size (bytes), duration (ns), text, choice, path, list.
+    `credential`: the path may begin with $CREDENTIALS_DIRECTORY. `paths`: the list is of paths.
     """
 
     kind: str
@@ -41,6 +42,8 @@ class Setting:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    credential: bool = False
+    paths: bool = False
 
 
 def setting(
@@ -51,6 +54,8 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    credential: bool = False,
+    paths: bool = False,
 ) -> Any:
     """A dataclass field with its documentation; the kind follows from the default unless given."""
     if not kind:
@@ -59,9 +64,8 @@ def setting(
         )
         if kind == "text" and choices:
             kind = "choice"
-    return dataclasses.field(
-        default=default, metadata={"setting": Setting(kind, doc, low, high, choices)}
-    )
+    about = Setting(kind, doc, low, high, choices, credential, paths)
+    return dataclasses.field(default=default, metadata={"setting": about})
 
 
 def settings_of(section: Any) -> list[tuple[dataclasses.Field[Any], Setting]]:
@@ -186,7 +190,7 @@ def convert(value: object, about: Setting, base: Path) -> object:
     """Check one TOML value and bring it into its stored form.
 
     Paths are taken relative to `base`, the folder of the config file; `$CREDENTIALS_DIRECTORY/...`
-    is left for the reader of the file to expand. Raises: ValueError with the reason.
+    is left for the reader of a credential to expand. Raises: ValueError with the reason.
     """
     if about.kind in ("int", "float", "size", "duration"):
         return _in_range(_number(value, about.kind), about)
@@ -198,15 +202,25 @@ def convert(value: object, about: Setting, base: Path) -> object:
         if not isinstance(value, list) or len(value) > _LIST_ITEMS_MAX:
             raise ValueError(f"{value!r} is not a list of at most {_LIST_ITEMS_MAX} texts")
         items = tuple(_one_text(item, about) for item in value)
+        if about.paths:
+            items = tuple(str(_path(item, about, base)) for item in items)
         if len(set(items)) != len(items):
             raise ValueError("the list names something twice")
         return items
     text = _one_text(value, about)
     if about.kind != "path":
         return text
+    return _path(text, about, base)
+
+
+def _path(text: str, about: Setting, base: Path) -> Path:
     if not text:
         raise ValueError("the path is empty; leave the setting out instead")
-    return Path(text) if text.startswith(("/", "$")) else base / text
+    if text.startswith("$"):  # nobody expands it: it would be a folder of that name
+        if not (about.credential and text.startswith("$CREDENTIALS_DIRECTORY/")):
+            raise ValueError(f"{text!r} begins with $, and variables are not read here")
+        return Path(text)
+    return base / text
 
 
 def read_section(cls: type[S], name: str, table: object, source: Path) -> S:

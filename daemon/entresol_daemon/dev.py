@@ -19,6 +19,8 @@ from pathlib import Path
 
 from entresol_daemon import sandbox
 from entresol_daemon.config import Config
+from entresol_daemon.config_places import is_unspecified
+from entresol_daemon.config_reference import quoted
 from entresol_daemon.control import devcerts
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.server import Daemon
@@ -51,7 +53,7 @@ class DevHome:
     def remove(self) -> None:
         """Delete a temporary folder, and the pointer if it names this one."""
         pointer = pointer_path()
-        if pointer.is_symlink() and pointer.readlink() == self.client_toml:
+        if pointer and pointer.is_symlink() and pointer.readlink() == self.client_toml:
             pointer.unlink()
         if self.temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -133,42 +135,53 @@ def client_toml(
 ) -> str:
     """A client's configuration: certificate, key, CA; ports of control, gRPC and metrics."""
     control_port, grpc_port, metrics_port = ports
+    metrics_host = config.listen.metrics_host
+    if is_unspecified(metrics_host):  # every interface is one that it is reached by
+        metrics_host = host
+    metrics = f"[{metrics_host}]" if ":" in metrics_host else metrics_host
     return (
-        f'trust_domain = "{config.tls.trust_domain}"\n'
-        f'cert = "{files[0]}"\n'
-        f'key = "{files[1]}"\n'
-        f'ca = "{files[2]}"\n\n'
+        f"trust_domain = {quoted(config.tls.trust_domain)}\n"
+        f"cert = {quoted(files[0])}\n"
+        f"key = {quoted(files[1])}\n"
+        f"ca = {quoted(files[2])}\n\n"
         "[[shards]]\n"
-        f'name = "{config.shard.name}"\n'
-        f'host = "{host}"\n'
+        f"name = {quoted(config.shard.name)}\n"
+        f"host = {quoted(host)}\n"
         f"port = {control_port}\n"
         f"grpc_port = {grpc_port}\n"
-        f'admin_socket = "{config.listen.unix_dir / "admin.sock"}"\n'
-        f'metrics = "http://{config.listen.metrics_host}:{metrics_port}"\n'
+        f"admin_socket = {quoted(str(config.listen.unix_dir / 'admin.sock'))}\n"
+        f"metrics = {quoted(f'http://{metrics}:{metrics_port}')}\n"
     )
 
 
 def sandbox_rules(home: DevHome) -> list[sandbox.Rule]:
     """What the dev daemon writes beside its state: client files, the pointer, and its own end."""
     rules = [sandbox.Rule(home.directory)]
-    folder = pointer_path().parent
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    rules.append(sandbox.Rule(folder))
+    pointer = pointer_path()
+    if pointer is not None:
+        with contextlib.suppress(OSError):
+            pointer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rules.append(sandbox.Rule(pointer.parent))
     if home.temporary:  # to remove the empty folder itself
         rules.append(sandbox.Rule(home.directory.parent, sandbox.REMOVE_DIR))
     return rules
 
 
-def pointer_path() -> Path:
-    """Where clients look when nothing names a configuration."""
+def pointer_path() -> Path | None:
+    """Where clients look when nothing names a configuration; None for a user without a home."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) / "entresol" if runtime else Path.home() / ".config" / "entresol"
-    return base / CLIENT_TOML
+    if runtime:
+        return Path(runtime) / "entresol" / CLIENT_TOML
+    try:
+        return Path.home() / ".config" / "entresol" / CLIENT_TOML
+    except RuntimeError:  # in a container, as a user that nobody has named
+        return None
 
 
 def _point_to(target: Path) -> None:
     pointer = pointer_path()
+    if pointer is None:
+        return
     try:
         pointer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if pointer.exists() and not pointer.is_symlink():

@@ -71,7 +71,8 @@ class ReadOnlyFile:
         """Raises: DeviceError."""
         self.name = str(path)
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # A pipe would wait for its writer.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise DeviceError(
                 f"cannot open {path}: {error.strerror}", status=Status.BAD_REQUEST

@@ -10,8 +10,10 @@ daemon to judge: only a version that was read, and is another one, is a refusal.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +62,20 @@ def check(config: Config) -> None:
             )
 
 
+def _open(path: Path) -> int:
+    """Without waiting for anybody, as opening a pipe would. Raises: OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "no regular file or block device", str(path))
+    return fd
+
+
 def _data_file(path: Path) -> Iterator[Found]:
     """The newer of the two superblocks' versions."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(path)
     except FileNotFoundError:
         return
     try:
@@ -80,7 +92,7 @@ def _data_file(path: Path) -> Iterator[Found]:
 def _keyring(folder: Path) -> Iterator[Found]:
     for name in KEYRINGS:
         try:
-            with open(folder / name, "rb") as file:
+            with open(_open(folder / name), "rb") as file:
                 version = json.loads(file.read(KEYRING_BYTES_MAX))["version"]
         except FileNotFoundError:
             continue

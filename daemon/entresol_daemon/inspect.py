@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -208,6 +209,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     finally:
         progress.close()
+    try:
+        _show(found, args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: what was found is told by the exit status all the same
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DAMAGED if found.damaged else EXIT_SOUND
+
+
+def _show(found: Findings, args: argparse.Namespace) -> None:
     if args.json:
         extra: dict[str, Any] = {}
         if args.records:
@@ -215,11 +225,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.parquet is not None:
             extra["parquet"] = str(args.parquet)
         print(json.dumps(as_dict(found) | extra, indent=2))
-    else:
-        _print_text(found, list_records=args.records)
-        if args.parquet is not None:
-            print(f"  {len(found.verdicts):,} records written to {args.parquet}")
-    return EXIT_DAMAGED if found.damaged else EXIT_SOUND
+        return
+    _print_text(found, list_records=args.records)
+    if args.parquet is not None:
+        print(f"  {len(found.verdicts):,} records written to {args.parquet}")
 
 
 if __name__ == "__main__":

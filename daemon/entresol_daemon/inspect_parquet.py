@@ -60,7 +60,15 @@ SCHEMA = pa.schema(
 
 def check_target(out: Path) -> None:
     """Refuse a target before hours of reading. Raises: EntresolError."""
-    if out.exists() or out.is_symlink():
+    try:
+        there = _is_there(out)
+        _is_there(_part_of(out))  # its name may be too long where the other is not
+    except OSError as error:
+        raise EntresolError(
+            f"cannot write {out}: {error.strerror}", hint="name another file",
+            status=Status.BAD_REQUEST,
+        ) from None  # fmt: skip
+    if there:
         raise EntresolError(
             f"{out} exists", hint="name a file that does not", status=Status.BAD_REQUEST
         )
@@ -70,13 +78,26 @@ def check_target(out: Path) -> None:
         )
 
 
+def _part_of(out: Path) -> Path:
+    """Where it is written, until it is whole."""
+    return out.with_name(f".{out.name}.part")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def export(found: Findings, out: Path) -> int:
     """Write every record of an examination that listed them; returns how many.
 
     Raises: EntresolError when the file cannot be written; nothing is left of it then.
     """
     assert len(found.seals) == len(found.verdicts) * SEAL.itemsize, "records were not listed"
-    part = out.with_name(f".{out.name}.part")
+    part = _part_of(out)
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

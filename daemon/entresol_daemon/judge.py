@@ -20,8 +20,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from entresol_daemon import data_places
 from entresol_daemon.config import Config
-from entresol_daemon.control.identity import server_ssl_context
+from entresol_daemon.control.identity import first_certificate, server_ssl_context
 from entresol_daemon.drives import drives_below, read_wear
 from entresol_daemon.keys.providers import FileKek, is_credential
 from entresol_daemon.memory.huge_pages import check_huge_pages
@@ -73,7 +74,7 @@ def _tls(config: Config) -> Rows:
         yield FAIL, "no certificate: [tls] cert, key and ca are not all set", "name the PEM files"
         return
     server_ssl_context(tls.cert, tls.key, tls.ca)
-    raw = tls.cert.read_bytes()
+    raw = first_certificate(tls.cert.read_bytes())
     certificate = load_certificate(raw)
     named, wanted = spiffe_id_from_cert(raw, tls.trust_domain), config.shard.name
     if (named.role, named.name) != (ROLE_SHARD, wanted):
@@ -124,6 +125,10 @@ def _state(config: Config) -> Rows:
 def _flash(config: Config) -> Rows:
     path = config.flash_path
     wanted = config.flash.size_bytes
+    wrong = data_places.problems(config)
+    yield from ((FAIL, *problem) for problem in wrong)
+    if wrong:
+        return
     if path.exists():
         found = path.stat()
         if not os.access(path, os.R_OK | os.W_OK):

@@ -56,7 +56,7 @@ _BYTES_LITERAL = re.compile(
     r"\bb(?:'(?:[^'\\\n]|\\.)*(?:'|\\?$)|\"(?:[^\"\\\n]|\\.)*(?:\"|\\?$))", re.MULTILINE
 )
 _LONG_HEX = re.compile(r"\b(?:0x)?([0-9a-fA-F]{8})[0-9a-fA-F]{24,}\b")
-_NUMBERS = re.compile(r"[\[(]\s*-?\d+(?:\s*,\s*-?\d+){7,}\s*,?\s*[\])]")
+_NUMBERS = re.compile(r"[\[(]\s*+-?\d++(?:\s*+,\s*+-?\d++){7,}+\s*+(?:,\s*+)?+[\])]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 

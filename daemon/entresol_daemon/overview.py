@@ -2,8 +2,10 @@
 
 Invariants: bounded whatever tenants do (`TENANTS_MAX` rows, `EVENTS_MAX` events, `CELLS_MAX` cells
 of the flash map); says no more of blocks than that there are so many: neither keys nor namespaces,
-tokens or addresses. Tenants that share a label in the metrics share a row here. Numbers are
-totals since the start of the daemon; whoever shows rates takes two documents apart.
+tokens or addresses, nor when a single one came: events of one second, kind, reason and tenant are
+one row, at the beginning of that second. Tenants that share a label in the metrics share a row
+here. Numbers are totals since the start of the daemon; whoever shows rates takes two documents
+apart.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from entresol_daemon.control.admin import ShardStat
+from entresol_daemon.events.types import Event, Kind, Reason
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.metric_families import OTHER_TENANT
 from entresol_daemon.metrics import Metrics
@@ -24,6 +27,8 @@ from entresol_daemon.shard.shard import Shard
 FORMAT = 1  # of the document: a number of its own, raised when a field changes its meaning
 TENANTS_MAX = 32
 EVENTS_MAX = 24
+EVENTS_READ_MAX = 48  # for them; of as many tenants, on the loop
+SECOND_NS = 1_000_000_000
 CELLS_MAX = 256
 PREFIX = "entresol_"
 
@@ -82,23 +87,37 @@ class Overview:
                 parts.engine.segment_live_bytes(),
                 parts.engine.segment_bytes,
             ),
-            events=[
-                {
-                    "time_unix_ns": event.time_unix_ns,
-                    "kind": event.kind.label,
-                    "reason": event.reason.label,
-                    "tenant": event.tenant,
-                    "blocks": len(event.wire_keys),
-                    "bytes": event.size_bytes,
-                }
-                for event in parts.events.newest(EVENTS_MAX)
-            ],
+            events=events_by_second(parts.events.newest(EVENTS_READ_MAX)),
         )
 
     def render(self, looked: Looked) -> bytes:
         """The document."""
         samples = samples_of(self._metrics)
         return json.dumps(document(looked, samples), separators=(",", ":")).encode() + b"\n"
+
+
+def events_by_second(newest: Iterable[Event]) -> list[dict[str, Any]]:
+    """Rows, the newest first. Whoever reads this may be another tenant's program on this machine:
+    it learns how much happened in a second, not block by block when."""
+    rows: dict[tuple[int, Kind, Reason, str], dict[str, Any]] = {}
+    for event in newest:
+        second = event.time_unix_ns // SECOND_NS
+        key = (second, event.kind, event.reason, event.tenant)
+        row = rows.get(key)
+        if row is None:
+            if len(rows) == EVENTS_MAX:
+                break
+            row = rows[key] = {
+                "time_unix_ns": second * SECOND_NS,
+                "kind": event.kind.label,
+                "reason": event.reason.label,
+                "tenant": event.tenant,
+                "blocks": 0,
+                "bytes": 0,
+            }
+        row["blocks"] += len(event.wire_keys)
+        row["bytes"] += event.size_bytes
+    return list(rows.values())
 
 
 def samples_of(metrics: Metrics) -> Samples:

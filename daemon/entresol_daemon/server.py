@@ -10,7 +10,6 @@ import asyncio
 import gc
 import hashlib
 import logging
-import os
 import signal
 import ssl
 import time
@@ -21,11 +20,12 @@ from entresol_daemon.compute import ThreadCompute
 from entresol_daemon.config import Config
 from entresol_daemon.control.grpc_server import GrpcLimits, GrpcServer
 from entresol_daemon.control.http import HttpServer
-from entresol_daemon.control.identity import ReloadingServerContext
+from entresol_daemon.control.identity import ReloadingServerContext, first_certificate
 from entresol_daemon.control.listener import ControlListener
 from entresol_daemon.fabrics import open_fabrics
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.file_device import FileDevice
+from entresol_daemon.folders import private_folder
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import sweep
@@ -91,8 +91,14 @@ class Daemon:
         """
         try:
             await self._open()
-        except BaseException:
+        except BaseException as error:
             await self._close_all()
+            if isinstance(error, MemoryError):
+                raise EntresolError(
+                    f"not enough memory to start: {error}",
+                    hint="smaller [flash] blocks_max or [memory] dram_bytes, or more memory",
+                    status=Status.BUSY,
+                ) from None
             raise
 
     async def _open(self) -> None:
@@ -101,7 +107,7 @@ class Daemon:
         self._sockets = Sockets.from_environment()
         self._on_close("inherited sockets", _as_closer(self._sockets.close))
         check_huge_pages(config.memory)
-        _private_folder(config.shard.state_dir)
+        private_folder(config.shard.state_dir)
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)
         self._on_close("compute", self.compute.close)
@@ -293,6 +299,7 @@ class Daemon:
         )
         self._sockets.check_none_left()
         await self.control.start()
+        self._on_close("control", self.control.close)
         tcp = self.fabrics.get(FabricKind.TCP)
         data = (f"{listen.data_host}:{tcp.port}",) if isinstance(tcp, TcpFabricServer) else ()
         self.admin = ShardAdmin(
@@ -327,7 +334,7 @@ class Daemon:
                 hint="is another daemon running? see [listen] metrics_host and metrics_port",
             ) from None
         self._on_close("http", self.http.close)
-        self._on_close("control", self.control.close)
+        self._on_close("control", self.control.close)  # again: hosts leave before the others close
         follow_shard(self.metrics, self.shard, tls)
         probe = LoopLagProbe(self.metrics.loop_lag_seconds)
         probe.start(asyncio.get_running_loop())
@@ -383,9 +390,7 @@ class Daemon:
 
     def _certificate_sha256(self) -> bytes:
         """Digest of the certificate in force, for hosts to pin on TLS data streams."""
-        pem = self.tls.bundle().cert.decode()
-        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-        leaf = begin + pem.partition(begin)[2].partition(end)[0] + end
+        leaf = first_certificate(self.tls.bundle().cert).decode("ascii", "replace")
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).digest()
 
     def _make_slab(self, length_bytes: int) -> SlabBuffer:
@@ -417,17 +422,24 @@ def _as_closer(stop: Callable[[], None]) -> Closer:
     return close
 
 
-def _private_folder(path: Path) -> None:
+async def _start_unless(stop: asyncio.Event, daemon: Daemon) -> bool:
+    """Start it; False when a stop was asked for meanwhile: everything is closed again then.
+
+    Raises: EntresolError when it cannot start.
+    """
+    starting = asyncio.ensure_future(daemon.start())
+    stopping = asyncio.ensure_future(stop.wait())
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(13, "read-only for this user")
-    except OSError as error:
-        raise EntresolError(
-            f"cannot use the state folder {path}: {error.strerror}",
-            hint="check [shard] state_dir, its owner and its mount options",
-            status=Status.IO_ERROR,
-        ) from None
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            return True
+        tell("STOPPING=1\nSTATUS=stopping before it has started")
+        return False
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
 
 
 async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = None) -> None:
@@ -437,16 +449,29 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     """
     stop = asyncio.Event()
     hurry = asyncio.Event()
+    daemon = Daemon(config)
+    hung_up = started = False
 
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
+    def on_hangup() -> None:
+        nonlocal hung_up
+        if started:
+            daemon.on_hangup()
+        else:
+            hung_up = True
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    daemon = Daemon(config)
-    await daemon.start()
-    loop.add_signal_handler(signal.SIGHUP, daemon.on_hangup)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    if not await _start_unless(stop, daemon):
+        log.info("event=stopped while=starting")
+        return
+    started = True
+    if hung_up:
+        daemon.on_hangup()
     # What was imported and built so far lives as long as the process: keep the collector from
     # walking it again and again, and let it look at the rest less often than per 700 objects.
     gc.collect()

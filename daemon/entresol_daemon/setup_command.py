@@ -99,9 +99,12 @@ def check_data(config: Config) -> None:
 
 
 def check_surroundings(config: Config) -> None:
-    """What else a start needs that may not be there yet. Raises: IdentityError."""
+    """What else a start needs that may not be there yet. Raises: EntresolError."""
+    from entresol_daemon import data_places
     from entresol_daemon.control.identity import server_ssl_context
 
+    for problem, hint in data_places.problems(config):
+        raise ConfigError(problem, hint=hint)
     cert, key, ca = _tls_files(config)
     if not any(path.exists() for path in (cert, key, ca)):
         print(f"note: {cert} and its key and CA are not there yet; `prepare` makes them")
@@ -159,11 +162,12 @@ def _tls_files(config: Config) -> tuple[Path, Path, Path]:
 
 
 def _prepare(config: Config, kek: Path | None, beside: str, group: str | None) -> int:
+    number = None if group is None else _group_number(group)  # before anything is made
     if kek is not None and config.keys.kek_file is None:
         print(f"{kek}: not made, [keys] kek_file names none: the daemon starts locked")
     elif kek is not None:
         _make_kek(config, kek, beside)
-    _make_certificates(config, group)
+    _make_certificates(config, number)
     return 0
 
 
@@ -187,11 +191,19 @@ def _make_kek(config: Config, path: Path, beside: str) -> None:
     print("  keep a copy where the flash is not: without it every block is lost")
 
 
-def _make_certificates(config: Config, group: str | None) -> None:
+def _make_certificates(config: Config, group: int | None) -> None:
     from entresol_daemon.control import devcerts
 
     cert, key, ca = _tls_files(config)
     folder, authority = ca.parent, (ca, ca.with_name(_CA_KEY))
+    made_here = _made_here(config)
+    if made_here and cert.exists() != key.exists():
+        raise ConfigError(
+            f"of {cert} and {key} only one is there",
+            hint="a run before this one was cut short: `entresold --config FILE renew` makes both",
+        )
+    if made_here and key.exists() and group is not None and _left_unshared(folder, key):
+        _share(folder, key, group)
     if cert.exists() or key.exists() or [one.exists() for one in authority] == [True, False]:
         print(f"{cert.parent}: certificates are there and stay as they are")
         return
@@ -222,22 +234,34 @@ def _issue(config: Config, *, anew: bool) -> None:
     )
 
 
+def _made_here(config: Config) -> bool:
+    """Whether the shard's certificate is, or would be, of an authority that lies beside it."""
+    from entresol_daemon.control import devcerts
+
+    cert, key, ca = _tls_files(config)
+    files = devcerts.DevPki(ca.parent, config.tls.trust_domain).files(cert.stem)
+    return files == devcerts.CertFiles(cert, key, ca) and ca.with_name(_CA_KEY).exists()
+
+
 def _renew(config: Config) -> int:
     """A new key and certificate in place of those that `prepare` made, as readable as they were."""
     from entresol_daemon.control import devcerts
 
     cert, key, ca = _tls_files(config)
-    made_here = devcerts.DevPki(ca.parent, config.tls.trust_domain).files(cert.stem)
-    if made_here != devcerts.CertFiles(cert, key, ca) or not ca.with_name(_CA_KEY).exists():
+    if not _made_here(config):
         raise ConfigError(
             f"{cert} was not made here: there is no {ca.with_name(_CA_KEY)}",
             hint="ask whoever issued it, and put key and certificate in place; a running daemon "
             "takes them over",
         )
-    before = key.stat()
+    before = key.stat() if cert.exists() and key.exists() else None
     _issue(config, anew=True)
-    os.chown(key, before.st_uid, before.st_gid)
-    os.chmod(key, stat.S_IMODE(before.st_mode))
+    folder = ca.parent.stat()
+    if before is not None:
+        os.chown(key, before.st_uid, before.st_gid)
+        os.chmod(key, stat.S_IMODE(before.st_mode))
+    elif folder.st_mode & stat.S_IXGRP:  # shared before, as the key of a run cut short was to be
+        _share(ca.parent, key, folder.st_gid)
     print(f"{cert}: a new certificate, for {devcerts.LEAF_DAYS} days")
     print("  a running daemon takes it over within [tls] reload_interval_ns, at HUP at once")
     return 0
@@ -252,13 +276,22 @@ def _names(control_host: str) -> list[str]:
     return list(dict.fromkeys([*names, socket.gethostname()]))
 
 
-def _share(folder: Path, key: Path, group: str) -> None:
+def _group_number(name: str) -> int:
     try:
-        number = grp.getgrnam(group).gr_gid
+        return grp.getgrnam(name).gr_gid
     except KeyError:
-        raise ConfigError(f"there is no group {group}", hint="see --group") from None
+        raise ConfigError(f"there is no group {name}", hint="see --group") from None
+
+
+def _left_unshared(folder: Path, key: Path) -> bool:
+    """Whether a run that was cut short left them as they are made."""
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, key)]
+    return modes == [0o700, 0o600] and key.stat().st_uid == os.geteuid()
+
+
+def _share(folder: Path, key: Path, group: int) -> None:
     for path, mode in ((folder, 0o750), (key, 0o640)):
-        os.chown(path, -1, number)
+        os.chown(path, -1, group)
         os.chmod(path, mode)
 
 
@@ -268,32 +301,56 @@ def _certify(config: Config, arguments: argparse.Namespace) -> int:
 
     name, folder = check_tenant_name(arguments.name), Path(arguments.folder)
     _, _, ca = _tls_files(config)
-    issued = devcerts.issue_tenant(ca.parent, name, anew=arguments.renew)
+    host = _host_for_clients(arguments.host, config.listen.control_host)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_ours(folder)
+    issued = devcerts.issue_tenant(ca.parent, name, anew=arguments.renew)
     for source, target, mode in (
         (issued.cert, folder / "tenant.pem", 0o644),
         (issued.key, folder / "tenant.key", 0o600),
         (issued.ca, folder / "ca.pem", 0o644),
     ):
-        _copy(source, target, mode)
+        _place(source.read_bytes(), target, mode)
     listen = config.listen
     text = client_toml(
         config,
         files=("tenant.pem", "tenant.key", "ca.pem"),
-        host=arguments.host or listen.control_host,
+        host=host,
         ports=(listen.control_port, listen.grpc_port, listen.metrics_port),
     )
     target = folder / "client.toml"
-    scratch = target.with_suffix(".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(target)
+    _place(text.encode(), target, 0o644)
     print(f"{target}: for hosts of tenant {name}; add it with: entresol tenant add {name}")
     return 0
 
 
-def _copy(source: Path, target: Path, mode: int) -> None:
+def _host_for_clients(asked: str | None, control_host: str) -> str:
+    """Raises: ConfigError when nobody can connect to it."""
+    from entresol_daemon.config_places import host_is_usable, is_unspecified
+
+    host = asked if asked is not None else control_host
+    if is_unspecified(host) or not host_is_usable(host):
+        raise ConfigError(
+            f"nobody can connect to {host!r}",
+            hint="--host: the address or name by which hosts reach this machine",
+        )
+    return host
+
+
+def _check_ours(folder: Path) -> None:
+    """Raises: ConfigError where another user could put a link in our way, or take the key."""
+    found = folder.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} belongs to, or may be written by, other users",
+            hint="name a folder of your own (chmod go-w), and copy the files from there",
+        )
+
+
+def _place(raw: bytes, target: Path, mode: int) -> None:
+    """In one step, and never through what somebody else has put there."""
     scratch = target.with_name(target.name + ".tmp")
     scratch.unlink(missing_ok=True)
     with open(scratch, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
-        file.write(source.read_bytes())
+        file.write(raw)
     scratch.replace(target)

@@ -6,13 +6,15 @@ from session and request (`entresol_proto.tracing`), which is how a host's spans
 
 Invariants: off, it costs a look at None per request. A span says what a log line may: tenant,
 numbers of blocks and bytes, tiers, outcome; never keys, namespaces, tokens or payload. A collector
-that is absent, slow or hostile costs spans, never a request: the queue is bounded and drops.
+that is absent, slow or hostile costs spans, never a request nor a stop: the queue is bounded and
+drops, and so does `close`.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("entresol.traces")
 
 EXPORT_TIMEOUT_S = 5.0
+CLOSE_SECONDS_MAX = 3.0  # the SDK's own shutdown takes several times its timeout
 QUEUE_SPANS_MAX = 2048
 BATCH_SPANS_MAX = 512
 EVERY_MS = 2_000
@@ -125,10 +128,20 @@ class Traces:
         except Exception:
             log.exception("event=trace_lost")
 
-    def close(self) -> None:
-        """Send what waits, for a few seconds at most. Blocks."""
-        self._processor.force_flush(int(EXPORT_TIMEOUT_S * 1000))
-        self._processor.shutdown()
+    def close(self, seconds_max: float = CLOSE_SECONDS_MAX) -> None:
+        """Send what waits, within `seconds_max`; then it is abandoned, with its thread. Blocks."""
+        thread = threading.Thread(target=self._shut_down, name="entresol-traces", daemon=True)
+        thread.start()
+        thread.join(seconds_max)
+        if thread.is_alive():
+            log.warning("event=traces_abandoned seconds=%g hint='see the collector'", seconds_max)
+
+    def _shut_down(self) -> None:
+        try:
+            self._processor.force_flush(int(EXPORT_TIMEOUT_S * 1000))
+            self._processor.shutdown()
+        except Exception:
+            log.exception("event=traces_close_failed")
 
 
 def traces_of(config: Config) -> Traces | None:

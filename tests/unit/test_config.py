@@ -92,6 +92,11 @@ drive_writes_per_day = 1
         ("[admission]\ndrive_writes_per_day = nan", ["not a usable number"]),
         ("[admission]\ndrive_writes_per_day = inf", ["not a usable number"]),
         ('[tls]\ncert = ""', ["the path is empty"]),
+        # Nobody expands these: they would be folders of that name, wherever the daemon starts.
+        ('[flash]\npath = "$HOME/flash"', ["path", "begins with $"]),
+        ('[keys]\nkek_file = "$HOME/kek"', ["kek_file", "begins with $"]),
+        ('[sandbox]\nwritable = ["$HOME"]', ["writable", "begins with $"]),
+        ('[sandbox]\nwritable = ["/x", ""]', ["writable", "the path is empty"]),
         ("[log", ["not valid TOML"]),
         # Found by fuzzing: each had ended in a traceback.
         ("[flash]\nblocks_max = " + "9" * 400, ["more than 64 bits"]),
@@ -123,12 +128,50 @@ def test_refusals_name_file_key_and_fix(tmp_path: Path, text: str, parts: list[s
         (TLS + '[limits]\nblock_bytes_max = "17MiB"', "block_bytes_max is over half a slab"),
         (TLS + '[limits]\ninflight_bytes_per_session_max = "1MiB"', "below block_bytes_max"),
         (TLS + "[fabric]\nenabled = []", "enabled is empty"),
+        (TLS + '[listen]\ncontrol_host = ""', "control_host is empty"),
+        (TLS + '[listen]\ngrpc_host = ""', "grpc_host is empty"),
+        (TLS + '[listen]\ndata_host = ""', "data_host is empty"),
+        (TLS + '[listen]\nmetrics_host = ""', "metrics_host is empty"),
+        (TLS + f'[listen]\ncontrol_host = "{"a" * 64}.com"', "no address and no host name"),
+        (TLS + '[listen]\ncontrol_host = "10.0.0.256"', "no address and no host name"),
+        (TLS + '[listen]\ndata_advertise = "not an address"', "no address and no host name"),
+        (TLS + '[listen]\ndata_advertise = "10.0.0.1:7442"', "no address and no host name"),
+        (TLS + '[listen]\ndata_advertise = "0.0.0.0"', "nobody can connect to 0.0.0.0"),
+        (TLS + '[listen]\ndata_advertise = "::"', "nobody can connect to ::"),
+        (TLS + "[listen]\ncontrol_port = 7441", "control_port and grpc_port are both 7441"),
+        (
+            TLS + '[listen]\nmetrics_host = "0.0.0.0"\nmetrics_port = 7440',
+            "control_port and metrics_port are both 7440",
+        ),
+        (TLS + f'[listen]\nunix_dir = "/{"u" * 95}"', "too long for a socket"),
+        (TLS + f'[fabric]\nshm_dir = "/{"u" * 96}"', "too long for a socket"),
+        (TLS + '[sealing]\nchunk_bytes = "8KiB"', "block_bytes_max is over 1024 chunks"),
     ],
 )
 def test_contradictions_refuse_to_start(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TLS + '[listen]\ncontrol_host = "::1"\ngrpc_host = "fe80::1%eth0"\ndata_host = "kv-1.pod"',
+        TLS + '[listen]\ncontrol_host = "10.0.0.1"\ngrpc_host = "10.0.0.2"\ngrpc_port = 7440',
+        TLS + "[listen]\ncontrol_port = 0\ngrpc_port = 0\ndata_port = 0\nmetrics_port = 0",
+        TLS + '[fabric]\nenabled = ["shm"]\n[listen]\ndata_port = 7440',
+        TLS + f'[listen]\nunix_dir = "/{"u" * 94}"',
+        TLS + '[sealing]\nchunk_bytes = "16KiB"',
+    ],
+)
+def test_what_is_just_inside_starts(tmp_path: Path, text: str) -> None:
+    load(tmp_path, text)
+
+
+def test_writable_folders_belong_to_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, TLS + '[sandbox]\nwritable = ["traces", "/srv/x"]')
+    assert config.sandbox.writable == (str(tmp_path / "traces"), "/srv/x")
 
 
 def test_files_that_are_no_text_or_not_there(tmp_path: Path) -> None:

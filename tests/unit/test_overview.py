@@ -110,6 +110,29 @@ def test_the_newest_events_of_all_tenants() -> None:
     assert len(log.newest(1)) == 1
 
 
+def test_events_do_not_tell_when_a_single_block_came() -> None:
+    """Whoever reaches the page would otherwise follow another tenant block by block."""
+    log = EventLog(1, event_limits=EventLimits(tenant_events_max=64))
+    second = 10**9
+    for time in (second + 1, second + 999_999_999, 2 * second + 7, 2 * second + 8):
+        publish(log, "a", time)
+    publish(log, "b", 2 * second + 9)
+    rows = overview.events_by_second(log.newest(overview.EVENTS_READ_MAX))
+    assert [(row["time_unix_ns"], row["tenant"], row["blocks"]) for row in rows] == [
+        (2 * second, "b", 1), (2 * second, "a", 2), (second, "a", 2),
+    ]  # fmt: skip
+    assert set(rows[0]) == {"time_unix_ns", "kind", "reason", "tenant", "blocks", "bytes"}
+
+
+def test_rows_of_events_are_bounded() -> None:
+    log = EventLog(1, event_limits=EventLimits(tenant_events_max=64))
+    for number in range(40):
+        publish(log, "a", number * 10**9)
+    assert len(overview.events_by_second(log.newest(overview.EVENTS_READ_MAX))) == (
+        overview.EVENTS_MAX
+    )
+
+
 def test_the_budget_is_told_as_it_is() -> None:
     assert Admission("auto", budget=None).budget_level(0) is None
     admission = Admission("auto", budget=WriteBudget(10, 100))

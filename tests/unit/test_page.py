@@ -12,6 +12,7 @@ import pytest
 
 from entresol_daemon.control import page
 from entresol_daemon.control.http import HttpServer
+from entresol_daemon.control.rendered import AT_ONCE_MAX, PER_SECOND, Rendered
 from entresol_daemon.metrics import Metrics
 
 HTML = page.FILE.read_text(encoding="utf-8")
@@ -110,6 +111,120 @@ async def test_another_name_for_loopback_reads_nothing(host: str, code: int) -> 
     try:
         assert (await ask(server, "/overview.json", host=host))[0] == code
         assert (await ask(server, "/", host=host))[0] == code
-        assert (await ask(server, "/metrics", host=host))[0] == 200, "for machines, as before"
+        wanted = code if host else 200
+        assert (await ask(server, "/metrics", host=host))[0] == wanted, "machines may name none"
+        assert (await ask(server, "/healthz", host=host))[0] == 200, "says nothing of tenants"
+    finally:
+        await server.close()
+
+
+async def test_off_loopback_any_name_will_do() -> None:
+    server = HttpServer(Metrics(), list, overview=Source())
+    await server.start()
+    server._host = "10.0.0.1"  # as if it had been bound there
+    try:
+        for path in ("/", "/overview.json", "/metrics"):
+            assert (await ask(server, path, host="kv-1.pod"))[0] == 200
+    finally:
+        await server.close()
+
+
+async def test_two_hosts_are_none() -> None:
+    """A proxy that looks at the first, and we at the last, would let a stranger's name through."""
+    server = HttpServer(Metrics(), list, overview=Source())
+    await server.start()
+    try:
+        for first, second in (("evil.example", "localhost"), ("", "localhost"), ("a", "a")):
+            got = await ask(server, "/healthz", host=f"{first}\r\nhost: {second}")
+            assert (got[0], got[2]) == (400, b"more than one host\n")
+    finally:
+        await server.close()
+
+
+# A flood of readers -------------------------------------------------------------------------------
+
+
+class Clock:
+    now_ns = 10**15
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+async def test_a_flood_of_readers_has_few_pages_made() -> None:
+    made, clock = 0, Clock()
+
+    async def render() -> bytes:
+        nonlocal made
+        made += 1
+        return str(made).encode()
+
+    kept = Rendered(render, clock)
+    got = [await kept.get() for _ in range(1_000)]
+    assert got[: AT_ONCE_MAX + 1] == [str(n + 1).encode() for n in range(AT_ONCE_MAX)] + [got[-1]]
+    assert made == AT_ONCE_MAX, "who asks now and then gets a new one, a flood does not"
+    for _ in range(10):
+        clock.now_ns += 10**9 // PER_SECOND
+        for _ in range(100):
+            await kept.get()
+    assert made == AT_ONCE_MAX + 10
+    clock.now_ns += 3_600 * 10**9
+    for _ in range(100):
+        await kept.get()
+    assert made == 2 * AT_ONCE_MAX + 10
+    await kept.close()
+
+
+async def test_all_who_wait_share_one_page_and_who_leaves_does_not_end_it() -> None:
+    go, made = asyncio.Event(), 0
+
+    async def render() -> bytes:
+        nonlocal made
+        made += 1
+        await go.wait()
+        return b"page"
+
+    kept = Rendered(render, Clock())
+    waiting = [asyncio.ensure_future(kept.get()) for _ in range(20)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    go.set()
+    assert await asyncio.gather(*waiting[1:]) == [b"page"] * 19
+    assert made == 1
+    await kept.close()
+
+
+async def test_a_page_that_breaks_is_made_again() -> None:
+    answers: list[Exception | bytes] = [ValueError("broken"), b"whole"]
+
+    async def render() -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    kept = Rendered(render, Clock())
+    with pytest.raises(ValueError, match="broken"):
+        await kept.get()
+    assert await kept.get() == b"whole"
+    await kept.close()
+
+
+async def test_the_endpoint_has_its_pages_made_so() -> None:
+    looks = 0
+
+    class Counted(Source):
+        def look(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().look()
+
+    server = HttpServer(Metrics(), list, overview=Counted(), now_ns=Clock())
+    await server.start()
+    try:
+        for _ in range(3 * AT_ONCE_MAX):
+            assert (await ask(server, "/overview.json"))[2] == b'{"format":1}'
+        assert looks == AT_ONCE_MAX
     finally:
         await server.close()

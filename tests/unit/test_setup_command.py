@@ -7,17 +7,21 @@ that too many may read, an older version started on newer data.
 from __future__ import annotations
 
 import grp
+import ipaddress
 import os
 import stat
 import struct
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from entresol_client.config import ClientConfig
-from entresol_daemon import formats
+from entresol_daemon import formats, judge, setup_command
 from entresol_daemon.__main__ import main
 from entresol_daemon.config import Config
+from entresol_daemon.dev import client_toml
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.superblock import FORMAT_VERSION, Superblock, encode_superblock
 from entresol_daemon.keys.keyring import Keyring
@@ -25,6 +29,7 @@ from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.keys.state import KEYRING_VERSION
 from entresol_proto.status import FormatError
 
+EVERY_INTERFACE = [str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0))]
 VERSION_AT = 8  # of a superblock, daemon/DATA_FILE.md
 
 
@@ -307,3 +312,168 @@ def test_what_is_damaged_is_the_daemons_to_judge(toml: Path, content: bytes) -> 
     (toml.parent / "state/keyring.json").write_bytes(content)
     (toml.parent / "state/flash.data").write_bytes(content)
     assert formats.look(Config.load(toml)) == []
+
+
+# What --check passes can start -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flash", "says"),
+    [
+        ("size_bytes = 0", "size_bytes is 0"),
+        ('path = "/dev/null"', "regular file or block device"),
+        ('path = "FOLDER"', "regular file or block device"),
+        ('path = "FOLDER/empty"\nsize_bytes = 0', "FOLDER/empty is empty, and"),
+        ('path = "FOLDER/pipe"', "regular file or block device"),
+        ('checkpoint = "FOLDER"', "FOLDER is a folder"),
+    ],
+)
+def test_check_and_doctor_pass_nothing_that_cannot_start(
+    toml: Path, capsys: pytest.CaptureFixture[str], flash: str, says: str
+) -> None:
+    """A pipe also kept them waiting for ever, for its writer."""
+    assert run(toml, "prepare", "--kek", toml.parent / "kek") == 0
+    folder = toml.parent / "places"
+    folder.mkdir()
+    (folder / "empty").touch()
+    os.mkfifo(folder / "pipe")
+    with toml.open("a") as file:
+        file.write("[flash]\n" + flash.replace("FOLDER", str(folder)) + "\n")
+    says = says.replace("FOLDER", str(folder))
+    capsys.readouterr()
+    assert run(toml, "--check") == 1
+    assert says in capsys.readouterr().err
+    rows = list(judge.judge(toml))
+    assert any(level == judge.FAIL and says in text for level, text, _ in rows)
+
+
+def test_data_that_is_there_or_will_be_made_passes(toml: Path) -> None:
+    assert run(toml, "prepare", "--kek", toml.parent / "kek") == 0
+    assert run(toml, "--check") == 0
+    data_file(toml.parent / "state" / "flash.data", FORMAT_VERSION)
+    with toml.open("a") as file:
+        file.write("[flash]\nsize_bytes = 0\n")
+    assert run(toml, "--check") == 0
+
+
+def test_a_pipe_in_place_of_the_keyring_is_refused_at_once(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (toml.parent / "state").mkdir()
+    os.mkfifo(toml.parent / "state" / "keyring.json")
+    assert run(toml, "formats") == 1
+    assert "keyring.json: no regular file" in capsys.readouterr().err
+
+
+# Half of it ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_group_is_found_before_anything_is_made(toml: Path) -> None:
+    """Otherwise the next run, with the right one, found certificates and shared nothing."""
+    before = files_of(toml.parent)
+    kek = toml.parent / "kek"
+    assert run(toml, "prepare", "--kek", kek, "--group", "no-such-group-here") == 1
+    assert files_of(toml.parent) == before
+
+
+@pytest.mark.parametrize("missing", ["shard.pem", "shard.key"])
+def test_half_a_certificate_is_not_called_good(
+    toml: Path, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    group = grp.getgrgid(os.getegid()).gr_name
+    assert run(toml, "prepare", "--group", group) == 0
+    (toml.parent / "pki" / missing).unlink()
+    assert run(toml, "prepare") == 1
+    assert "renew" in capsys.readouterr().err
+    assert run(toml, "renew") == 0
+    assert stat.S_IMODE((toml.parent / "pki/shard.key").stat().st_mode) == 0o640
+    assert run(toml, "prepare") == 0
+    assert run(toml, "--check") == 0
+
+
+def test_a_run_that_was_cut_short_before_it_shared_the_key_is_made_good(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = toml.parent / "pki/shard.key"
+    group = grp.getgrgid(os.getegid()).gr_name
+    with monkeypatch.context() as patched:
+        patched.setattr(setup_command, "_share", lambda *_: None)
+        assert run(toml, "prepare", "--group", group) == 0
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert run(toml, "prepare", "--group", group) == 0
+    assert stat.S_IMODE(key.stat().st_mode) == 0o640
+    key.chmod(0o600)
+    assert run(toml, "prepare", "--group", group) == 0
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600, "what somebody tightened stays so"
+
+
+def test_keys_and_certificates_survive_a_loss_of_power(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1]
+    )
+    assert run(toml, "prepare") == 0
+    folder = str(toml.parent / "pki")
+    assert {f"{folder}/shard.key.tmp", f"{folder}/shard.pem.tmp", folder} <= set(synced)
+
+
+# What a client is given ---------------------------------------------------------------------------
+
+
+def test_certify_follows_no_link_that_somebody_put_there(toml: Path, tmp_path: Path) -> None:
+    assert run(toml, "prepare") == 0
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    out.mkdir(mode=0o755)
+    victim.write_text("precious")
+    for name in ("client.toml", "client.tmp", "client.toml.tmp", "tenant.pem.tmp"):
+        (out / name).symlink_to(victim)
+    assert run(toml, "certify", "acme", out) == 0
+    assert victim.read_text() == "precious"
+    assert not (out / "client.toml").is_symlink()
+
+
+def test_certify_writes_to_no_folder_that_others_may_write(
+    toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(toml, "prepare") == 0
+    out = tmp_path / "out"
+    for mode in (0o777, 0o775, 0o1777):
+        out.mkdir()
+        out.chmod(mode)
+        assert run(toml, "certify", "acme", out) == 1
+        assert "may be written by, other users" in capsys.readouterr().err
+        assert list(out.iterdir()) == []
+        out.rmdir()
+
+
+@pytest.mark.parametrize("control_host", EVERY_INTERFACE)
+def test_certify_asks_for_a_host_that_can_be_reached(
+    toml: Path, tmp_path: Path, control_host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml.write_text(
+        toml.read_text()
+        .replace("127.0.0.2", control_host)
+        .replace("[tls]", f'metrics_host = "{control_host}"\n[tls]')
+    )
+    assert run(toml, "prepare") == 0
+    for words in ((), ("--host", EVERY_INTERFACE[0]), ("--host", ""), ("--host", 'a"\nx = "b')):
+        assert run(toml, "certify", "acme", tmp_path / "out", *words) == 1
+        assert "--host" in capsys.readouterr().err
+    assert run(toml, "certify", "acme", tmp_path / "out", "--host", "fd00::7") == 0
+    shard = ClientConfig.load(tmp_path / "out" / "client.toml").shards[0]
+    assert (shard.host, shard.metrics) == ("fd00::7", "http://[fd00::7]:7443")
+
+
+def test_client_configurations_have_brackets_and_quotes(toml: Path) -> None:
+    config = Config.load(toml)
+    listen = replace(config.listen, metrics_host="::1", unix_dir=Path('/run/a"b\\c'))
+    text = client_toml(
+        replace(config, listen=listen), files=('c"', "k\\", "ca\t"), host="h", ports=(1, 2, 3)
+    )
+    found = tomllib.loads(text)
+    assert (found["cert"], found["key"], found["ca"]) == ('c"', "k\\", "ca\t")
+    assert found["shards"][0]["metrics"] == "http://[::1]:3"
+    assert found["shards"][0]["admin_socket"] == '/run/a"b\\c/admin.sock'

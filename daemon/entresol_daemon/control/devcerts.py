@@ -311,9 +311,17 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, raw: bytes, mode: int) -> None:
-    """Replace `path` in one step, so that a server that follows the file never reads half of it."""
+    """Replace `path` in one step, so that a server that follows the file never reads half of it,
+    nor after the machine lost its power."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb", opener=lambda p, flags: os.open(p, flags, mode)) as file:
         file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -5,9 +5,10 @@ show.
 
 Invariants owned here: whatever a client sends, memory per connection is bounded by the request
 limit, time by the deadlines, and their number by `CONNECTIONS_MAX`, beyond which the oldest of the
-address that has most gives way: nobody who keeps silent there hides the daemon's health. Every
-connection carries one request and is closed. It listens on the address it is told, loopback by
-default, and after `close` no task, socket or thread of it is left.
+address that has most gives way: nobody who keeps silent there hides the daemon's health. A flood of
+requests has no more pages made than `control.rendered` allows. Every connection carries one request
+and is closed. It listens on the address it is told, loopback by default, and after `close` no task,
+socket or thread of it is left.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import ipaddress
 import json
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from entresol_daemon.control import page
+from entresol_daemon.control.rendered import Rendered
 from entresol_daemon.metrics import CONTENT_TYPE, Metrics
 from entresol_proto.origins import Crowd, origin_of
 from entresol_proto.threads import Pool
@@ -52,8 +55,9 @@ _REASONS = {
     505: "HTTP Version Not Supported",
 }
 # A browser may be led here under another name, which then could read what this one may
-# (DNS rebinding): on loopback, these are given to who asks for a loopback address only.
-_FOR_BROWSERS = ("/", "/overview.json")
+# (DNS rebinding): on loopback, these are given to who asks for a loopback address only. Machines
+# that name none may have the metrics; a browser always names one.
+_NOT_FOR_STRANGERS = ("/", "/overview.json", "/metrics")
 _PLAIN = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _HTML = "text/html; charset=utf-8"
@@ -95,6 +99,7 @@ class HttpServer:
         request_deadline_s: float = REQUEST_DEADLINE_S,
         overview: OverviewSource | None = None,
         listening: socket.socket | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`listening` is used instead of a socket of its own; the server owns it."""
         self._metrics = metrics
@@ -106,13 +111,15 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._tasks: Crowd[asyncio.Task[None]] = Crowd(CONNECTIONS_MAX)
         self._renderer: Pool | None = None
+        self._kept: list[Rendered] = []
         self._routes: dict[str, Callable[[], Awaitable[_Reply]]] = {
-            "/metrics": self._get_metrics,
+            "/metrics": self._get_kept(Rendered(self._render_metrics, now_ns), CONTENT_TYPE),
             "/healthz": self._get_health,
             "/readyz": self._get_readiness,
         }
         if overview is not None:
-            self._routes["/overview.json"] = functools.partial(self._get_overview, overview)
+            made = Rendered(functools.partial(self._render_overview, overview), now_ns)
+            self._routes["/overview.json"] = self._get_kept(made, _JSON)
             self._routes["/"] = functools.partial(self._get_page, page.load())
 
     @property
@@ -142,6 +149,8 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await server.wait_closed()
+        for kept in self._kept:
+            await kept.close()
         if self._renderer is not None:
             self._renderer.close(drop=True)
             self._renderer = None
@@ -185,7 +194,9 @@ class HttpServer:
         if isinstance(asked, _Reply):
             return asked
         path, host = asked
-        if path in _FOR_BROWSERS and _is_loopback(self._host) and not _is_loopback(host):
+        named = bool(host) or path != "/metrics"
+        strange = named and _is_loopback(self._host) and not _is_loopback(host)
+        if strange and path in _NOT_FOR_STRANGERS:
             return _Reply(403, b"ask for it as localhost or 127.0.0.1\n")
         route = self._routes.get(path)
         if route is None:
@@ -196,16 +207,22 @@ class HttpServer:
             log.exception("event=http_failed path=%s", path)
             return _Reply(500, b"internal error; the daemon's log has it\n")
 
-    async def _get_metrics(self) -> _Reply:
+    def _get_kept(self, kept: Rendered, content_type: str) -> Callable[[], Awaitable[_Reply]]:
+        self._kept.append(kept)
+
+        async def get() -> _Reply:
+            return _Reply(200, await kept.get(), content_type)
+
+        return get
+
+    async def _render_metrics(self) -> bytes:
         assert self._renderer is not None
         self._metrics.refresh()
-        page = await self._renderer.run(self._metrics.render)
-        return _Reply(200, page, CONTENT_TYPE)
+        return await self._renderer.run(self._metrics.render)
 
-    async def _get_overview(self, overview: OverviewSource) -> _Reply:
+    async def _render_overview(self, overview: OverviewSource) -> bytes:
         assert self._renderer is not None
-        page = await self._renderer.run(overview.render, overview.look())
-        return _Reply(200, page, _JSON)
+        return await self._renderer.run(overview.render, overview.look())
 
     async def _get_page(self, found: page.Page) -> _Reply:
         return _Reply(200, found.body, _HTML, found.headers)
@@ -242,14 +259,16 @@ def _parse(head: bytes) -> tuple[str, str] | _Reply:
         return _Reply(405, b"only GET\n")
     if not target.startswith(b"/"):
         return _Reply(400, b"malformed request target\n")
-    host = ""
+    host: str | None = None
     for header in headers.split(b"\r\n"):
         name, colon, value = header.partition(b":")
         if header and (not colon or not name or name != name.strip()):
             return _Reply(400, b"malformed header\n")
         if name.lower() == b"host":
+            if host is not None:  # whoever stands between us may believe the other one
+                return _Reply(400, b"more than one host\n")
             host = value.decode("latin-1").strip()
-    return target.decode("ascii").partition("?")[0], host
+    return target.decode("ascii").partition("?")[0], host or ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "check_server_identity",
     "check_trust_domain",
     "client_ssl_context",
+    "first_certificate",
     "parse_spiffe_id",
     "server_ssl_context",
     "shard_uri",
@@ -184,8 +185,12 @@ class ReloadingServerContext:
         connection.context = self._active
 
 
+def first_certificate(pem: bytes) -> bytes:
+    """The chain's first certificate, as PEM. Text of any encoding may stand before it."""
+    begin, end = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
+    return begin + pem.partition(begin)[2].partition(end)[0] + end
+
+
 def _not_after_s(pem: bytes) -> float:
     """The end of the chain's first certificate. Raises: IdentityError."""
-    begin, end = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
-    leaf = begin + pem.partition(begin)[2].partition(end)[0] + end  # text may stand before it
-    return load_certificate(leaf).not_valid_after_utc.timestamp()
+    return load_certificate(first_certificate(pem)).not_valid_after_utc.timestamp()

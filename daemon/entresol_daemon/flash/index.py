@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.ma  # np.unique and np.isin import it when first called: 50 ms, on the event loop
 import numpy.typing as npt
 
 ABSENT = -1

@@ -374,8 +374,9 @@ class Shard:
         if clean:
             await self.puts.drain()
         await self.removal.stop()
-        await self.parts.meters.close(self.parts.compute)
         await self.parts.engine.close(clean=clean)
+        # Not before: a collector that is slow would eat the time a stop has for the flash.
+        await self.parts.meters.close(self.parts.compute)
         if self._background:
             await asyncio.wait(self._background)
         self.parts.residency.clear()
