@@ -2,12 +2,12 @@
 
     python -m bench.codec FILE.npy ... [--json] [--block-tokens 64] [--chunk-kib 256]
 
-A file holds bf16 bit patterns as u16, shaped [layers, 2, tokens, heads, head_dim] (any other shape
-is taken as one run of elements). It is cut into blocks of --block-tokens tokens, blocks into
-chunks, as sealing does. fp8 and int8 are made from these values by rounding. fp16 and fp32 hold
-bf16 precision in wider storage, as when a bf16 model runs with such a cache: their low bits are
-zero and they shrink much more than values of full precision (rows "fp16 full", "fp32 full": normal
-noise, the same distribution of exponents as a KV channel).
+A file holds bf16 bit patterns (`bench.kv` says which files are accepted; another ends with a line
+that says so, and status 2). It is cut into blocks of --block-tokens tokens, the last one shorter if
+need be, blocks into chunks, as sealing does. fp8 and int8 are made from these values by rounding.
+fp16 and fp32 hold bf16 precision in wider storage, as when a bf16 model runs with such a cache:
+their low bits are zero and they shrink much more than values of full precision (rows "fp16 full",
+"fp32 full": the same values, with the bits that bf16 never had drawn at random).
 
 Speeds are plain bytes per CPU-second of this process on one core: for each block the best of
 --repeats, then the median over blocks. They do not depend on what else the machine runs, except
@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +30,19 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from bench import kv
+from bench.kv import Bits
+from entresol_proto import limits
 from entresol_proto.seal import block, codecs
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import Status
+from entresol_proto.status import CodecError, Status
 
 if TYPE_CHECKING:
     from bench import codec_budget as budget
 
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+SEAL_ELEMENTS = 1 << 19  # a megabyte is sealed and opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +71,11 @@ class SealRow:
     open_over_bare_us: float  # raw codec: what the format and Python add to one block
 
 
-def _float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+def _float32(bits: Bits) -> Floats:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _to_fp8(values: npt.NDArray[np.float32], exponent_bits: int, top: float) -> Bytes:
+def _to_fp8(values: Floats, exponent_bits: int, top: float) -> Bytes:
     """Round to nearest even in an fp8 format without infinities in range; saturates at `top`."""
     mantissa_bits = 7 - exponent_bits
     bias = 2 ** (exponent_bits - 1) - 1
@@ -83,40 +88,37 @@ def _to_fp8(values: npt.NDArray[np.float32], exponent_bits: int, top: float) -> 
     return packed
 
 
-def convert(bits: npt.NDArray[np.uint16], dtype: DType) -> Bytes:
+def convert(bits: Bits, dtype: DType) -> Bytes:
     """The bytes of bf16 bit patterns in another dtype; OPAQUE is the bf16 bytes as they are."""
     values = _float32(bits)
     out: npt.NDArray[Any] = bits
-    if dtype is DType.FP16:
-        out = values.astype(np.float16)
-    elif dtype is DType.FP32:
-        out = values
-    elif dtype is DType.FP8_E4M3:
-        out = _to_fp8(values, 4, 448.0)
-    elif dtype is DType.FP8_E5M2:
-        out = _to_fp8(values, 5, 57344.0)
-    elif dtype is DType.INT8:
-        scale = max(float(np.abs(values).max()) / 127.0, 1e-30)
-        out = np.rint(values / scale).astype(np.int8)
+    with np.errstate(over="ignore", invalid="ignore"):  # what fp16 cannot hold is infinite there
+        if dtype is DType.FP16:
+            out = values.astype(np.float16)
+        elif dtype is DType.FP32:
+            out = values
+        elif dtype is DType.FP8_E4M3:
+            out = _to_fp8(np.nan_to_num(values), 4, 448.0)
+        elif dtype is DType.FP8_E5M2:
+            out = _to_fp8(np.nan_to_num(values), 5, 57344.0)
+        elif dtype is DType.INT8:
+            known = np.nan_to_num(values)
+            scale = max(float(np.abs(known).max()) / 127.0, 1e-30)
+            out = np.rint(known / scale).astype(np.int8)
     return np.frombuffer(out.tobytes(), np.uint8)
 
 
-def full_precision(dtype: DType, elements: int) -> Bytes:
-    """Normal noise in fp16 or fp32: nothing below the exponent can be saved."""
-    noise = np.random.default_rng(1).standard_normal(elements)
-    values = noise.astype(np.float16 if dtype is DType.FP16 else np.float32)
-    return np.frombuffer(values.tobytes(), np.uint8)
+def full_precision(bits: Bits, dtype: DType) -> Bytes:
+    """bf16 values in fp16 or fp32 as if they had been computed there.
 
-
-def blocks_of(path: str, block_tokens: int) -> Iterator[npt.NDArray[np.uint16]]:
-    """The whole blocks of a file, flat, in token order."""
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if array.dtype != np.uint16:
-        raise SystemExit(f"{path}: want u16 bit patterns of bf16, found {array.dtype}")
-    if array.ndim != 5:
-        array = array.reshape(1, 1, -1, 1, 128)
-    for start in range(0, array.shape[2] - block_tokens + 1, block_tokens):
-        yield np.ascontiguousarray(array[:, :, start : start + block_tokens]).reshape(-1)
+    Sign, exponent and seven bits of the mantissa are the file's; what is below, which bf16 does not
+    have and no code can save, is drawn at random. The same bits give the same bytes.
+    """
+    low = np.random.default_rng(1).integers(0, 1 << 16, bits.shape, dtype=np.uint32)
+    values = (bits.astype(np.uint32) << 16 | low).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = values.astype(np.float16) if dtype is DType.FP16 else values
+    return np.frombuffer(out.tobytes(), np.uint8)
 
 
 def best_s(call: Callable[[], object], repeats: int) -> float:
@@ -236,107 +238,152 @@ def measure_seal(plain: Bytes, dtype: DType, name: str, chunk_bytes: int, repeat
 
 
 def _rows(
-    chosen: list[npt.NDArray[np.uint16]], dtypes: str, chunk_bytes: int, repeats: int
+    chosen: Sequence[Bits], dtypes: Sequence[DType], chunk_bytes: int, repeats: int
 ) -> list[Row]:
     """Every codec on every dtype."""
     rows = []
-    for dtype in map(DType.from_name, dtypes.split(",")):
-        converted = [convert(block_, dtype) for block_ in chosen]
-        for name in codecs.names():
-            if name == "raw":
-                continue
-            rows.append(measure_codec(converted, dtype, name, chunk_bytes, repeats))
-            if dtype in (DType.FP16, DType.FP32):
-                noise = [full_precision(dtype, len(block_)) for block_ in chosen[:4]]
-                rows.append(measure_codec(noise, dtype, name, chunk_bytes, repeats, " full"))
+    for dtype in dtypes:
+        made = {"": [convert(block_, dtype) for block_ in chosen]}
+        if dtype in (DType.FP16, DType.FP32):
+            made[" full"] = [full_precision(block_, dtype) for block_ in chosen]
+        for name in codecs.names()[1:]:
+            for note, blocks in made.items():
+                rows.append(measure_codec(blocks, dtype, name, chunk_bytes, repeats, note))
     return rows
 
 
-def _print_budget(
-    bounds: list[budget.Bound],
-    bypasses: list[budget.BypassCost],
-    cipher: float,
-    choice: list[budget.Choice],
-) -> None:
-    print("\nbf16, order-0 codes of the exponent: one, per layer, per layer and channel")
-    for bound in bounds:
-        print(
-            f"{bound.file:16} {bound.part} {bound.one_table:6.3f} {bound.per_layer:6.3f} "
-            f"{bound.per_channel:6.3f}"
-        )
-    print("\nbypass on noise: stored / raw, sealing time / raw, the same when remembered")
-    for bypass in bypasses:
-        print(
-            f"{bypass.codec:6} {bypass.dtype:9} {bypass.stored_over_plain:.4f} "
-            f"{bypass.time_over_raw:.3f} {bypass.remembered_over_raw:.3f}"
-        )
-    print(f"\nbf16 end to end, 4 cores each side, cipher {cipher:.1f} GB/s: plain GB/s")
-    for line in choice:
-        print(
-            f"link {line.link_gb_per_s:4.1f}: raw {line.raw:5.2f}  fast {line.fast:5.2f}  "
-            f"dense {line.dense:5.2f}  best {line.best}"
-        )
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one run found."""
+
+    codecs: list[Row]
+    sealing: list[SealRow]
+    bounds_bf16: list[budget.Bound]
+    bypass: list[budget.BypassCost]
+    choice_bf16_4_threads: list[budget.Choice]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; prints a table, or one JSON object."""
-    parser = argparse.ArgumentParser(prog="bench.codec", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("files", nargs="+", metavar="FILE.npy")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--block-tokens", type=int, default=64)
-    parser.add_argument("--chunk-kib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--blocks-max", type=int, default=24, help="blocks in all, spread evenly")
-    parser.add_argument("--dtypes", default="bf16,fp16,fp8_e4m3,fp8_e5m2,fp32,int8,opaque")
-    args = parser.parse_args(argv)
-    chunk_bytes = args.chunk_kib * 1024
-    found = [block_ for path in args.files for block_ in blocks_of(path, args.block_tokens)]
-    chosen = found[:: -(-len(found) // args.blocks_max)]
-    rows = _rows(chosen, args.dtypes, chunk_bytes, args.repeats)
-    run = np.concatenate(found[: 1 + (1 << 19) // len(found[0])])[: 1 << 19].view(np.uint8)
-    seals = [
-        measure_seal(run, DType.BF16, name, chunk_bytes, 4 * args.repeats)
-        for name in codecs.names()
-    ]
+def measure(
+    found: Sequence[tuple[kv.Blocks, int]],
+    paths: Sequence[str],
+    dtypes: Sequence[DType],
+    *,
+    chunk_bytes: int,
+    repeats: int,
+    blocks_max: int,
+) -> Report:
+    """Everything, on at most `blocks_max` of the blocks that were found."""
     from bench import codec_budget as budget  # here: it measures with this module
 
+    rows = _rows(kv.read(kv.spread(found, blocks_max)), dtypes, chunk_bytes, repeats)
+    run = kv.first(found, SEAL_ELEMENTS).view(np.uint8)
+    seals = [
+        measure_seal(run, DType.BF16, name, chunk_bytes, 4 * repeats) for name in codecs.names()
+    ]
     rates = {
         row.codec: (row.ratio, row.encode_gb_per_s, row.decode_gb_per_s)
         for row in rows
         if row.dtype == "bf16" and row.codec in ("fast", "dense")
     }
     cipher = max(seal.bare_decrypt_gb_per_s for seal in seals)
-    choice = budget.choices(rates, cipher) if rates else []
-    bounds = [bound for path in args.files for bound in budget.bounds(path)]
-    bypasses = budget.bypasses()
-    if args.json:
-        result = {
-            "block_tokens": args.block_tokens,
-            "chunk_bytes": chunk_bytes,
-            "codecs": [asdict(row) for row in rows],
-            "sealing": [asdict(row) for row in seals],
-            "bounds_bf16": [asdict(row) for row in bounds],
-            "bypass": [asdict(row) for row in bypasses],
-            "choice_bf16_4_threads": [asdict(row) for row in choice],
-        }
-        json.dump(result, sys.stdout, indent=1)
-        print()
-        return 0
+    return Report(
+        rows,
+        seals,
+        [bound for path in paths for bound in budget.bounds(path)],
+        budget.bypasses(),
+        budget.choices(rates, cipher) if rates else [],
+    )
+
+
+def _print(report: Report) -> None:
     print(
         f"{'dtype':9} {'codec':6} {'ratio':>6} {'raw chunks':>10} {'enc GB/s':>9} {'dec GB/s':>9}"
     )
-    for row in rows:
+    for row in report.codecs:
         print(
             f"{row.dtype:9} {row.codec:6} {row.ratio:6.3f} {row.bypassed:10d} "
             f"{row.encode_gb_per_s:9.2f} {row.decode_gb_per_s:9.2f}"
         )
-    for seal in seals:
+    for seal in report.sealing:
         print(
             f"{seal.codec:6} {seal.block_bytes} bytes: seal {seal.seal_gb_per_s:.2f} GB/s, "
             f"open {seal.open_gb_per_s:.2f} GB/s, bare cipher "
             f"{seal.bare_decrypt_gb_per_s:.2f} GB/s, open adds {seal.open_over_bare_us:.0f} us"
         )
-    _print_budget(bounds, bypasses, cipher, choice)
+    print("\nbf16, order-0 codes of the exponent: one, per layer, per layer and channel")
+    for bound in report.bounds_bf16:
+        print(
+            f"{bound.file:16} {bound.part} {bound.one_table:6.3f} {bound.per_layer:6.3f} "
+            f"{bound.per_channel:6.3f}"
+        )
+    print("\nbypass on noise: stored / raw, sealing time / raw, the same when remembered")
+    for bypass in report.bypass:
+        print(
+            f"{bypass.codec:6} {bypass.dtype:9} {bypass.stored_over_plain:.4f} "
+            f"{bypass.time_over_raw:.3f} {bypass.remembered_over_raw:.3f}"
+        )
+    cipher = max(seal.bare_decrypt_gb_per_s for seal in report.sealing)
+    print(f"\nbf16 end to end, 4 cores each side, cipher {cipher:.1f} GB/s: plain GB/s")
+    for line in report.choice_bf16_4_threads:
+        print(
+            f"link {line.link_gb_per_s:4.1f}: raw {line.raw:5.2f}  fast {line.fast:5.2f}  "
+            f"dense {line.dense:5.2f}  best {line.best}"
+        )
+
+
+def _count(low: int, high: int) -> Callable[[str], int]:
+    """A reader of whole numbers of an option."""
+
+    def read(text: str) -> int:
+        if not text.isdigit() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+def _dtypes(text: str) -> list[DType]:
+    try:
+        return [DType.from_name(name) for name in text.split(",")]
+    except CodecError as error:
+        raise argparse.ArgumentTypeError(f"{error.args[0]}; {error.hint}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.codec", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", nargs="+", metavar="FILE.npy")
+    parser.add_argument("--json", action="store_true")
+    tokens, kib = _count(1, 1 << 20), _count(4, limits.CHUNK_BYTES_MAX // limits.KIB)
+    parser.add_argument("--block-tokens", type=tokens, default=64)
+    parser.add_argument("--chunk-kib", type=kib, default=256)
+    parser.add_argument("--repeats", type=_count(1, 10_000), default=5)
+    parser.add_argument(
+        "--blocks-max", type=_count(1, 1 << 20), default=24, help="blocks in all, spread evenly"
+    )
+    all_of_them = "bf16,fp16,fp8_e4m3,fp8_e5m2,fp32,int8,opaque"
+    parser.add_argument("--dtypes", type=_dtypes, default=_dtypes(all_of_them))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; prints a table, or one JSON object. Status 2 for a file that is no KV."""
+    args = _parser().parse_args(argv)
+    chunk_bytes = args.chunk_kib * limits.KIB
+    try:
+        found = kv.all_blocks(args.files, args.block_tokens)
+    except kv.KvError as error:
+        print(f"bench.codec: {error}", file=sys.stderr)
+        return 2
+    report = measure(
+        found, args.files, args.dtypes,
+        chunk_bytes=chunk_bytes, repeats=args.repeats, blocks_max=args.blocks_max,
+    )  # fmt: skip
+    if args.json:
+        told = {"block_tokens": args.block_tokens, "chunk_bytes": chunk_bytes, **asdict(report)}
+        json.dump(told, sys.stdout, indent=1)
+        print()
+    else:
+        _print(report)
     return 0
 
 

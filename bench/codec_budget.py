@@ -1,7 +1,7 @@
 """What the codecs must reach: bounds, the price of a bypass, the choice by link, budgets.
 
     python -m bench.codec FILE.npy ...        prints these tables behind its own
-    python -m bench --only codec --kv FOLDER  the budgets; CODEC_KV names the folder as well
+    python -m bench --only codec --kv FOLDER  the budgets
 
 Speeds are plain bytes per CPU-second of one core; each is the best of several, because what
 disturbs a measurement of CPU time (another process in the shared caches) only ever adds to it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.codec import Bytes, best_s, blocks_of, convert, measure_codec
+from bench import kv
+from bench.codec import best_s, convert, full_precision, measure_codec
+from bench.kv import Bits
 from entresol_proto.seal import block, codecs
 from entresol_proto.seal.bypass import SKIPPED_MAX, TRIES, Bypass
 from entresol_proto.seal.dtypes import DType
 
 CHUNK_BYTES = 256 * 1024
+BLOCK_TOKENS = 64
+BLOCKS_MAX = 24  # of a folder and round
+PAIRS = [(name, dtype) for name in codecs.names()[1:] for dtype in (DType.BF16, DType.FP8_E4M3)]
 LINKS_GB_PER_S = (1.0, 2.5, 5.0, 10.0, 25.0)
 
 
@@ -69,9 +75,12 @@ def _entropy(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def bounds(path: str) -> list[Bound]:
-    """K and V of one file shaped [layers, 2, tokens, heads, head_dim]; none of another shape."""
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if array.ndim != 5:
+    """K and V of one file shaped [layers, 2, tokens, heads, head_dim]; none of another shape.
+
+    Raises: KvError.
+    """
+    array = kv.load(path)
+    if array.ndim != 5 or array.shape[1] != 2:
         return []
     layers, _, tokens = array.shape[:3]
     found = []
@@ -92,8 +101,10 @@ def bounds(path: str) -> list[Bound]:
     return found
 
 
-def bypasses(repeats: int = 3) -> list[BypassCost]:
-    """Every codec that compresses, on a megabyte of noise."""
+def bypasses(
+    repeats: int = 3, pairs: Iterable[tuple[str, DType]] | None = None
+) -> list[BypassCost]:
+    """Every codec that compresses, or these `pairs` of one and a dtype, on a megabyte of noise."""
     noise = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
     salt = block.new_salt()
     key = block.derive_block_key(bytes(range(32)), salt)
@@ -107,27 +118,26 @@ def bypasses(repeats: int = 3) -> list[BypassCost]:
             ), block_key=key, salt=salt, codec_id=codec_id, meta=None, chunk_bytes=CHUNK_BYTES,
         )  # fmt: skip
 
-    for name in codecs.names()[1:]:
-        for dtype in (DType.BF16, DType.FP8_E4M3):
-            codec_id = codecs.by_name(name).codec_id
-            ratio = seal(codec_id, dtype).sealed_bytes / seal(codecs.RAW, dtype).sealed_bytes
-            memory = Bypass()
-            for _ in range(TRIES + SKIPPED_MAX):
-                memory.learn(bytes(16), dtype, codec_id, codecs.RAW)
-            looked, remembered = [], []
-            for _ in range(repeats * (SKIPPED_MAX + 1)):  # side by side: the machine is busy
-                tried = _next(memory, codec_id, dtype)
-                raw_s, coded_s, tried_s = (
-                    best_s(functools.partial(seal, one, dtype), 3)
-                    for one in (codecs.RAW, codec_id, tried)
-                )
-                looked.append(coded_s / raw_s)
-                remembered.append(tried_s / raw_s)
-            # a median of all would leave out the few that are looked at
-            runs = [remembered[at :: SKIPPED_MAX + 1] for at in range(SKIPPED_MAX + 1)]
-            memory_cost = statistics.fmean(map(statistics.median, runs))
-            times = round(statistics.median(looked), 4), round(memory_cost, 4)
-            found.append(BypassCost(name, dtype.label, round(ratio, 5), *times))
+    for name, dtype in PAIRS if pairs is None else pairs:
+        codec_id = codecs.by_name(name).codec_id
+        ratio = seal(codec_id, dtype).sealed_bytes / seal(codecs.RAW, dtype).sealed_bytes
+        memory = Bypass()
+        for _ in range(TRIES + SKIPPED_MAX):
+            memory.learn(bytes(16), dtype, codec_id, codecs.RAW)
+        looked, remembered = [], []
+        for _ in range(repeats * (SKIPPED_MAX + 1)):  # side by side: the machine is busy
+            tried = _next(memory, codec_id, dtype)
+            raw_s, coded_s, tried_s = (
+                best_s(functools.partial(seal, one, dtype), 3)
+                for one in (codecs.RAW, codec_id, tried)
+            )
+            looked.append(coded_s / raw_s)
+            remembered.append(tried_s / raw_s)
+        # a median of all would leave out the few that are looked at
+        runs = [remembered[at :: SKIPPED_MAX + 1] for at in range(SKIPPED_MAX + 1)]
+        memory_cost = statistics.fmean(map(statistics.median, runs))
+        times = round(statistics.median(looked), 4), round(memory_cost, 4)
+        found.append(BypassCost(name, dtype.label, round(ratio, 5), *times))
     return found
 
 
@@ -145,38 +155,68 @@ def choices(
     found = []
     for link in LINKS_GB_PER_S:
         reached = {}
-        for name, (ratio, encode, decode) in {"raw": (1.0, 1e9, 1e9), **rates}.items():
+        for name, (ratio, encode, decode) in {"raw": (1.0, 0.0, 0.0), **rates}.items():
             crypt_s = 1 / (ratio * cipher_gb_per_s)
-            stages = (threads / (1 / encode + crypt_s), link * ratio,
-                      threads / (1 / decode + crypt_s))  # fmt: skip
+            codec_s = [1 / rate if rate else 0.0 for rate in (encode, decode)]  # 0: none at work
+            sealing, opening = (threads / (each + crypt_s) for each in codec_s)
+            stages = (sealing, link * ratio, opening)
             reached[name] = round(min(stages), 2)
         best = max(reached, key=lambda name: reached[name])
         found.append(Choice(link, reached["raw"], reached["fast"], reached["dense"], best))
     return found
 
 
-def sample(paths: Iterable[str], blocks_max: int = 24) -> list[npt.NDArray[np.uint16]]:
-    """Blocks of 64 tokens, spread evenly over all files."""
-    found = [one for path in paths for one in blocks_of(path, 64)]
-    return found[:: max(1, -(-len(found) // blocks_max))]
+def canonical(folder: Path, *, rounds: int, repeats: int) -> dict[str, list[float]]:
+    """The numbers that have budgets, one of each per round: the worst of every folder with .npy
+    files below. Each round takes other blocks, so that spreads are those of data and machine.
+
+    Raises: KvError when there are none, or one of them is no KV.
+    """
+    folders = sorted({path.parent for path in kv.files_of(folder)})
+    if not folders:
+        raise kv.KvError(f"{folder}: no .npy files; {kv.ACCEPTED}")
+    found: dict[str, list[float]] = defaultdict(list)
+    for round_ in range(rounds):
+        rows = []
+        for one in folders:
+            blocks = kv.all_blocks(sorted(one.glob("*.npy")), BLOCK_TOKENS)
+            mine = blocks[round_ % len(blocks) :: rounds]
+            rows.append(_of_folder(kv.read(kv.spread(mine, BLOCKS_MAX)), repeats))
+        for name in rows[0]:
+            found[name].append(min(row[name] for row in rows))
+        found["codec_bypass_cost"].append(bypass_cost(bypasses(max(3, repeats), automatic())))
+    return dict(found)
 
 
-def canonical(folder: Path, repeats: int = 5) -> dict[str, float]:
-    """The numbers of README and budgets: the lowest of every folder with .npy files below."""
-    paths = sorted(folder.rglob("*.npy"))
-    found: dict[str, float] = {}
-    for one in sorted({path.parent for path in paths}):
-        blocks: list[Bytes] = [
-            convert(bits, DType.BF16)
-            for bits in sample(str(path) for path in paths if path.parent == one)
-        ]
-        for name in ("dense", "fast"):
-            row = measure_codec(blocks, DType.BF16, name, CHUNK_BYTES, repeats)
-            for what, value in (
-                ("ratio_bf16", row.ratio),
-                ("decode_gbps", row.decode_gb_per_s),
-                ("encode_gbps", row.encode_gb_per_s),
-            ):
-                key = f"codec_{name}_{what}"
-                found[key] = min(value, found.get(key, value))
+def _of_folder(bits: list[Bits], repeats: int) -> dict[str, float]:
+    """Ratios of `dense`, the one that is asked for where a link or flash is the limit; speeds."""
+    found = {}
+    for name in ("dense", "fast"):
+        blocks = [convert(one, DType.BF16) for one in bits]
+        row = measure_codec(blocks, DType.BF16, name, CHUNK_BYTES, repeats)
+        found[f"codec_{name}_ratio_bf16"] = row.ratio
+        found[f"codec_{name}_decode_gbps"] = row.decode_gb_per_s
+        found[f"codec_{name}_encode_gbps"] = row.encode_gb_per_s
+    for name, dtype in (("e4m3", DType.FP8_E4M3), ("e5m2", DType.FP8_E5M2), ("fp16", DType.FP16)):
+        made = full_precision if dtype is DType.FP16 else convert
+        blocks = [made(one, dtype) for one in bits]
+        row = measure_codec(blocks, dtype, "dense", CHUNK_BYTES, 1)
+        found[f"codec_ratio_{name}"] = row.ratio
     return found
+
+
+def automatic() -> list[tuple[str, DType]]:
+    """Codecs that a namespace here gets by itself, `plane` without the native kernel."""
+    names = {codecs.get(codecs.writable_here(each)).name for each in (codecs.FAST, codecs.DENSE)}
+    typed = [pair for pair in PAIRS if pair[0] in names]
+    return [*typed, ("zstd", DType.OPAQUE)]
+
+
+def bypass_cost(found: list[BypassCost]) -> float:
+    """The largest share, in percent, that any codec adds to time or bytes of incompressible data,
+    as a namespace sees it after its first blocks."""
+    return max(
+        100 * (cost - 1)
+        for one in found
+        for cost in (one.remembered_over_raw, one.stored_over_plain)
+    )

@@ -1,9 +1,11 @@
 """Index: memory per block and look-up rates at 5 million blocks (or --blocks).
 
-    PYTHONPATH=daemon:proto python bench/index.py
+    python -m bench.index
 
 Memory is the growth of the process's resident set, so bucket heads, free list and the per-segment
-slot lists are in it. Rates are of one thread; the keys are random and looked up in random order.
+slot lists are in it; whoever measures it more than once does so in processes of their own, because
+freed memory is used again. Rates are of one thread; the keys are random and looked up in random
+order.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import json
 import os
 import time
 from array import array
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import numpy as np
+import numpy.typing as npt
 
 from entresol_daemon.flash.index import Index
 
@@ -28,7 +33,14 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(blocks: int) -> dict[str, float]:
+def bytes_per_block(blocks: int) -> float:
+    """Resident bytes per block, measured in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return float(pool.submit(measure, blocks, rates=False).result()["bytes_per_block_resident"])
+
+
+def measure(blocks: int, *, rates: bool = True) -> dict[str, float]:
+    """Memory of an index of so many blocks; with `rates` look-ups, insertions, removals too."""
     rng = np.random.default_rng(1)
     keys = rng.integers(0, 2**64, (blocks, 2), dtype=np.uint64)
     zeros = np.zeros(blocks, np.uint32)
@@ -50,13 +62,22 @@ def measure(blocks: int) -> dict[str, float]:
     del slots
     gc.collect()
     grown = resident_bytes() - before
-    order = rng.permutation(blocks)
+    assert len(per_segment) == -(-blocks // SEGMENT_BLOCKS)
     result = {
         "blocks": blocks,
         "bytes_per_block_resident": round(grown / blocks, 1),
         "bytes_per_block_columns": round(index.memory_bytes() / blocks, 1),
         "bulk_insert_per_s": round(blocks / bulk),
     }
+    return result | _rates(index, keys, rng.permutation(blocks)) if rates else result
+
+
+def _rates(
+    index: Index, keys: npt.NDArray[np.uint64], order: npt.NDArray[np.int64]
+) -> dict[str, float]:
+    """Per second: look-ups by batch, insertions and removals one by one, removals in bulk."""
+    result: dict[str, float] = {}
+    blocks = len(keys)
     for batch in (1, 8, 32, 512, 4096):
         asked = [
             keys[order[at : at + batch]].tobytes()
@@ -80,7 +101,6 @@ def measure(blocks: int) -> dict[str, float]:
     began = time.perf_counter()
     index.remove_many(np.sort(order[100_000:200_000]))
     result["bulk_remove_per_s"] = round(100_000 / (time.perf_counter() - began))
-    assert len(per_segment) == -(-blocks // SEGMENT_BLOCKS)
     return result
 
 

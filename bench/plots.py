@@ -1,4 +1,4 @@
-"""Pictures of what the bench found: throughput by block size, latencies, flash, cost curves.
+"""Pictures of what the bench found: throughput by block size, latencies, flash, hit rates, costs.
 
     python -m bench.plots DIR       draws what bench/results.json and results.about.json have
 
@@ -32,6 +32,7 @@ TITLES = {
 }
 COST_COLORS = ("#c8431a", "#2a6f97", "#52796f")
 INK, QUIET = "#1f2a33", "#6b7780"
+YARDSTICKS = {"LRU, tail first": ("#2a6f97", "-"), "optimum": (INK, "--")}  # of `policy`
 OURS = {"entresol_tcp": "#c8431a", "entresol_shm": "#e58a1f"}
 CEILINGS = {"loopback_blocking": "#1f2a33", "loopback_uvloop": "#6b7780"}
 OTHERS = ("#2a6f97", "#61a5c2", "#52796f", "#84a98c", "#7b5ea7", "#b39bc8", "#8d6e63", "#bcaaa4")
@@ -48,6 +49,7 @@ LATENCIES = (
 )  # fmt: skip
 FLASH = (
     ("get_flash_sealed_gbps", "Entresol, shm"), ("get_flash_tcp_gbps", "Entresol, tcp"),
+    ("get_flash_fast_gbps", "Entresol, shm, fast*"),
     ("flash_fio_read_gbps", "fio, direct"), ("flash_files_gbps", "plain file, O_DIRECT"),
     ("flash_nixl_posix_gbps", "NIXL POSIX"), ("flash_lmcache_fs_gbps", "LMCache fs"),
 )  # fmt: skip
@@ -203,7 +205,7 @@ def flash(rows: Mapping[str, Any], about: str, folder: Path) -> Path | None:
     if not panels:
         return None
     figure, axes = _figure("Flash, blocks of 1 MiB", about, panels=len(panels))
-    titles = {"get": "get from flash", "put": "put, until durable (* not flushed)"}
+    titles = {"get": "get from flash (* real KV)", "put": "put, until durable (* not flushed)"}
     for axis, (title, bars) in zip(axes, panels, strict=True):
         axis.grid(axis="y", visible=False)
         axis.grid(axis="x", color="#e3e7ea", linewidth=0.8)
@@ -225,6 +227,31 @@ def flash(rows: Mapping[str, Any], about: str, folder: Path) -> Path | None:
         axis.set_title(titles[title], fontsize=9, loc="left", color=QUIET)
         axis.set_xlabel("GB/s of plain bytes", fontsize=8)
     return _save(figure, folder / "flash.png")
+
+
+def hit_rates(curves: Sequence[Curve], about: str, folder: Path) -> Path:
+    """Usable hits over capacity, a panel per trace: the daemon's policy, LRU, the optimum."""
+    figure, axes = _figure("Hit rate by capacity", about, height=4.4, panels=len(curves))
+    for axis, curve in zip(axes, curves, strict=True):
+        for name, points in sorted(curve.points.items(), key=lambda one: one[0] in YARDSTICKS):
+            xs, ys = zip(*sorted(points), strict=True)
+            color, style = YARDSTICKS.get(name, (COST_COLORS[0], "-"))
+            axis.plot(
+                xs, ys, color=color, linestyle=style, marker="o", markersize=4, linewidth=1.8,
+                label=name, zorder=3 if name not in YARDSTICKS else 2,
+            )  # fmt: skip
+            for x, y in zip(xs, ys, strict=True) if name not in YARDSTICKS else ():
+                axis.annotate(
+                    f"{y:.1f}", (x, y), xytext=(-3, 5), textcoords="offset points", ha="right",
+                    fontsize=7, color=color,
+                )  # fmt: skip
+        axis.set_title(curve.name.removeprefix("policy_"), fontsize=9, loc="left", color=QUIET)
+        axis.set_xlabel(curve.of, fontsize=7.5)
+        axis.set_xlim(left=0)
+        axis.set_ylim(0, 1.15 * max(y for points in curve.points.values() for _, y in points))
+        axis.legend(frameon=False, fontsize=7.5, loc="lower right")
+    axes[0].set_ylabel(f"{curves[0].unit}, second half of the requests", fontsize=8)
+    return _save(figure, folder / "hit_rate_by_capacity.png")
 
 
 def cost_curve(curve: Curve, about: str, folder: Path) -> Path:
@@ -293,7 +320,13 @@ def draw(
         )
 
     drawn: list[Path | None] = []
-    for curve in results.curves_of(about_path):
+    kept = results.curves_of(about_path)
+    hits = [curve for curve in kept if curve.name.startswith("policy_")]
+    if hits:
+        drawn.append(hit_rates(hits, about(*(curve.name for curve in hits)), folder))
+    for curve in kept:
+        if curve in hits:
+            continue
         if curve.name == "get_resident_by_block":
             drawn.append(by_block_size(curve, about(curve.name), folder))
         else:

@@ -3,7 +3,8 @@
 Invariant: whoever moves the bytes, ours or a peer's process, moves them between the same pages.
 How fast a virtual disk or a loopback copies depends on the pages it copies to, by a factor of two,
 so that buffers of everybody's own would compare buffers. And the judge of what arrived is the
-bench, not the one that fetched it.
+bench, not the one that fetched it. What is got into comes first in the file: fio takes its buffers
+from there, and writes into them whatever it does.
 
 Only the standard library: it is imported by the interpreters of peers, too.
 """
@@ -25,8 +26,17 @@ def memory_folder(fallback: Path) -> Path:
 class Region:
     """`count` blocks to put, and as many to get into, in one shared mapping of a file."""
 
-    def __init__(self, path: Path, block_bytes: int, count: int, *, create: bool = False) -> None:
-        """`create`: make the file, with random blocks in its first half. It is not removed."""
+    def __init__(
+        self,
+        path: Path,
+        block_bytes: int,
+        count: int,
+        *,
+        create: bool = False,
+        content: bytes | None = None,
+    ) -> None:
+        """`create`: make the file, with `content` in its second half, as long as that, or random
+        blocks. It is not removed."""
         self.path = path
         self.block_bytes = block_bytes
         self.count = count
@@ -40,10 +50,11 @@ class Region:
         finally:
             os.close(fd)
         whole = memoryview(self._map)
-        self.source, self.into = whole[: self.plain_bytes], whole[self.plain_bytes :]
+        self.into, self.source = whole[: self.plain_bytes], whole[self.plain_bytes :]
         if create:
-            for block in self.blocks(self.source):
-                block[:] = os.urandom(block_bytes)
+            for number, block in enumerate(self.blocks(self.source)):
+                at = number * block_bytes
+                block[:] = content[at : at + block_bytes] if content else os.urandom(block_bytes)
             self.wipe()
 
     def blocks(self, view: memoryview) -> list[memoryview]:

@@ -94,6 +94,14 @@ class Section:
     curves: tuple[Curve, ...] = ()
     not_run: tuple[str, ...] = ()
 
+    def __add__(self, other: Section) -> Section:
+        """Both, this one first."""
+        return Section(
+            [*self.lines, *other.lines],
+            (*self.curves, *other.curves),
+            (*self.not_run, *other.not_run),
+        )
+
 
 def over(numerator: list[float], denominator: list[float]) -> list[float]:
     """Round by round, one over the other."""
@@ -148,13 +156,14 @@ def save(
     curves: Iterable[Curve],
     told: Mapping[str, Any],
     *,
-    results: Path = RESULTS,
-    about: Path = ABOUT,
+    results: Path | None = None,
+    about: Path | None = None,
 ) -> dict[str, Any]:
     """Merge a run into both files; returns all of results.json.
 
     A file that is no object is replaced: it is a report, nothing depends on it.
     """
+    results, about = results or RESULTS, about or ABOUT
     rows, of_rows = load(results), load(about)
     for line in lines:
         larger = of_rows.get(line.name, {}).get("size", QUICK) != QUICK

@@ -41,10 +41,12 @@ def sweep(parent: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def region(on_disk: Path, block_bytes: int, count: int) -> Iterator[Region]:
+def region(
+    on_disk: Path, block_bytes: int, count: int, content: bytes | None = None
+) -> Iterator[Region]:
     """Shared memory for so many blocks; `on_disk` where files cannot be memory."""
     with (
         folder(memory_folder(on_disk)) as memory,
-        Region(memory / "region", block_bytes, count, create=True) as one,
+        Region(memory / "region", block_bytes, count, create=True, content=content) as one,
     ):
         yield one

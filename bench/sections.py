@@ -1,7 +1,8 @@
-"""The sections of the bench: which there are, their budgets, and how much of each at which size.
+"""The sections of the bench: which there are, and how much of each is measured at which size.
 
-Invariant: a budget stands in one place, beside the name under which results.json keeps the number.
-A section is a function of a `Plan` that returns a `Section`; naming it in SECTIONS is all it takes.
+Invariant: a number keeps its name only at the size that the name stands for; budgets are those of
+`contract`. A section is a function of a `Plan` that returns a `Section`; naming it in SECTIONS is
+all it takes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 import uvloop
 
+from bench.contract import line
 from bench.results import Line, Section
 
 T = TypeVar("T")
@@ -27,12 +29,14 @@ class Plan:
         size: `quick` looks whether the benches run: few rounds, nothing is installed, no verdict;
             `commit` takes some minutes; `full` is for numbers to quote.
         only_peers: names of peers, all when empty.
-        kv: a folder with KV as .npy files of bf16 bit patterns.
+        kv: a folder with KV as .npy files, see `bench.kv`.
+        traces: a folder with traces of requests, see `bench.policy`.
     """
 
     size: str
     only_peers: tuple[str, ...] = ()
     kv: Path | None = None
+    traces: Path | None = None
 
     @property
     def quick(self) -> bool:
@@ -53,11 +57,12 @@ class Plan:
 def flash(plan: Plan) -> Section:
     """Gets from flash and durable puts, beside fio and peers on the same file system."""
     from bench import flash as bench
+    from bench import flash_kv
 
+    rounds, download = plan.of(2, 5, 11), not plan.quick
     return bench.section(
-        rounds=plan.of(2, 5, 11), count=plan.of(16, 32, 32), names=plan.peers,
-        build_engines=plan.size == "full", download=not plan.quick,
-    )  # fmt: skip
+        rounds=rounds, names=plan.peers, build_engines=plan.size == "full", download=download
+    ) + flash_kv.section(plan.kv, rounds=rounds, download=download)
 
 
 def gets(plan: Plan) -> Section:
@@ -70,15 +75,7 @@ def gets(plan: Plan) -> Section:
         Line(f"get_resident_{n}_gbps", "GB/s", found[n])
         for n in ("tcp", "shm", "shm_staged", "shm_daemon")
     ]
-    budgets = {
-        "get_resident_tcp_vs_loopback": 0.9,
-        "get_resident_shm_sealed_vs_aes": 0.9,
-        "get_resident_shm_plain_vs_memcpy": 0.9,
-    }
-    lines += [
-        Line(name, "ratio", values, at_least=budgets.get(name))
-        for name, values in bench.ratios(found).items()
-    ]
+    lines += [line(name, "ratio", values) for name, values in bench.ratios(found).items()]
     return Section(lines)
 
 
@@ -108,32 +105,34 @@ def cost(plan: Plan) -> Section:
 
     found = uvloop.run(bench.measure(fetches=plan.of(200, 1000, 2000), rounds=plan.of(2, 5, 5)))
     return Section([
-        Line("daemon_us_per_block", "us", found["per_block_us"], at_most=50),
-        Line("daemon_us_per_fetch", "us", found["per_fetch_us"], at_most=200),
-        Line("daemon_cpu_us_per_block", "us", found["cpu_per_block_us"]),
-        Line("daemon_cpu_us_per_fetch", "us", found["cpu_per_fetch_us"]),
+        line("daemon_us_per_block", "us", found["per_block_us"]),
+        line("daemon_us_per_fetch", "us", found["per_fetch_us"]),
+        line("daemon_cpu_us_per_block", "us", found["cpu_per_block_us"]),
+        line("daemon_cpu_us_per_fetch", "us", found["cpu_per_fetch_us"]),
     ])  # fmt: skip
 
 
 def index(plan: Plan) -> Section:
-    """Index memory at 5 M blocks."""
+    """Index memory at 5 M blocks, in a new process each time."""
     from bench import index as bench
 
-    found = bench.measure(blocks=plan.of(200_000, 5_000_000, 5_000_000))
+    blocks = plan.of(200_000, 5_000_000, 5_000_000)
+    name = "index_200k_bytes_per_block" if plan.quick else "index_bytes_per_block"
     return Section([
-        Line("index_bytes_per_block", "B", [found["bytes_per_block_resident"]], at_most=128)
+        line(name, "B", [bench.bytes_per_block(blocks) for _ in range(plan.of(1, 5, 5))])
     ])  # fmt: skip
 
 
 def restart(plan: Plan) -> Section:
-    """Restart of 1 M blocks, warm and after a crash."""
+    """Restart of 1 M blocks, warm and after a crash, each in a new process."""
     from bench import restart as bench
 
     blocks = plan.of(50_000, 1_000_000, 1_000_000)
-    found = [bench.measure(blocks=blocks) for _ in range(plan.of(1, 1, 5))]
+    many = "50k" if plan.quick else "1m"
+    found = [bench.measure(blocks=blocks) for _ in range(plan.of(1, 5, 5))]
     return Section([
-        Line("restart_1m_warm_s", "s", [one["warm_s"] for one in found], at_most=5),
-        Line("restart_1m_crash_s", "s", [one["crash_s"] for one in found], at_most=20),
+        line(f"restart_{many}_warm_s", "s", [one["warm_s"] for one in found]),
+        line(f"restart_{many}_crash_s", "s", [one["crash_s"] for one in found]),
     ])  # fmt: skip
 
 
@@ -147,23 +146,30 @@ def scale(plan: Plan) -> Section:
 
 
 def codec(plan: Plan) -> Section:
-    """Codecs on bf16 KV, one core: the lower of each folder of .npy files (--kv)."""
-    from bench import codec_budget as budget
+    """Codecs on KV, one core: the worst of each folder of .npy files (--kv)."""
+    from bench import codec_budget as bench
+    from bench import kv
 
-    if plan.kv is None or not any(plan.kv.rglob("*.npy")):
-        return Section([], not_run=("codec: no KV given (--kv DIR, .npy of bf16 bit patterns)",))
-    found = budget.canonical(plan.kv, repeats=plan.of(2, 7, 15))
-    budgets = {
-        "codec_dense_ratio_bf16": 1.5,
-        "codec_dense_decode_gbps": 2.0,
-        "codec_fast_ratio_bf16": 1.42,
-        "codec_fast_decode_gbps": 8.0,
-        "codec_fast_encode_gbps": 8.0,
-    }
+    if plan.kv is None:
+        return Section([], not_run=(f"codec: no KV ({kv.GIVE})",))
+    try:
+        found = bench.canonical(plan.kv, rounds=plan.of(2, 5, 5), repeats=plan.of(1, 3, 7))
+    except kv.KvError as error:
+        return Section([], not_run=(f"codec: {error}",))
+    units = {"codec_bypass_cost": "%"}
     return Section([
-        Line(name, "ratio" if "ratio" in name else "GB/s", [value], at_least=budgets.get(name))
-        for name, value in found.items()
+        line(name, units.get(name, "ratio" if "ratio" in name else "GB/s"), values)
+        for name, values in found.items()
     ])  # fmt: skip
+
+
+def policy(plan: Plan) -> Section:
+    """Eviction and admission on traces, beside LRU and the optimum (--traces)."""
+    from bench import policy as bench
+
+    if plan.quick:
+        return Section([], not_run=("policy: tests/unit/test_eviction.py replays short ones",))
+    return bench.section(plan.traces, plan.of({}, bench.COMMIT, bench.FULL))
 
 
 def quote(plan: Plan) -> Section:
@@ -174,13 +180,12 @@ def quote(plan: Plan) -> Section:
         return Section([], not_run=("quote: tests/sim/test_recompute.py runs a short one",))
     found = bench.measure(seeds=plan.of(0, 1, 3), per_phase=24)
     print(bench.table(found))
-    budgets = {"always": 0.95, "never": 0.8, "oracle": 1.15}
     lines = [
-        Line(
+        line(
             f"ttft_auto_vs_{other}", "ratio",
-            [one.total["auto"] / one.total[other] for one in found], at_most=budget,
+            [one.total["auto"] / one.total[other] for one in found],
         )
-        for other, budget in budgets.items()
+        for other in ("always", "never", "oracle")
     ]  # fmt: skip
     errors = [one.quote_error for one in found]
     return Section([*lines, Line("fetch_time_over_quoted", "ratio", errors)])
@@ -196,5 +201,6 @@ SECTIONS: dict[str, Callable[[Plan], Section]] = {
     "restart": restart,
     "scale": scale,
     "codec": codec,
+    "policy": policy,
     "quote": quote,
 }

@@ -132,6 +132,20 @@ def test_a_single_wrong_byte_is_noticed_and_nothing_passes_twice(region: Region)
         region.check()
 
 
+def test_the_buffers_of_fio_are_not_what_is_put(tmp_path: Path) -> None:
+    """fio takes them from the beginning of the file, and writes into them."""
+    content = os.urandom(COUNT * BLOCK)
+    with Region(tmp_path / "kv", BLOCK, COUNT, create=True, content=content) as one:
+        with (tmp_path / "kv").open("r+b") as file:
+            file.write(b"x" * (fio.DEPTH // 2 * BLOCK))
+        assert one.source == content
+        with pytest.raises(AssertionError, match="block 0"):
+            one.check()
+        with Region(tmp_path / "kv", BLOCK, COUNT) as theirs:
+            theirs.into[:] = theirs.source
+        one.check()
+
+
 def test_what_a_killed_bench_left_goes_with_the_next(tmp_path: Path) -> None:
     with subprocess.Popen(["true"]) as dead:
         pass
