@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from entresol_daemon.core import worth
@@ -77,3 +79,36 @@ def test_a_life_with_eviction_by_worth(tmp_path: Path, monkeypatch: pytest.Monke
     world = World(tmp_path / "state", SEED, segments=SEGMENTS)
     world.config = replace(world.config, flash=replace(world.config.flash, eviction="worth"))
     simloop.run(story(world), SEED, loop=simloop.SimLoop(SEED, seconds_max=10_000))
+
+
+async def ticks_story(world: World) -> None:
+    await world.open(("alpha", "beta"))
+    host = Host(world, "alpha", private=False, careful=True)
+    await host.open()
+    await host.put(HOT, Ack.DURABLE)
+    assert (await host.get(HOT, OpenAt.HOST)).count(Status.OK) == len(HOT)
+    parts = world.shard.parts
+    values = parts.valued._values
+    assert values is not None
+    learned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    with patch.object(values, "told", lambda stream, slots, keys, touch, put, found: learned.append(
+        (slots, touch, put)
+    )):  # fmt: skip
+        parts.valued.learn()
+    ((slots, touch, put),) = learned
+    assert len(set(touch.tolist())) == len(touch) == 2 * len(HOT), "each has a tick of its own"
+    last = parts.engine.index.last_touch
+    assert touch[~put].tolist() == last[slots[~put]].tolist(), "that of its block in the index"
+    assert touch[put].max() < touch[~put].min()
+    await host.gone()
+    world.hosts.clear()
+    await world.shard.puts.drain()
+    await asyncio.sleep(12)
+    await world.stop()
+
+
+def test_each_block_is_learned_of_at_its_own_tick(tmp_path: Path) -> None:
+    """A request's blocks are touched one after the other, and their ages are counted from there."""
+    world = World(tmp_path / "state", SEED, segments=SEGMENTS)
+    world.config = replace(world.config, flash=replace(world.config.flash, eviction="worth"))
+    simloop.run(ticks_story(world), SEED, loop=simloop.SimLoop(SEED, seconds_max=10_000))

@@ -199,7 +199,7 @@ class Store:
         assert self._values is not None, "nobody learns"
         if len(ids):
             self._values.told(
-                stream, ids, self._keys[ids], np.full(len(ids), self._now),
+                stream, ids, self._keys[ids], self._touch[ids].astype(np.int64),
                 np.full(len(ids), put), np.full(len(ids), found),
             )  # fmt: skip
 

@@ -30,7 +30,7 @@ class Valued:
         self._engine = engine
         self._values: Values | None = None
         self._told: list[int] = []  # slots of what is not learned yet, in order
-        self._parts_told: list[tuple[int, int, bool]] = []  # of those: how many, ticks, put
+        self._parts_told: list[tuple[int, int, bool]] = []  # of those: how many, last tick, put
         if policy == "worth":
             self._values = Values(engine.index.capacity, engine.segment_slots, self._columns)
 
@@ -40,11 +40,11 @@ class Valued:
         return None if self._values is None else self._ranking
 
     def stored(self, slots: Sequence[int]) -> None:
-        """New blocks, touched just now."""
+        """New blocks, touched just now, in this order."""
         self._tell(slots, put=True)
 
     def used(self, slots: Sequence[int]) -> None:
-        """Blocks that a host was given, touched just now."""
+        """Blocks that a host was given, touched just now, in this order."""
         self._tell(slots, put=False)
 
     def _tell(self, slots: Sequence[int], *, put: bool) -> None:
@@ -63,7 +63,10 @@ class Valued:
         counts, ticks, puts = zip(*self._parts_told, strict=True)
         slots = np.asarray(self._told, np.int64)
         self._told, self._parts_told = [], []
-        touch, put = np.repeat(np.asarray(ticks, np.int64), counts), np.repeat(puts, counts)
+        # Each was touched at a tick of its own: a request's first block is as much older.
+        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(slots))
+        touch = np.repeat(np.asarray(ticks, np.int64), counts) - behind
+        put = np.repeat(puts, counts)
         keys, numbers = self._keys(slots), self._engine.index.segment[slots].tolist()
         streams = {each: self._engine.stream_of(each) for each in set(numbers)}
         whose = [streams[each] for each in numbers]
