@@ -69,7 +69,7 @@ def daemon(left: Path, listing: Any, recovery: str, tmp_path: Path) -> Iterator[
 
 def config_of(daemon: DaemonProcess, *, own_key: bool) -> ClientConfig:
     config = daemon.client_config()
-    return replace(config, tenant_key=str(daemon.directory / "tenant.key")) if own_key else config
+    return replace(config, tenant_key=daemon.directory / "tenant.key") if own_key else config
 
 
 def read_all(daemon: DaemonProcess, listing: Any) -> int:

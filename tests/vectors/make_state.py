@@ -66,7 +66,7 @@ def fill(folder: Path, tenant_key: Path) -> list[dict[str, Any]]:
                     continue
                 config = daemon.client_config()
                 if own_key:
-                    config = replace(config, tenant_key=str(tenant_key))
+                    config = replace(config, tenant_key=tenant_key)
                 with Client(config) as client:
                     ns = client.namespace(NamespaceDescriptor(**descriptor))
                     for number in range(BLOCKS):
