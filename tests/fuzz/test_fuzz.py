@@ -32,8 +32,9 @@ def test_shares_are_whole() -> None:
     assert sum(target.share for target in TARGETS.values()) == SHARES
 
 
-def test_every_corpus_has_a_target() -> None:
-    assert {path.name for path in CORPUS.iterdir()} <= set(TARGETS)
+def test_every_target_has_a_corpus_and_every_corpus_a_target() -> None:
+    assert {path.name for path in CORPUS.iterdir()} == set(TARGETS)
+    assert not [path for path in CORPUS.iterdir() if not any(path.iterdir())], "an empty corpus"
 
 
 def test_a_greedy_parser_is_noticed() -> None:

@@ -23,6 +23,7 @@ Blocks = npt.NDArray[np.int32]
 
 BLOCK_TOKENS_DEFAULT = 512  # of a jsonl file, which does not say (the Mooncake traces have 512)
 REFS_MAX = 1 << 31  # block references of one trace
+BLOCK_TOKENS_DIGITS_MAX = 9  # a file that says more tokens per block is not believed
 ID_SPAN_MAX = 1 << 28  # ids closer together than this are made dense by a table, others by sorting
 
 
@@ -66,12 +67,13 @@ def load(path: Path, *, rows: int | None = None, block_tokens: int = 0) -> Trace
     `rows` takes only the first requests. `block_tokens` 0 means as the file's metadata says.
     Raises: TraceError; OSError.
     """
-    if path.suffix == ".jsonl":
-        flat, cuts, arrivals, tenants, said = _read_jsonl(path, rows)
-    elif path.suffix == ".parquet":
-        flat, cuts, arrivals, tenants, said = _read_parquet(path, rows)
-    else:
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
         raise TraceError(f"{path.name} is neither .parquet nor .jsonl")
+    try:
+        flat, cuts, arrivals, tenants, said = readers[path.suffix](path, rows)
+    except UnicodeDecodeError:
+        raise TraceError(f"{path.name} has text that is no UTF-8") from None
     if not len(flat):
         raise TraceError(f"{path.name} has no blocks in it")
     if len(flat) > REFS_MAX:
@@ -95,10 +97,13 @@ def _read_jsonl(path: Path, rows: int | None) -> _Parts:
                 break
             try:
                 row: Any = json.loads(line)
-                lists.append(np.asarray(row["hash_ids"], np.int64))
+                ids = np.asarray(row["hash_ids"], np.int64)
                 arrivals.append(int(row["timestamp"]))
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                raise TraceError(f"{path.name}, line {number}: {error!r}") from None
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+                raise TraceError(f"{path.name}, line {number}: {error!r:.200}") from None
+            if ids.ndim != 1:
+                raise TraceError(f"{path.name}, line {number}: hash_ids is no list of numbers")
+            lists.append(ids)
     flat = np.concatenate(lists) if lists else np.zeros(0, np.int64)
     cuts = np.cumsum([0, *(len(each) for each in lists)], dtype=np.int64)
     return flat, cuts, arrivals, [0] * len(lists), 0
@@ -114,16 +119,23 @@ def _read_parquet(path: Path, rows: int | None) -> _Parts:
         ) from None
     try:
         table = parquet.read_table(path)
-    except pa.ArrowInvalid as error:
-        raise TraceError(f"{path.name} is no parquet file: {error}") from None
+    except pa.ArrowException as error:
+        raise TraceError(f"{path.name} is no parquet file: {error!s:.200}") from None
     missing = {"ts_ms", "run_start", "run_len"} - set(table.column_names)
     if missing:
         raise TraceError(f"{path.name} lacks the columns {', '.join(sorted(missing))}")
+    for name in {"ts_ms", "run_start", "run_len", "tenant"} & set(table.column_names):
+        _check_column(path.name, table, name)
     table = table.slice(0, rows).combine_chunks() if rows is not None else table.combine_chunks()
     starts, offsets = _lists(table["run_start"])
     lengths, again = _lists(table["run_len"])
     if not np.array_equal(offsets, again):
         raise TraceError(f"{path.name}: run_start and run_len differ in length")
+    if len(lengths) and int(lengths.min()) < 0:
+        raise TraceError(f"{path.name}: a run has a length below 0")
+    # As numbers that do not wrap around: what follows needs memory for every reference.
+    if (refs := float(lengths.sum(dtype=np.float64))) > REFS_MAX:
+        raise TraceError(f"{path.name} has {refs:,.0f} block references, more than {REFS_MAX:,}")
     ends = np.concatenate([[0], np.cumsum(lengths)])
     # Of every reference: its run's start, and how far into the run it is.
     flat = np.repeat(starts - ends[:-1], lengths) + np.arange(ends[-1])
@@ -132,7 +144,22 @@ def _read_parquet(path: Path, rows: int | None) -> _Parts:
     named = "tenant" in table.column_names
     tenants = table["tenant"].to_pylist() if named else [0] * len(arrivals)
     said = (table.schema.metadata or {}).get(b"block_tokens", b"0")
-    return flat, cuts, arrivals, tenants, int(said) if said.isdigit() else 0
+    tokens = int(said) if said.isdigit() and len(said) <= BLOCK_TOKENS_DIGITS_MAX else 0
+    return flat, cuts, arrivals, tenants, tokens
+
+
+def _check_column(file: str, table: Any, name: str) -> None:
+    """Whole numbers, or lists of them, and none that is left out. Raises: TraceError."""
+    import pyarrow as pa
+
+    column = table[name]
+    kind, many = column.type, name.startswith("run_")
+    inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
+    if (inner is not None) is not many or not pa.types.is_integer(inner if many else kind):
+        wanted = "lists of whole numbers" if many else "whole numbers"
+        raise TraceError(f"{file}: column {name} holds {kind!s:.80}, not {wanted}")
+    if column.null_count or (many and any(chunk.values.null_count for chunk in column.chunks)):
+        raise TraceError(f"{file}: column {name} leaves values out")
 
 
 def _lists(column: Any) -> tuple[Ints, Ints]:
@@ -144,7 +171,8 @@ def _lists(column: Any) -> tuple[Ints, Ints]:
         values.append(chunk.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]])
         counts.append(np.diff(offsets))
     lengths = np.concatenate(counts)
-    return np.concatenate(values).astype(np.int64), np.concatenate([[0], np.cumsum(lengths)])
+    found = np.concatenate([each.astype(np.int64) for each in values])
+    return found, np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _dense(flat: Ints) -> tuple[Blocks, int]:

@@ -287,7 +287,7 @@ def _any_hello(packet: bytes) -> bytes:
 
 TARGETS = (
     Target(
-        name="tcp_stream", share=50, seeds=tcp_seeds, make=tcp_parser, fix=fix_tcp,
+        name="tcp_stream", share=45, seeds=tcp_seeds, make=tcp_parser, fix=fix_tcp,
         canaries=(_any_length,), modules=("entresol_proto.fabric.framing",),
     ),
     Target(

@@ -294,7 +294,7 @@ def _meta_without_padding_check(raw: bytes) -> BlockMeta:
 
 TARGETS = (
     Target(
-        name="sealed_header", share=50, seeds=header_seeds, make=header_parser, fix=fix_header,
+        name="sealed_header", share=45, seeds=header_seeds, make=header_parser, fix=fix_header,
         canaries=(_without_lengths,), modules=("entresol_proto.seal.header",),
     ),
     Target(

@@ -346,7 +346,7 @@ class _StaysOpen:
 
 TARGETS = (
     Target(
-        name="frames", share=70, seeds=frame_seeds, make=frames_parser,
+        name="frames", share=60, seeds=frame_seeds, make=frames_parser,
         fix=lambda rng, raw: fix_frames(rng, raw, 1), bytes_max=70_000,
         canaries=(
             lambda: patch.object(FrameDecoder, "__init__", _trusts_lengths),
@@ -356,17 +356,17 @@ TARGETS = (
         modules=("entresol_proto.wire.frames",),
     ),
     Target(
-        name="messages", share=90, seeds=message_seeds, make=messages_parser,
+        name="messages", share=75, seeds=message_seeds, make=messages_parser,
         canaries=tuple(functools.partial(cursor_fault, *fault) for fault in _CURSOR_FAULTS),
         modules=("entresol_proto.wire.data", "entresol_proto.wire.opening",
                  "entresol_proto.wire.quote", "entresol_proto.wire.cursor"),
     ),
     Target(
-        name="descriptors", share=50, seeds=descriptor_seeds, make=descriptors_parser,
+        name="descriptors", share=45, seeds=descriptor_seeds, make=descriptors_parser,
         canaries=(_descriptor_fault,), modules=("entresol_proto.ids",),
     ),
     Target(
-        name="sessions", share=60, seeds=session_seeds, make=sessions_parser,
+        name="sessions", share=50, seeds=session_seeds, make=sessions_parser,
         generate=a_session, fix=lambda rng, raw: fix_frames(rng, raw, 2),
         canaries=(_StaysOpen,), modules=("entresol_proto.wire.session",),
     ),
