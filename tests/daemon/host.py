@@ -2,9 +2,11 @@
 
 Commands come as JSON lines on stdin, answers go as JSON lines to stdout. A `run` keeps `window`
 gets under way and puts what was not there; what is read is compared with what its key says that it
-must be. A `flood` asks `rate` times a second whatever became of the earlier, and reads nothing.
+must be. A `flood` asks `rate` times a second whatever became of the earlier, over sessions of its
+own, and reads nothing.
 
-Invariant: every get that was asked is counted once: served, refused, missed or failed.
+Invariant: every get that was sent is counted once: served (or granted to the flood), refused or cut
+off. What a flood did not send, because so many were under way already, is counted apart.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,42 @@ def _until(seconds: float) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 
 
+class Flooder:
+    """A session of a flood: it outlasts the flood, as a host's does."""
+
+    def __init__(self, client: AsyncClient, space: Namespace) -> None:
+        self._client = client
+        self._space = space
+        self._runs: dict[int, bytes] = {}  # wire keys, by the first block's number
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, config: ClientConfig) -> Flooder:
+        """Connected, when it returns in time."""
+        client = await AsyncClient.open(config)
+        space = await client.namespace(DESCRIPTOR)
+        until = time.monotonic() + 30
+        while not client.shards()[0].connected and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        return cls(client, space)
+
+    async def fetch(self, first: int) -> tuple[Connection, Fetch]:
+        """What to send for a run of blocks, and over what. Raises: RequestFailedError."""
+        (link,) = self._client._links
+        connection = link.admit().connection
+        namespace = await connection.namespace(self._space.canonical, _until(30))
+        keys = self._runs.get(first)
+        if keys is None:
+            numbers = range(first, first + GET_BLOCKS)
+            keys = self._runs[first] = b"".join(
+                wire_key(namespace.secret, EngineKey(key_of(n, "soak"))) for n in numbers
+            )
+        return connection, Fetch(namespace.handle, OpenAt.HOST, False, 5_000_000_000, keys)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
 class Host:
     """See the module."""
 
@@ -60,7 +97,7 @@ class Host:
         self._times: list[float] = []
         self._refused_times: list[float] = []
         self._counts: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._flooders: list[Flooder] = []
         self._forget = 0.0
         self._putting = 0
 
@@ -140,56 +177,50 @@ class Host:
             "refused_ms": [round(each * 1e3, 2) for each in self._refused_times],
         }
 
-    async def do_flood(self, seconds: float, rate: float, window: int) -> Any:
-        """Ask, and read nothing of what is granted: the cheapest way to ask for much."""
+    async def do_flood(self, seconds: float, rate: float, window: int, sessions: int) -> Any:
+        """Ask, and read nothing of what is granted: the cheapest way to ask for much. Each session
+        has at most `window` under way."""
         self._counts = Counter()
-        (link,) = self._client._links
-        session = link.admit()
-        namespace = await session.connection.namespace(self._space.canonical, _until(30))
-        runs = [
-            b"".join(wire_key(namespace.secret, EngineKey(key_of(n, "soak"))) for n in numbers)
-            for numbers in (range(at, at + GET_BLOCKS) for at in range(0, self._keys, GET_BLOCKS))
-        ]
-        flood = self._flood_one(session.connection, namespace.handle, runs)
+        while len(self._flooders) < sessions:
+            self._flooders.append(await Flooder.open(self._config))
         begun = due = time.monotonic()
         while due < begun + seconds:
             due += self._rng.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self._counts["offered"] += 1
-            if len(self._tasks) >= window:
+            least = min(self._flooders, key=lambda each: len(each.tasks))
+            if len(least.tasks) >= window:
                 self._counts["not_asked"] += 1
                 continue
-            task = asyncio.create_task(flood())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+            first = self._rng.randrange(self._keys // GET_BLOCKS) * GET_BLOCKS
+            task = asyncio.create_task(self._flood_one(least, first))
+            least.tasks.add(task)
+            task.add_done_callback(least.tasks.discard)
+        left = [task for each in self._flooders for task in each.tasks]
+        if left:
+            await asyncio.wait(left)
         return {"seconds": time.monotonic() - begun, "counts": dict(self._counts),
                 "times_ms": [], "refused_ms": []}  # fmt: skip
 
-    def _flood_one(
-        self, connection: Connection, handle: int, runs: list[bytes]
-    ) -> Callable[[], Coroutine[Any, Any, None]]:
-        async def one() -> None:
-            fetch = Fetch(handle, OpenAt.HOST, False, 5_000_000_000, self._rng.choice(runs))
+    async def _flood_one(self, flooder: Flooder, first: int) -> None:
+        try:
+            connection, fetch = await flooder.fetch(first)
+            number, sink = await connection.fetch(fetch, _until(5))
+            self._counts["sent"] += 1
             try:
-                number, sink = await connection.fetch(fetch, _until(5))
-                try:
-                    while grants := await sink.next(_until(5)):
-                        for grant, _ in grants:
-                            if grant.items:
-                                connection.release(grant.lease_id)
-                finally:
-                    connection.end_fetch(number, sink)
-                self._counts["flooded"] += 1
-            except RequestFailedError as error:
-                if error.status is Status.BUSY:
-                    self._counts["refused"] += 1
-                    self._counts["get_busy"] += GET_BLOCKS
-                else:
-                    self._counts["cut_off"] += 1
-
-        return one
+                while grants := await sink.next(_until(5)):
+                    for grant, _ in grants:
+                        if grant.items:
+                            connection.release(grant.lease_id)
+            finally:
+                connection.end_fetch(number, sink)
+            self._counts["flooded"] += 1
+        except RequestFailedError as error:
+            if error.status is Status.BUSY:
+                self._counts["refused"] += 1
+                self._counts["get_busy"] += GET_BLOCKS
+            else:
+                self._counts["cut_off"] += 1
 
     async def _closed_loop(self, until: float) -> None:
         while time.monotonic() < until:
@@ -220,6 +251,8 @@ class Host:
                 break
             answer = await getattr(self, "do_" + what)(**words)
             print(json.dumps({"answer": answer}), flush=True)
+        for flooder in self._flooders:
+            await flooder.close()
         await self._client.close()
 
 

@@ -3,6 +3,8 @@
 A scene gets a daemon that serves and is under load, does its worst, and returns with everything
 healed. It says what it noticed itself; whether the daemon lived, recovered and kept its promises is
 looked at afterwards by the line.
+
+Invariant: a scene that has system calls fail goes on until one was struck, or says that none was.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.daemon.faults_lab import Act, Call, Faults, Kind, Rule
@@ -31,6 +33,8 @@ EIO, ENOSPC = errno.EIO, errno.ENOSPC
 HEAL_SECONDS_MAX = 15.0
 START_SECONDS_MAX = 30.0
 STRIKE_S = 0.6
+STRUCK_SECONDS_MAX = 10.0  # from the beginning of a strike until a call was struck
+TRIES_MAX = 8  # of a beginning or an end with a fault that may come too late in it
 MISS_SECONDS_MAX = 6.0  # the driver's deadline and some
 DISK_BYTES = 160 << 20
 DISK_FLASH_BYTES = 64 << 20
@@ -42,17 +46,38 @@ class NotHere(Exception):
 
 @dataclass(slots=True)
 class Scene:
-    """What a scene has in its hands."""
+    """What a scene has in its hands. `injects`: it has had system calls fail, or meant to."""
 
     lab: Lab
     faults: Faults
     rng: random.Random
     seed: int
+    injects: bool = False
+    _before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._before = self._injected()
+
+    def _injected(self) -> int:
+        return sum(self.faults.injected().values())
+
+    @property
+    def struck(self) -> int:
+        """System calls that were made to fail in this scene."""
+        return self._injected() - self._before
+
+    def begin(self, *rules: Rule) -> None:
+        """These faults from now on."""
+        self.injects = True
+        self.faults.strike(rules, self.seed)
 
     def strike(self, *rules: Rule, seconds: float = STRIKE_S) -> None:
-        """These faults for a while, under the load that is on."""
-        self.faults.strike(rules, self.seed)
+        """These faults for a while, under the load that is on, and until one was met."""
+        before, began = self.struck, time.monotonic()
+        self.begin(*rules)
         time.sleep(seconds)
+        while self.struck == before and time.monotonic() - began < STRUCK_SECONDS_MAX:
+            time.sleep(0.02)
         self.faults.heal()
 
     def rate(self) -> float:
@@ -122,8 +147,10 @@ def failing_state(scene: Scene) -> None:
     calls = scene.rng.choice([(OPEN,), (WRITE,), (SYNC,), (RENAME,), (OPEN, WRITE, SYNC, RENAME)])
     act = Act.TORN if calls == (WRITE,) and scene.rng.random() < 0.5 else Act.ERROR
     rule = Rule(calls, (STATE,), act, scene.rng.choice([EIO, ENOSPC]), rate=scene.rate())
-    scene.faults.strike([rule], scene.seed)
-    for _ in range(3):
+    scene.begin(rule)
+    for turn in range(3 * TRIES_MAX):
+        if turn >= 3 and scene.struck:
+            break
         scene.guest()
         scene.lab.driver.ask("admin", what="rotate", tenant="dev", wait=True)
     scene.faults.heal()
@@ -145,14 +172,16 @@ def reset_sockets(scene: Scene) -> None:
 
 def a_bad_start(scene: Scene) -> None:
     """The k-th call fails while the daemon starts: it serves, or refuses in words."""
-    lab, faults, rng = scene.lab, scene.faults, scene.rng
+    lab, rng = scene.lab, scene.rng
     lab.kill()
     lab.driver.ask("stop")
-    for _ in range(2):
+    for turn in range(TRIES_MAX):
+        if turn >= 2 and scene.struck:
+            break
         kind = rng.choice([DATA, STATE])
         calls = (READ, WRITE, SYNC) if kind is DATA else (OPEN, READ, WRITE, SYNC, RENAME)
         rule = Rule(calls, (kind,), Act.ERROR, rng.choice([EIO, ENOSPC]), kth=rng.randint(1, 40))
-        faults.strike([rule], scene.seed)
+        scene.begin(rule)
         at = lab.log.stat().st_size
         lab.begin()
         until = time.monotonic() + START_SECONDS_MAX
@@ -165,7 +194,7 @@ def a_bad_start(scene: Scene) -> None:
             said = lab.log_since(at)
             assert "entresold: " in said, f"it ended without a word: {said}"
         lab.kill()
-        faults.heal()
+        scene.faults.heal()
     lab.start()
     lab.look_after_restart()
 
@@ -174,13 +203,19 @@ def a_bad_end(scene: Scene) -> None:
     """The flash fails while the daemon stops: it ends all the same, and comes back whole."""
     lab = scene.lab
     call, act = scene.rng.choice([(WRITE, Act.ERROR), (WRITE, Act.TORN), (SYNC, Act.ERROR)])
-    scene.faults.strike([Rule((call,), (DATA,), act, EIO, rate=scene.rate())], scene.seed)
-    code = lab.stop()
-    scene.faults.heal()
-    assert code == 0, f"it stopped with {code}"
-    lab.driver.ask("stop")
-    lab.start()
-    lab.look_after_restart()
+    for turn in range(TRIES_MAX):
+        if turn:  # what it met was nothing: again, with something left to write
+            lab.driver.ask("load", seed=scene.seed + turn, workers=4, spread=60, mix=MIX)
+            time.sleep(STRIKE_S)
+        scene.begin(Rule((call,), (DATA,), act, EIO, rate=scene.rate()))
+        code = lab.stop()
+        scene.faults.heal()
+        assert code == 0, f"it stopped with {code}"
+        lab.driver.ask("stop")
+        lab.start()
+        lab.look_after_restart()
+        if scene.struck:
+            break
 
 
 # Squeezed -----------------------------------------------------------------------------------------

@@ -182,6 +182,8 @@ def _canary(args: argparse.Namespace, lines: Sequence[Line]) -> int:
                 child = slices.Child.start(line, 0, 0, Size.COMMIT)
                 while (found := child.poll()) is None:
                     time.sleep(0.05)
+                if found.not_run:
+                    raise NotRunError(found.not_run)
                 assert found.clean, found.findings
             tally.survived = 1
         except NotRunError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 LINES_PACKAGE = "tests.proof.lines"
 FINDINGS_KEPT_MAX = 20  # of one tally; the counts go on
+BETWEEN_REASONS = "; "  # why a tally lacks something
 
 
 class Size(enum.StrEnum):
@@ -77,7 +78,8 @@ class Tally:
         findings: each fails the line, whatever the counts say.
         figures: other numbers. They add up over slices; names that begin with `max_` or `min_`
             keep the largest or the smallest.
-        not_run: why this machine could not do it after all, or empty.
+        not_run: what this machine could not do after all, and why: all of it where nothing was
+            tried, else a part; or empty.
     """
 
     tried: int = 0
@@ -96,6 +98,12 @@ class Tally:
             self.findings.append(Finding(seed, text))
         else:
             self.findings_dropped += 1
+
+    def lacks(self, reason: str) -> None:
+        """Note what could not be done here; each reason once."""
+        known = self.not_run.split(BETWEEN_REASONS) if self.not_run else []
+        more = [each for each in reason.split(BETWEEN_REASONS) if each and each not in known]
+        self.not_run = BETWEEN_REASONS.join([*known, *dict.fromkeys(more)])
 
     def figure(self, name: str, value: float) -> None:
         """Add a number to those of its name."""
@@ -117,7 +125,7 @@ class Tally:
         self.durable_lost += other.durable_lost
         self.crashes += other.crashes
         self.findings_dropped += other.findings_dropped
-        self.not_run = self.not_run or other.not_run
+        self.lacks(other.not_run)
         for finding in other.findings:
             self.found(finding.seed, finding.text)
         for name, value in other.figures.items():

@@ -7,8 +7,11 @@ search compares all of a needle's bytes; the tables before that only say where i
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,8 @@ import numpy.typing as npt
 
 PIECE_BYTES = 16 * 1024 * 1024
 NEEDLE_BYTES_MIN = 8
+CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
+NO_CORE = "the kernel wrote none"
 _PAGE = 4096
 
 
@@ -134,3 +139,36 @@ def forms_of(secret: bytes, what: str) -> dict[bytes, str]:
         secret.hex().upper().encode(): f"{what} in hex",
         base64.b64encode(secret)[:-2]: f"{what} in base64",
     }
+
+
+def cores_of(child: subprocess.Popen[bytes], folder: Path) -> tuple[list[Path], str]:
+    """End a process that runs in `folder` so that the kernel writes a core file, if it may: the
+    whole image, shared memory and files too. The core files there, and why there is none.
+
+    Where cores go to is the machine's choice (core(5)): there may be none to look at.
+    """
+    try:
+        resource.prlimit(child.pid, resource.RLIMIT_CORE, (resource.RLIM_INFINITY,) * 2)
+        Path(f"/proc/{child.pid}/coredump_filter").write_text("0x7f")
+        pattern = CORE_PATTERN.read_text().strip()
+    except OSError as error:
+        return [], f"no core file can be asked for here: {error.strerror}"
+    child.send_signal(signal.SIGABRT)
+    child.wait(60)
+    return list(folder.glob("core*")), why_no_core(pattern)
+
+
+def why_no_core(pattern: str) -> str:
+    """Why there may be no core file in the folder of whoever dies, by the kernel's pattern; what to
+    say where there was to be one and is none."""
+    if pattern.startswith("|"):
+        return f"core files go to a program here (core_pattern is {pattern})"
+    if "/" in pattern or not pattern.startswith("core"):
+        return f"core files go elsewhere here (core_pattern is {pattern})"
+    return NO_CORE
+
+
+def no_core(cores: Sequence[Path], why: str, *, written: bool) -> str:
+    """What is to be said of core files that were not looked at: nothing where there are some, and
+    where none was to come out of a sandbox and the kernel would have put it here."""
+    return "" if cores or not (written or why != NO_CORE) else f"no core file was searched: {why}"

@@ -4,6 +4,7 @@ Release size takes longer than one sitting on a small machine. So each line is r
 from the journal of finished slices, and says which commit it ran at. Invariant: a recorded line
 had every one of its slices done by the same code, and every one was clean; a line that failed or
 was cut short is not recorded, and keeps what an earlier commit earned, with that commit's name.
+What of a line a machine could not do is recorded with it, in words.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from tests.proof.line import Line, Size, order
 from tests.proof.slices import ROOT, tally_of
-from tests.proof.table import Row, machine
+from tests.proof.table import Row, machine, named
 
 FIELDS = (
     "id", "name", "seed", "tried", "survived", "wrong_bytes", "durable_lost", "crashes", "seconds",
@@ -133,9 +134,9 @@ def markdown(size: Size, rows: Sequence[dict[str, Any]], lines: Sequence[Line]) 
     ]
     for row in rows:
         out.append(
-            f"| {row['id']} | {row['name']} | {row['tried']:,} | {row['survived']:,} | "
-            f"{row['wrong_bytes']} | {row['durable_lost']} | {row['crashes']} | "
-            f"{row['seconds'] / 60:.1f} | {row['day']}, {row['commit']} |"
+            f"| {row['id']} | {named(row['name'], row['not_run'])} | {row['tried']:,} | "
+            f"{row['survived']:,} | {row['wrong_bytes']} | {row['durable_lost']} | "
+            f"{row['crashes']} | {row['seconds'] / 60:.1f} | {row['day']}, {row['commit']} |"
         )
     recorded = {row["id"] for row in rows}
     for line in lines:

@@ -130,8 +130,8 @@ class Run:
             if line.canary is child.line.canary and not self.rows[line.id].not_run
         ]  # fmt: skip
         for line in sharing:
-            # A failure is tried again by the next run, and so is what could not be done.
-            if tally.clean and not tally.not_run:
+            # A failure is tried again by the next run, and so is what could not be done at all.
+            if tally.clean and (tally.tried or not tally.not_run):
                 self.journal.note(line, self.size, child.seed, child.units, seconds, tally)
             self._take(line, child.units, seconds / len(sharing), replace(tally))
 
@@ -142,11 +142,14 @@ class Run:
                 replace(finding, text=f"canary of {line.id}: {finding.text}")
                 for finding in tally.findings
             ]
+            if tally.not_run:
+                tally.not_run = f"canary of {line.id}: {tally.not_run}"
         row.tally.add(tally)
-        if units and tally.not_run:
+        if units and tally.not_run and not tally.tried:
             row.tally.figure(f"slices not run ({tally.not_run})", 1)
-        if units:  # a line of which a part ran is judged by that part
-            row.not_run = row.tally.not_run if not row.tally.tried else ""
+        # A line of which a part ran is judged by that part; what is left out is said beside it.
+        nothing = row.tally.clean and not row.tally.tried
+        row.not_run = row.tally.not_run if nothing else ""
         row.seconds += seconds
         self.units_left[line.id] -= units
         if not tally.clean:

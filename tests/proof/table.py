@@ -20,7 +20,7 @@ SHOWN_FINDINGS_MAX = 5
 
 @dataclass(slots=True)
 class Row:
-    """One line's result so far. `not_run` is a reason, or empty."""
+    """One line's result so far. `not_run` is why nothing of it ran, or empty."""
 
     id: str
     name: str
@@ -34,15 +34,25 @@ class Row:
         """It ran, and nothing was wrong."""
         return not self.not_run and self.tally.tried > 0 and self.tally.clean
 
+    @property
+    def in_part(self) -> str:
+        """What of it did not run, and why, though the rest did; or empty."""
+        return "" if self.not_run else self.tally.not_run
+
     def record(self) -> dict[str, Any]:
-        """As `tests/proof.json` has it."""
+        """As `tests/proof.json` has it: with `tried`, `not_run` tells of a part."""
         tally = self.tally
         return {
             "id": self.id, "name": self.name, "seed": self.seed, "tried": tally.tried,
             "survived": tally.survived, "wrong_bytes": tally.wrong_bytes,
             "durable_lost": tally.durable_lost, "crashes": tally.crashes,
-            "seconds": round(self.seconds, 1), "not_run": self.not_run,
+            "seconds": round(self.seconds, 1), "not_run": self.not_run or self.in_part,
         }  # fmt: skip
+
+
+def named(name: str, in_part: str) -> str:
+    """A line's name as a table has it, with what of it did not run."""
+    return f"{name} (not run in part: {in_part})" if in_part else name
 
 
 def machine() -> str:
@@ -88,8 +98,11 @@ class Scorecard:
             out.append(
                 f"{row.id:4} {row.name:{wide}} {row.seed:>6} {t.tried:>12,} {t.survived:>12,} "
                 f"{t.wrong_bytes:>6} {t.durable_lost:>5} {t.crashes:>7} {row.seconds:>8.1f}"
-                f"{'' if row.passed else '  FAILED'}"
+                f"{'' if row.passed else '  FAILED'}{'  IN PART' if row.in_part else ''}"
             )
+        for row in self.rows:
+            if row.in_part:
+                out.append(f"  {row.id} NOT RUN IN PART: {row.in_part}")
         for row in self.rows:
             figures = " ".join(f"{n}={v:,.6g}" for n, v in sorted(row.tally.figures.items()))
             if figures:
@@ -111,11 +124,13 @@ class Scorecard:
             if not row.not_run and row.id != CANARIES:
                 total.add(row.tally)
         left_out = [row.id for row in self.rows if row.not_run]
+        left_out += [f"{row.id} in part" for row in self.rows if row.in_part]
+        held = "WHAT RAN HELD" if left_out else "ALL HELD"
         return (
             f"tried {total.tried:,} · survived {total.survived:,} · wrong bytes "
             f"{total.wrong_bytes} · durable lost {total.durable_lost} · crashes {total.crashes} · "
             f"not run: {', '.join(left_out) or 'nothing'} · {self.seconds:,.0f} s · "
-            f"{'ALL HELD' if self.rc == 0 else 'FAILED'}"
+            f"{held if self.rc == 0 else 'FAILED'}"
         )
 
     def markdown(self) -> str:
@@ -137,5 +152,5 @@ class Scorecard:
             )
             if row.not_run:
                 cells = f"| not run: {row.not_run} | | | | |"
-            out.append(f"| {row.id} | {row.name} | {cells} |")
+            out.append(f"| {row.id} | {named(row.name, row.in_part)} | {cells} |")
         return "\n".join(out) + "\n"

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LINES = """
     import os, signal, time
-    from tests.proof.line import Line, Size, Tally
+    from tests.proof.line import Line, NotRunError, Size, Tally
     SIZES = {Size.COMMIT: 6, Size.NIGHTLY: 12, Size.RELEASE: 24}
 
     def good(work):
@@ -48,6 +48,19 @@ LINES = """
     def hangs(work):
         time.sleep(60)
 
+    def half(work):
+        if work.seed > 2:
+            raise NotRunError("no such kernel")
+        return good(work)
+
+    def lacking(work):
+        tally = good(work)
+        tally.lacks(f"no such disk; no {work.seed % 2}")
+        return tally
+
+    def cannot():
+        raise NotRunError("no such guest")
+
     def found():
         with open(os.environ["ENTRESOL_PROOF_JOURNALS"] + ".found", "a") as file:
             file.write("x")
@@ -62,6 +75,7 @@ LINES = """
         line("R10", good), line("R2", good, missed), line("R3", dies), line("F1", raises),
         line("S1", wrong), line("S2", hangs, slice_deadline_s=2.0), line("K1", good, alone=True),
         line("Q1", good, not_run=lambda: "no such device"),
+        line("R8", half), line("R9", lacking), line("K2", good, cannot),
     )
 """
 
@@ -108,7 +122,8 @@ def test_slices_add_up_to_rows_and_the_file_has_them(proof, tmp_path: Path) -> N
     assert (tmp_path / "journals.found").read_text() == "x"
     assert "NOT RUN: no such device" in done.stdout
     assert "max_seed=10 slices=3" in done.stdout
-    assert "ALL HELD" in done.stdout
+    assert "not run: Q1" in done.stdout
+    assert "WHAT RAN HELD" in done.stdout
     assert "not run: no such device" in (tmp_path / "table.md").read_text()
 
 
@@ -214,6 +229,46 @@ def test_an_interrupted_run_leaves_no_process_behind(proof, tmp_path: Path) -> N
         assert process.wait(20) == 130
     assert children
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_what_a_part_of_a_line_lacks_is_said(proof, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    table, into = tmp_path / "table.md", tmp_path / "record.json"
+    done = proof("run", "--line", "R8", "--line", "R9", "--markdown", str(table))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["id"]: row for row in json.loads((tmp_path / "proof.json").read_text())}
+    assert (rows["R8"]["tried"], rows["R8"]["not_run"]) == (20, "no such kernel")
+    assert (rows["R9"]["tried"], rows["R9"]["not_run"]) == (60, "no such disk; no 1")
+    assert "R8 NOT RUN IN PART: no such kernel" in done.stdout
+    assert "not run: R8 in part, R9 in part" in done.stdout
+    assert "WHAT RAN HELD" in done.stdout
+    assert "| R9 | lacking (not run in part: no such disk; no 1) | " in table.read_text()
+    # What could not be done at all is tried again; what was done with a part left out is not.
+    done = proof("run", "--line", "R8", "--line", "R9", "--resume")
+    assert "slices not run (no such kernel)=2" in done.stdout
+    done = proof("record", "--size", "commit", "--into", str(into), "--markdown", str(table))
+    assert "R9; no whole run yet: R2 R3 R8 " in done.stdout
+    assert [row["not_run"] for row in json.loads(into.read_text())] == ["no such disk; no 1"]
+    assert "| R9 | lacking (not run in part: no such disk; no 1) | " in table.read_text()
+
+
+def test_a_canary_that_could_not_run_is_said(proof, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = proof("run", "--line", "K1", "--line", "K2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["id"]: row for row in json.loads((tmp_path / "proof.json").read_text())}
+    assert (rows["C1"]["tried"], rows["C1"]["survived"]) == (1, 1)
+    assert rows["C1"]["not_run"] == "canary of K2: no such guest"
+    assert "not run: C1 in part" in done.stdout
+    assert "ALL HELD" not in done.stdout
+    done = proof("canary", "--line", "K2")
+    assert "K2   not run: no such guest" in done.stdout
+    proof("run", "--line", "K2")
+    rows = {row["id"]: row for row in json.loads((tmp_path / "proof.json").read_text())}
+    assert (rows["C1"]["tried"], rows["C1"]["not_run"]) == (0, "canary of K2: no such guest")
+
+
+def test_a_run_in_which_everything_ran_says_so() -> None:
+    held = Row("R1", "x", 1, Tally(tried=1, survived=1))
+    assert "not run: nothing · 1 s · ALL HELD" in Scorecard(Size.COMMIT, [held], 1.0).verdict()
 
 
 def test_figures_add_up_or_keep_their_extreme() -> None:

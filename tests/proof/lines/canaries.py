@@ -18,9 +18,7 @@ import contextlib
 import io
 import os
 import random
-import resource
 import shutil
-import signal
 import ssl
 import tempfile
 import urllib.error
@@ -63,7 +61,7 @@ from tests.proof.lines.erase import (
     no_memory_of_others,
     program_of,
 )
-from tests.proof.memory_scan import Search, regions_of
+from tests.proof.memory_scan import Search, cores_of, no_core, regions_of
 from tests.proof.tenancy import OTHER, OWN, run_on_loop
 
 BLOCKS = 120  # of each of three rounds
@@ -303,16 +301,10 @@ def _memory(pid: int, look: Look) -> None:
 
 
 def _core(process: DaemonProcess, folder: Path, look: Look) -> None:
-    child = process.process
-    assert child is not None
-    try:
-        resource.prlimit(child.pid, resource.RLIMIT_CORE, (resource.RLIM_INFINITY,) * 2)
-        Path(f"/proc/{child.pid}/coredump_filter").write_text("0x7f")
-    except OSError:
-        return
-    process.signal(signal.SIGABRT)
-    child.wait(60)
-    for core in folder.glob("core*"):
+    assert process.process is not None
+    cores, why = cores_of(process.process, folder)
+    look.tally.lacks(no_core(cores, why, written=bool(look.seed % 2)))
+    for core in cores:
         markers = [m for m in search(core) if m.startswith("payload")]
         look.note("core file", core.stat().st_size, markers)
         look.tally.figure("cores", 1)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +36,7 @@ from entresol_proto.v1 import entresol_pb2_grpc as pbg
 from tests.daemon.daemon_lab import client_of
 from tests.harness import DaemonProcess
 from tests.proof.line import Line, Size, Slice, Tally
-from tests.proof.memory_scan import Search, forms_of
+from tests.proof.memory_scan import Search, cores_of, forms_of, no_core
 from tests.proof.tenancy import (
     BLOCK_BYTES,
     DESCRIPTOR,
@@ -256,21 +254,10 @@ async def _others_are_served(process: DaemonProcess, seed: int, tally: Tally) ->
 def _core(
     process: DaemonProcess, folder: Path, search: Search, seed: int, tally: Tally, *, written: bool
 ) -> None:
-    """End it so that the kernel writes a core file, if it may: the whole image, freed and all.
-
-    Where cores go to is the machine's choice (core_pattern): there may be none to search.
-    """
-    child = process.process
-    assert child is not None
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    try:
-        resource.prlimit(child.pid, resource.RLIMIT_CORE, unlimited)
-    except PermissionError:
-        return
-    Path(f"/proc/{child.pid}/coredump_filter").write_text("0x7f")  # shared memory and files, too
-    process.signal(signal.SIGABRT)
-    child.wait(60)
-    cores = list(folder.glob("core*"))
+    """A core file has the whole image, freed and all. None comes out of the sandbox."""
+    assert process.process is not None
+    cores, why = cores_of(process.process, folder)
+    tally.lacks(no_core(cores, why, written=written))
     if cores and not written:
         tally.found(seed, "a core file came out of the sandbox")
     for core in cores:

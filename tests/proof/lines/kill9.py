@@ -3,11 +3,13 @@
 One unit is a life: start, look at everything, work, die. The moment of death is drawn from the
 seed: under load, while starting, while draining, right after an eviction, in the middle of a key
 rotation, of adding or of erasing a tenant. Every third slice has so little flash that it evicts all
-the time; there a durable block may be gone, but never wrong and never back.
+the time; there a durable block may be gone, but never wrong and never back. In the others nothing
+may be evicted, nor lost, before more was written than their flash has room for.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -16,6 +18,8 @@ import time
 from pathlib import Path
 
 from entresol_proto.limits import MIB
+from entresol_proto.status import Status
+from tests.daemon.driver import size_of
 from tests.daemon.life_lab import BUGS, GUEST, Died, Lab, alive
 from tests.proof.line import Line, Size, Slice, Tally
 
@@ -25,6 +29,9 @@ MOMENTS = ("load", "load", "start", "drain", "evict", "rotate", "tenant")
 MIX = {"durable": 0.45, "accepted": 0.2, "forget": 0.15, "get": 0.2}
 ROOMY_BYTES, TIGHT_BYTES = 1024 * MIB, 24 * MIB
 KEYS_ROOMY, KEYS_TIGHT = 200, 800
+# What a life may leave of a segment without having filled it: those open at its end.
+LEFT_PER_LIFE_BYTES = 4 * 4 * MIB
+PAGE_BYTES, HEADERS_BYTES_MAX = 4_096, 512  # a record begins on a page, with its headers
 GUEST_BLOCKS = (1, 2, 3, 8, 9)
 EVICTED = re.compile(r"event=evicted .* blocks=([1-9]\d*)")
 BUCKETS_MS = (250, 500, 1_000)
@@ -129,11 +136,44 @@ def _look_at_log(lab: Lab, tally: Tally, seed: int) -> None:
     """The daemon's own words: nothing in them may be a bug."""
     said = lab.new_log()
     tally.figure("evictions", len(EVICTED.findall(said)))
-    if not lab.judge.evicts and EVICTED.search(said):
-        lab.judge.evicts = True  # more was written than there is room for
+    if not lab.judge.evicts and (evicted := EVICTED.search(said)):
+        written, room = written_bytes(lab.journal), room_bytes(len(lab.restarts_ms))
+        if written > room:
+            lab.judge.evicts = True
+            tally.figure("slices that wrote more than there is room for", 1)
+        else:
+            tally.found(seed, f"{evicted[0]} after {written} bytes of {room}")
     if bug := BUGS.search(said):
         tally.crashes += 1
         tally.found(seed, f"the log says {said[max(0, bug.start() - 200) : bug.end() + 800]}")
+
+
+def room_bytes(lives: int) -> int:
+    """What the roomy flash has room for after so many lives."""
+    return ROOMY_BYTES - lives * LEFT_PER_LIFE_BYTES
+
+
+def written_bytes(journal: Path) -> int:
+    """All that may have been written by puts, stored or without an answer, as records that do not
+    shrink."""
+    asked: dict[tuple[str, int, int], int] = {}
+    for line in journal.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        _, word, *rest = json.loads(line)
+        if word == "put":
+            tenant, _, versions = rest
+            asked |= {(tenant, int(n), version): _record(int(n)) for n, version in versions.items()}
+        elif word == "put_answered":
+            tenant, _, versions, statuses = rest
+            for number, code in statuses.items():
+                if Status(code) is not Status.OK:
+                    asked.pop((tenant, int(number), versions[number]), None)
+    return sum(asked.values())
+
+
+def _record(number: int) -> int:
+    return -(-(size_of(number) + HEADERS_BYTES_MAX) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _last_look(lab: Lab, tally: Tally, seed: int) -> None:
@@ -157,6 +197,8 @@ def _sum_up(lab: Lab, tally: Tally) -> None:
     tally.figure("durable_acks", judge.durable)
     tally.figure("forgets", judge.forgotten)
     tally.figure("restarts", len(lab.restarts_ms))
+    if lab.judge.evicts is False:
+        tally.figure("max_bytes written with room for them", written_bytes(lab.journal))
     tally.figure("restart_ms_total", round(sum(lab.restarts_ms)))
     for limit_ms in BUCKETS_MS:
         tally.figure(

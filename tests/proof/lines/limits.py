@@ -9,8 +9,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 from tests import bounds
 from tests.proof.line import Line, Size, Slice, Tally
@@ -55,27 +57,64 @@ def run(work: Slice) -> Tally:
 
 
 def _run_tests(nodes: dict[str, int], folder: Path, tally: Tally) -> None:
-    """All in one pytest; one by one if that fails, to say which."""
-    tally.tried += len(nodes)
-    if not nodes or _pytest(list(nodes), folder) == "":
-        tally.survived += len(nodes)
+    """All in one pytest; one by one if that fails, to say which. A test that was skipped as a whole
+    was not tried."""
+    if not nodes:
         return
+    went = _pytest(list(nodes), folder)
     for node, seed in nodes.items():
-        said = _pytest([node], folder)
-        if said:
-            tally.found(seed, f"{node}: {said}")
+        alone = went if not went.failed else _pytest([node], folder)
+        if not alone.failed and not alone.passed(node) and alone.skipped(node):
+            tally.lacks(f"{node}: {alone.skipped(node)[0]}")
+            continue
+        tally.tried += 1
+        if alone.failed:
+            tally.found(seed, f"{node}: {alone.failed}")
+        elif not alone.passed(node):
+            tally.found(seed, f"{node}: no test of this name ran")
         else:
             tally.survived += 1
 
 
-def _pytest(nodes: list[str], folder: Path) -> str:
-    """Its last words, or nothing when every test passed and at least one ran for each name."""
+@dataclass(frozen=True, slots=True)
+class Went:
+    """How a pytest went: its last words where it failed, and (test, why it was skipped) of all."""
+
+    failed: str
+    cases: tuple[tuple[str, str | None], ...] = ()
+
+    def passed(self, node: str) -> int:
+        """Tests of this name that ran."""
+        return sum(why is None for name, why in self.cases if _of(name, node))
+
+    def skipped(self, node: str) -> list[str]:
+        """Why those of this name did not run that did not."""
+        return [why for name, why in self.cases if _of(name, node) and why is not None]
+
+
+def _of(name: str, node: str) -> bool:
+    """Whether a case as pytest reports it is the test of this name, or a case of it."""
+    file, *_, test = node.split(":")
+    wanted = f"{file.removesuffix('.py').replace('/', '.')}.{test}"
+    return name == wanted or name.startswith(wanted + "[")
+
+
+def _pytest(nodes: list[str], folder: Path) -> Went:
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp",
-         str(folder / "pytest"), *nodes],
+         str(folder / "pytest"), f"--junit-xml={report}", *nodes],
         cwd=ROOT, capture_output=True, text=True, timeout=TEST_DEADLINE_S, check=False,
     )  # fmt: skip
-    return "" if done.returncode == 0 else done.stdout[-1_500:]
+    if done.returncode != 0:
+        return Went(done.stdout[-1_500:] or done.stderr[-1_500:] or f"exit {done.returncode}")
+    cases = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        why = None if skipped is None else skipped.get("message", "skipped")
+        cases.append((f"{case.get('classname')}.{case.get('name')}", why))
+    return Went("", tuple(cases))
 
 
 def canary() -> None:

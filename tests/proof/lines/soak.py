@@ -1,26 +1,25 @@
-"""R8: hours of everything at once, with ten times more asked than is admitted.
+"""R8: hours of everything at once, with ten times more sent than is admitted.
 
-Hosts in processes of their own first ask as much as the shard admits; then another one asks ten
-times as much beside them. What they are admitted must be served nearly as fast as before, what is
+Hosts in processes of their own first ask as much as the shard admits; then another one asks, beside
+them, for so much that ten times as much is sent as is admitted. What they are admitted must be
+served nearly as fast as before, what waits must stay within the limits that are set, what is
 refused must be counted alike on both sides, and when all is quiet again nothing may be left: no
 lease, queue, task, descriptor, thread or memory. Meanwhile hosts are killed and come back, blocks
 are forgotten and evicted, events are followed, tenants are added, rotated and erased. One unit is
 one soak, whose length is its size. Of rounds in which a hypervisor gave a fifth of the processors
-to others, times are not judged; where that is most of them, a figure says so.
+to others, neither times nor what was sent are judged; where that is most of them, the row says so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import statistics
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +27,37 @@ from tests.daemon.daemon_lab import rss_bytes
 from tests.daemon.host import GET_BLOCKS
 from tests.daemon.life_lab import BUGS, GUEST, HERE, Lab, Process, alive
 from tests.proof.line import Line, Size, Slice, Tally
+from tests.proof.soak_load import (
+    Round,
+    Window,
+    compared,
+    judge_sent,
+    judge_waiting,
+    late,
+    merge,
+    p99,
+    percentile,
+    say_disturbed,
+    undisturbed,
+)
+from tests.proof.soak_rest import Rest, judge_rests, left_over, rest_of
 
 HOSTS = 2
 WINDOW = 4  # gets that each asks at a time, when it asks no more than is admitted
 AT_ONCE = HOSTS * WINDOW  # gets the shard serves at a time, here
-OVERLOAD = 10
-OVER_WINDOW = 100  # gets that the flood has under way, at most
+PUTS_QUEUED_MAX = 128  # blocks: fewer than the hosts may have under way
+ASKED = 13  # times what was served is asked for, so that OVERLOAD times as much is sent
+OVER_SESSIONS, OVER_WINDOW = 4, 240  # of the flood; gets that each has under way, at most
 FORGET = 0.004  # of the gets that found everything
 KEYS = 1_600
 WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0  # to warm up; of one round
-SAMPLES_MIN = 20_000  # for a 99th percentile of each round: of fewer, the 95th is judged
-STOLEN_MAX = 0.2  # of the processors, by the hypervisor: such a round says nothing of times
-RATIO_MAX = 2.0  # of the p99 under ten times the load to that under what is admitted
 QUIET_SECONDS_MAX = 20.0
 DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
-ARENA_BYTES = 1 << 20  # by which the interpreter takes memory: one more or less is no growth
-RECEIPT_BYTES = 1 << 10  # in memory, of an erased tenant's: 4,096 are kept
 LOOK_S = 1.0
 LEASE_NS = 2_000_000_000
 # Each thread of a process keeps freed pieces for itself, up to 7 of every length (glibc's tcache),
 # and the library counts them as used: they fill for hours. Without, what is counted is used.
 COUNTED = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue="put"}',
-        'queue_depth{queue="stage"}', "staging_reads_in_flight")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,73 +78,10 @@ PLANS = {Size.COMMIT: Plan(3, 0.10, more=3), Size.NIGHTLY: Plan(33, 0.02),
 CANARY = Plan(1, 1.0, length=0.2, quiet_s=4.0)  # what it holds goes in two seconds, or never
 
 
-@dataclass(slots=True)
-class Rest:
-    """What the daemon holds while nobody asks for anything."""
-
-    rss_bytes: int
-    malloc_bytes: int  # in use, of the C library: larger objects, and what is not Python's
-    objects: int  # of the interpreter's, of up to 512 bytes: a leak shows here first
-    erased: int  # tenants, ever: a receipt of each is kept
-    fds: int
-    threads: int
-    tasks: int
-    sessions: int
-    held: dict[str, float]
-
-
-@dataclass(slots=True)
-class Window:
-    """What the hosts saw in one stretch of load."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    times_ms: list[float] = field(default_factory=list)
-    refused_ms: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    stolen: float = 0.0  # the largest share of the processors that this machine asked for in vain
-
-    def add(self, answers: Sequence[dict[str, Any]]) -> None:
-        for answer in answers:
-            self.counts.update(answer["counts"])
-            self.times_ms += answer["times_ms"]
-            self.refused_ms += answer["refused_ms"]
-        self.seconds += max(answer["seconds"] for answer in answers)
-
-
-Round = tuple[Window, Window]  # under what is admitted, and under ten times as much
-
-
 def _processor_ticks() -> tuple[int, int]:
     """Of all processors since the start: stolen by a hypervisor, and all of them (proc(5))."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return ticks[7], sum(ticks)
-
-
-def _threads(pid: int) -> int:
-    """Threads, without those of gRPC's pool, which begins another when it once had too few."""
-    count = 0
-    for path in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            count += (path / "comm").read_text().strip() != "event_engine"
-    return count
-
-
-def _fds(pid: int) -> int:
-    """Open descriptors beside memory: slabs come and go within their budget."""
-    count = 0
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            count += not os.readlink(f"/proc/{pid}/fd/{name}").startswith("/memfd:")
-    return count
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """0 of nothing."""
-    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
-
-
-def p99(values: Sequence[float]) -> float:
-    return percentile(values, 99)
 
 
 class Bustle:
@@ -219,12 +163,16 @@ class Soak:
         for host in self.hosts:
             host.tell("run", seconds=seconds, window=WINDOW, forget=FORGET)
         if overload:
-            rate = OVERLOAD * self.capacity
-            self.flooder.tell("flood", seconds=seconds, rate=rate, window=OVER_WINDOW)
+            rate = ASKED * self.capacity
+            self.flooder.tell(
+                "flood", seconds=seconds, rate=rate, window=OVER_WINDOW, sessions=OVER_SESSIONS
+            )
         window = Window()
         before = _processor_ticks()
         window.add([host.answer() for host in self.hosts])
         if overload:
+            for what in ("refused", "cut_off"):  # so far they are the hosts' own
+                window.counts[f"host_{what}"] += window.counts[what]
             flood = self.flooder.answer()
             window.counts.update(flood["counts"])
         ticks = [now - was for now, was in zip(_processor_ticks(), before, strict=True)]
@@ -247,14 +195,7 @@ class Soak:
         while steady < 3 and time.monotonic() < until:
             time.sleep(0.3)
             metrics = self.lab.metrics()
-            now = Rest(
-                rss_bytes(pid), int(metrics["entresol_malloc_bytes"]),
-                int(metrics["entresol_python_objects"]),
-                int(metrics['entresol_events_published_total{kind="tenant_erased"}']),
-                _fds(pid), _threads(pid), int(metrics["entresol_tasks"]),
-                int(sum(v for k, v in metrics.items() if k.startswith("entresol_sessions{"))),
-                {name: metrics.get(f"entresol_{name}", 0.0) for name in HELD},
-            )  # fmt: skip
+            now = rest_of(pid, metrics)
             same = found is not None and not any(now.held.values()) and (
                 (now.fds, now.threads, now.tasks) == (found.fds, found.threads, found.tasks)
             )  # fmt: skip
@@ -278,7 +219,8 @@ def run(part: Slice) -> Tally:
 def _soak(folder: Path, seed: int, plan: Plan, tally: Tally, plant: str = "") -> None:
     with Lab(
         folder, evicts=True, plant=plant, events_max=2_000, dram=DRAM_BYTES, flash=FLASH_BYTES,
-        gets_at_once_max=AT_ONCE, lease_ns=LEASE_NS, env=COUNTED,
+        gets_at_once_max=AT_ONCE, put_queue_blocks_max=PUTS_QUEUED_MAX, lease_ns=LEASE_NS,
+        env=COUNTED,
     ) as lab:  # fmt: skip
         lab.first_life()
         # It stores twice what it may, all the time, and evicts itself. (All its keys take 45.4 MB:
@@ -326,8 +268,8 @@ def _rounds(soak: Soak, plan: Plan) -> list[str]:
         one, ten = Window(), Window()
 
         def load(one: Window = one, ten: Window = ten) -> None:
-            _merge(one, soak.load(ADMITTED_S))
-            _merge(ten, soak.load(OVERLOAD_S, overload=True))
+            merge(one, soak.load(ADMITTED_S))
+            merge(ten, soak.load(OVERLOAD_S, overload=True))
 
         _beside(soak, worst, load)
         seen.append((one, ten))
@@ -336,19 +278,11 @@ def _rounds(soak: Soak, plan: Plan) -> list[str]:
             warm = number
         _trace(f"round {number}", one, ten, rests[-1])
         number += 1
-        if plan.more and number == plan.rounds and _late(seen):
+        if plan.more and number == plan.rounds and late(seen):
             rounds += plan.more
             soak.tally.figure("rounds_added", plan.more)
     findings = _judge(soak, base, seen, worst)
-    return findings + _judge_rest(soak.tally, rests[warm:], plan.growth_max)
-
-
-def _merge(into: Window, other: Window) -> None:
-    into.counts.update(other.counts)
-    into.times_ms += other.times_ms
-    into.refused_ms += other.refused_ms
-    into.seconds += other.seconds
-    into.stolen = max(into.stolen, other.stolen)
+    return findings + judge_rests(soak.tally, rests[warm:], plan.growth_max)
 
 
 def _beside(soak: Soak, worst: Counter[str], work: Any) -> None:
@@ -389,34 +323,6 @@ def _trace(what: str, one: Window, ten: Window, rest: Rest) -> None:
         print(f"{what} {rest}", flush=True)
 
 
-def _undisturbed(seen: Sequence[Round]) -> list[Round]:
-    """The rounds in which this machine had its processors."""
-    return [(one, ten) for one, ten in seen if max(one.stolen, ten.stolen) <= STOLEN_MAX]
-
-
-def _compared(seen: Sequence[Round]) -> tuple[int, float, float, float]:
-    """Which percentile is judged, what it is of either load, in ms, and the ratio that is judged:
-    the median of those of the rounds. Of few samples the 99th is one of the worst three: chance,
-    and not the shard; so is a stretch in which the machine was somebody else's."""
-    percent = 99 if sum(len(ten.times_ms) for _, ten in seen) >= SAMPLES_MIN else 95
-    one = [percentile(one.times_ms, percent) for one, _ in seen]
-    ten = [percentile(ten.times_ms, percent) for _, ten in seen]
-    ratio = statistics.median(b / max(a, 1e-9) for a, b in zip(one, ten, strict=True))
-    return percent, statistics.median(one), statistics.median(ten), ratio
-
-
-def _late(seen: Sequence[Round]) -> str:
-    """What is wrong with the times of what is served under overload; empty if nothing is, or if
-    most rounds can say nothing of it."""
-    quiet = _undisturbed(seen)
-    if 2 * len(quiet) < len(seen):
-        return ""
-    percent, before, after, ratio = _compared(quiet)
-    if ratio <= RATIO_MAX:
-        return ""
-    return f"p{percent} {ratio:.2f} times as long: {after:.0f} ms in overload, {before:.0f} before"
-
-
 def _judge(
     soak: Soak, base: dict[str, float], seen: Sequence[Round], worst: Counter[str]
 ) -> list[str]:
@@ -425,34 +331,28 @@ def _judge(
     findings = []
     over = Window()
     for _, ten in seen:
-        _merge(over, ten)
+        merge(over, ten)
 
     def since(name: str) -> int:
         return int(metrics.get(name, 0.0) - base.get(name, 0.0))
 
-    percent, before, after, ratio = _compared(_undisturbed(seen) or seen)
-    if late := _late(seen):
-        findings.append(late)
+    percent, before, after, ratio = compared(undisturbed(seen) or seen)
+    if text := late(seen):
+        findings.append(text)
     refused = since('entresol_blocks_missed_total{cause="busy",tenant="dev"}')
     unheard = refused - soak.counts["get_busy"]  # a host that was cut off may not have heard of it
     if not 0 <= unheard <= GET_BLOCKS * soak.counts["cut_off"]:
         findings.append(f"refused blocks: {refused} counted here, {soak.counts['get_busy']} there")
-    if not over.counts["refused"]:
-        findings.append("nothing was refused: it was no overload")
+    findings += judge_sent(tally, seen)
+    findings += judge_waiting(worst, soak.lab.site.config.limits)
     tally.figure(f"max_p{percent}_admitted_ms", round(before, 1))
     tally.figure(f"max_p{percent}_overload_ms", round(after, 1))
     tally.figure(f"max_p{percent}_ratio", round(ratio, 2))
     tally.figure("samples_overload", len(over.times_ms))
-    if disturbed := len(seen) - len(_undisturbed(seen)):
-        judged = "" if 2 * disturbed <= len(seen) else ", times not judged"
-        name = f"rounds in which over {STOLEN_MAX:.0%} of the processors were stolen{judged}"
-        tally.figure(name, disturbed)
+    say_disturbed(tally, seen)
     tally.figure("max_p99_refusal_ms", round(p99(over.refused_ms), 1))
     for name, value in worst.items():
         tally.figure(f"max_{name}", value)
-    tally.figure("min_offered_over_served", round(
-        over.counts["offered"] / max(1, over.counts["served"] + over.counts["flooded"]), 1
-    ))  # fmt: skip
     for name in ("served", "flooded", "refused", "not_asked", "cut_off"):
         tally.figure(f"gets_{name}", soak.counts[name])
     tally.figure("forgotten", soak.counts["forgotten"])
@@ -463,37 +363,6 @@ def _judge(
         findings.append(f"{sealed} blocks under one key")
     tally.figure("events_followed", soak.lab.driver.ask("watch", on=False))
     return findings
-
-
-def _judge_rest(tally: Tally, rests: Sequence[Rest], growth_max: float) -> list[str]:
-    """What is left when nobody asks for anything. Memory is the median of a tenth of the rounds,
-    at either end: of 55 MiB, the allocators' own coming and going is one or two. Judged is what is
-    in use by the count of either allocator, and what the process has, beyond one arena; of all of
-    it, what grew by more than the receipts of erased tenants."""
-    findings = []
-    some = max(1, len(rests) // 10)
-    receipts = RECEIPT_BYTES * (rests[-1].erased - rests[0].erased)
-    tally.figure("max_receipts_bytes", receipts)
-    for name, spare in (
-        ("rss_bytes", ARENA_BYTES + receipts), ("malloc_bytes", receipts), ("objects", 0),
-    ):  # fmt: skip
-        before = statistics.median(getattr(rest, name) for rest in rests[:some])
-        after = statistics.median(getattr(rest, name) for rest in rests[-some:])
-        tally.figure(f"max_{name}_growth_percent", round(100 * (after / before - 1), 2))
-        if after - spare > before * (1 + growth_max):
-            findings.append(f"{name}: {before:.0f} at first, {after:.0f} in the end")
-    findings += left_over(rests[0], rests[-1])
-    held = rests[-1].held.items()
-    return findings + [f"still held: {name} {value}" for name, value in held if value]
-
-
-def left_over(least: Rest, now: Rest) -> list[str]:
-    """What there is more of than there was."""
-    return [
-        f"{name}: {getattr(least, name)} before, {getattr(now, name)} now"
-        for name in ("fds", "threads", "tasks", "sessions")
-        if getattr(now, name) > getattr(least, name)
-    ]
 
 
 def _canary() -> None:

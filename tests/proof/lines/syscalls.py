@@ -4,7 +4,8 @@ One unit is a scene, drawn in turn: some work, then a fault for a while, then he
 scene the daemon lives on, answers are blocks or misses, and within `HEAL_SECONDS_MAX` after healing
 it stores durably again by itself; then everything is looked at, and after some scenes once more
 behind a kill -9. The oracle is that of R6: durable blocks are there, forgotten ones are not, and no
-byte is wrong. System calls fail by a preloaded library (`tests/daemon/faults.c`).
+byte is wrong. System calls fail by a preloaded library (`tests/daemon/faults.c`); a scene that has
+them fail and in which none was struck is a finding.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ def scenes(part: Slice, plant: str, only: str = "") -> Tally:
             before = len(lab.judge.findings)
             try:
                 trouble = _play(scene, play.__name__, tally)
+                if scene.injects and not scene.struck:
+                    trouble = trouble or "no system call was struck"
             except NotHere as error:
-                tally.not_run = f"{play.__name__}: {error}"
+                tally.lacks(f"{play.__name__}: {error}")
                 continue
             except (Died, AssertionError) as error:
                 trouble = f"{type(error).__name__}: {error}"
                 tally.crashes += isinstance(error, Died) or not alive(lab.pid)
             tally.tried += 1
             tally.figure(f"scene_{play.__name__}", 1)
+            if scene.injects:
+                tally.figure("min_struck in a scene of faults", scene.struck)
             texts = lab.judge.findings[before:] + [trouble] * bool(trouble)
             for text in texts:
                 tally.found(seed, f"{play.__name__}: {text}")
