@@ -512,7 +512,7 @@ def test_tenants_beyond_the_limit_leave_by_lru_and_learn_nothing() -> None:
     values.forget((0).to_bytes(16, "big"))
     assert values.ranking((0).to_bytes(16, "big"), 64) is None
     assert values.memory_bytes <= 64 * (1 + 8)
-    assert TENANT_BYTES < 512 << 10
+    assert TENANT_BYTES < 768 << 10
 
 
 def test_one_tenants_use_teaches_nothing_about_anothers() -> None:
