@@ -24,7 +24,9 @@ Blocks = npt.NDArray[np.int32]
 BLOCK_TOKENS_DEFAULT = 512  # of a jsonl file, which does not say (the Mooncake traces have 512)
 REFS_MAX = 1 << 31  # block references of one trace
 BLOCK_TOKENS_DIGITS_MAX = 9  # a file that says more tokens per block is not believed
-ID_SPAN_MAX = 1 << 28  # ids closer together than this are made dense by a table, others by sorting
+# Ids closer together than this are made dense by a table, others by sorting; but by no table with
+# so many times as many entries as the trace has references.
+ID_SPAN_MAX, ENTRIES_PER_REF_MAX, ENTRIES_MIN = 1 << 28, 64, 1 << 16
 
 
 class TraceError(EntresolError):
@@ -178,7 +180,7 @@ def _lists(column: Any) -> tuple[Ints, Ints]:
 def _dense(flat: Ints) -> tuple[Blocks, int]:
     """The same references with ids from 0, in the order of the given ids; and how many distinct."""
     low, high = int(flat.min()), int(flat.max())
-    if high - low < ID_SPAN_MAX:
+    if high - low < min(ID_SPAN_MAX, ENTRIES_MIN + ENTRIES_PER_REF_MAX * len(flat)):
         there = np.zeros(high - low + 1, np.bool_)
         there[flat - low] = True
         number = np.cumsum(there, dtype=np.int64) - 1
