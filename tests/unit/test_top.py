@@ -16,6 +16,7 @@ import pytest
 from entresol_client.cli.main import main
 from entresol_client.cli.top_frame import Screen, frame
 from entresol_client.cli.top_reading import (
+    Pair,
     Price,
     Verdict,
     fullness,
@@ -65,6 +66,26 @@ def later(seconds: float = 2.0) -> dict[str, Any]:
     found["flash"]["written_bytes"] += GB
     found["first_grant"] = {"count": 12, "seconds": 0.2}
     return found
+
+
+def test_the_same_overview_again_is_no_step_in_time() -> None:
+    pair, first, second = Pair(), overview(), later()
+    assert pair.add(first)
+    assert not pair.add(copy.deepcopy(first))
+    assert pair.before is None
+    assert pair.add(second)
+    told = rates(pair.before, second)
+    assert told is not None
+    assert not pair.add(copy.deepcopy(second))
+    assert pair.now is second
+    assert rates(pair.before, second) == told
+
+
+def test_a_restarted_daemon_is_another_overview() -> None:
+    pair = Pair()
+    pair.add(later())
+    assert pair.add(overview())
+    assert rates(pair.before, overview()) is None
 
 
 def plain(lines: list[str]) -> str:

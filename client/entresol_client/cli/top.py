@@ -25,6 +25,7 @@ from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_client.cli.top_frame import HISTORY_MAX, Screen, frame
 from entresol_client.cli.top_reading import (
     FORMAT,
+    Pair,
     Price,
     rates,
     text_of,
@@ -35,6 +36,7 @@ from entresol_client.cli.top_reading import (
 DOCUMENT_BYTES_MAX = 4 * 1024 * 1024
 ANSWER_DEADLINE_S = 10.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600.0
+ONCE_READS_MAX = 5  # for another overview than the first: a daemon asked often makes two a second
 PREFILL_RATE_MIN, PREFILL_RATE_MAX = 1e-3, 1e12
 KEYS_EACH_S = 0.25  # how soon a key or another size of the window is noticed
 PATH = "/overview.json"
@@ -215,9 +217,14 @@ def _screen(args: argparse.Namespace, *, live: bool) -> Screen:
 
 
 def _once(args: argparse.Namespace, source: Source, price: Price) -> int:
-    before = source.read()
-    time.sleep(args.interval)
-    now = source.read()
+    pair = Pair()
+    pair.add(source.read())
+    for _ in range(ONCE_READS_MAX):
+        time.sleep(args.interval)
+        if pair.add(source.read()):
+            break
+    now, before = pair.now, pair.before
+    assert now is not None
     lines = frame(now, before, _screen(args, live=False), price=price)
     output.answer(args.json, _data(now, before, price), lines)
     return 1 if verdict(now, rates(before, now))[0].grade else 0
@@ -225,25 +232,25 @@ def _once(args: argparse.Namespace, source: Source, price: Price) -> int:
 
 def _stream(args: argparse.Namespace, source: Source, price: Price) -> int:
     """Frames or JSON one after the other, until whoever reads them has enough."""
-    before: dict[str, Any] | None = None
+    pair = Pair()
     while True:
         try:
-            now = source.read()
+            pair.add(source.read())
         except CliError as error:
             output.note(f"entresol: {Exception.__str__(error)}")
         else:
+            assert pair.now is not None
             if args.json:
-                output.json_line(_data(now, before, price))
+                output.json_line(_data(pair.now, pair.before, price))
             else:
-                print("\n".join([*frame(now, before, _screen(args, live=False), price=price), ""]))
+                screen = _screen(args, live=False)
+                print("\n".join([*frame(pair.now, pair.before, screen, price=price), ""]))
                 sys.stdout.flush()
-            before = now
         time.sleep(args.interval)
 
 
 def _watch(args: argparse.Namespace, source: Source, price: Price) -> int:
-    before: dict[str, Any] | None = None
-    now: dict[str, Any] | None = None
+    pair = Pair()
     history: deque[tuple[float, float]] = deque(maxlen=HISTORY_MAX)
     problem, due_s, shown, paused = "", 0.0, (0, 0), False
     with _terminal() as keys:
@@ -254,15 +261,16 @@ def _watch(args: argparse.Namespace, source: Source, price: Price) -> int:
                 except CliError as error:
                     problem = Exception.__str__(error)
                 else:
-                    before, now, problem = now, found, ""
-                    recent = rates(before, now)
+                    problem = ""
+                    recent = rates(pair.before, found) if pair.add(found) else None
                     if recent is not None:
                         history.append((recent.out_bytes or 0.0, recent.in_bytes or 0.0))
                 due_s, shown = time.monotonic() + args.interval, (0, 0)
             size = tuple(shutil.get_terminal_size())
             if size != shown:
                 screen = _screen(args, live=True)
-                _draw(frame(now, before, screen, price=price, history=history, problem=problem))
+                both = pair.now, pair.before
+                _draw(frame(*both, screen, price=price, history=history, problem=problem))
                 shown = (size[0], size[1])
             left_s = KEYS_EACH_S if paused else due_s - time.monotonic()
             pressed = _key(keys, max(0.01, min(KEYS_EACH_S, left_s)))

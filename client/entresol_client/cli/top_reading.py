@@ -121,6 +121,27 @@ def same_start(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool
     return span_ns > 0 and before.get("shard") == now.get("shard")
 
 
+class Pair:
+    """The latest overview and the one before it, which rates are counted between.
+
+    A daemon that is asked often gives the same overview again: that is no step in time, and what
+    went on is told from the two that differ.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[str, Any] | None = None
+        self.now: dict[str, Any] | None = None
+
+    def add(self, found: dict[str, Any]) -> bool:
+        """Take the next one; whether it is another than the last."""
+        last = self.now
+        identity = ("shard", "uptime_ns")
+        if last is not None and all(last.get(key) == found.get(key) for key in identity):
+            return False
+        self.before, self.now = last, found
+        return True
+
+
 def rates(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> Rates | None:
     """What went on between; None where `before` is not of the same start."""
     if before is None or not same_start(before, now):
