@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,20 @@ import pytest
 
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.flash.segment import extent_bytes
+from entresol_daemon.shard import gets
 from entresol_daemon.shard.dispatch import (
     BACKLOG_BYTES_MAX,
     READ_COST_SHIFT,
     READ_FREE_COST,
 )
-from entresol_daemon.shard.turns import FLASH_ITEM_BYTES, LOOP_TURN_COST, LoopTurns
-from entresol_proto.status import Status
+from entresol_daemon.shard.turns import (
+    BLOCK_COST,
+    FLASH_ITEM_BYTES,
+    FRAME_COST,
+    LOOP_TURN_COST,
+    LoopTurns,
+)
+from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.data import Ack, OpenAt, Reason
 from entresol_proto.wire.frames import FrameType, encode_frame
@@ -249,5 +258,98 @@ def test_a_read_costs_its_tenant_more_than_its_length(tmp_path: Path) -> None:
         length_bytes = sum(extent_bytes(index.m_sealed_bytes[s]) for s in index.live_slots())
         assert sum(costs) == length_bytes + 8 * FLASH_ITEM_BYTES
         assert not queue.in_service
+
+    simulate(tmp_path, story)
+
+
+@dataclass
+class Landing:
+    """A request whose blocks were read, a few at a time, and wait for a turn on the loop."""
+
+    host: Host
+    grants: list[data.Grant]
+    asking: asyncio.Future[None]
+    turn: asyncio.Event
+    turns: list[int]  # what was asked for: the cost of each
+
+    @classmethod
+    async def begin(cls, world: World) -> Landing:
+        host = await joined(world)
+        await stored(host, KEYS[:16])
+        forget_memory(world)
+        engine, read = world.shard.parts.engine, asyncio.Event()
+        honest = engine.read
+
+        async def slow(ops: Any) -> list[Status]:
+            statuses = await honest(ops)
+            await read.wait()
+            return statuses
+
+        engine.read = slow  # type: ignore[method-assign]
+        grants: list[data.Grant] = []
+        asking = asyncio.ensure_future(cls._ask(host, grants))
+        await asyncio.sleep(0.1)  # all windows wait for their reads
+        turn, turns = asyncio.Event(), world.shard.parts.turns.loop
+        costs: list[int] = []
+
+        async def later(_account: Account, cost: int, *_: int) -> None:
+            costs.append(cost)
+            await turn.wait()
+
+        turns.enter, turns.take = lambda *_: False, later  # type: ignore[method-assign,assignment]
+        read.set()
+        await asyncio.sleep(0.1)
+        assert not grants
+        return cls(host, grants, asking, turn, costs)
+
+    @staticmethod
+    async def _ask(host: Host, grants: list[data.Grant]) -> None:
+        keys = names(host, KEYS[:16])
+        async for grant in host._answers(
+            data.Fetch(host.handle, OpenAt.HOST, False, 5_000_000_000, keys)
+        ):
+            grants.append(grant)
+            host._send(data.Release((grant.lease_id,)))
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block or two each."""
+    monkeypatch.setattr(gets, "LOAD_FIRST_BYTES", 32_768)
+    monkeypatch.setattr(gets, "LOAD_WINDOW_BYTES", 32_768)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_what_lands_while_the_loop_is_busy_is_granted_together(tmp_path: Path) -> None:
+    """With a frame for each window, frames to and fro were half of what a flooded loop did."""
+
+    async def story(world: World) -> None:
+        landing = await Landing.begin(world)
+        landing.turn.set()
+        await landing.asking
+        many = landing.grants[0].items
+        assert len(many) > 4, "only what one window brought"
+        # (Turns for more windows cost WINDOW_COST and so much a block.)
+        turns = [cost for cost in landing.turns if (cost - FRAME_COST) % BLOCK_COST == 0]
+        assert len(turns) <= len(landing.grants), "turns for nothing"
+        assert sum(len(grant.items) for grant in landing.grants) == 16
+        assert [grant.final for grant in landing.grants[:-1]] == [False] * (len(landing.grants) - 1)
+        assert landing.grants[-1].final
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_host_that_leaves_before_the_turn_of_what_landed_leaves_no_pin(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        landing = await Landing.begin(world)
+        landing.host.cut()
+        with contextlib.suppress(EntresolError):
+            await landing.asking
+        await asyncio.sleep(1)
+        assert not world.shard.sessions
+        residents = world.shard.parts.residency._by_slot.values()
+        assert [each.pins for each in residents] == [0] * len(residents)
+        assert not landing.grants
 
     simulate(tmp_path, story)

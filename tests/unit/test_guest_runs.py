@@ -211,7 +211,7 @@ def test_a_comma_in_a_path_stays_in_the_path(job: guest.Job) -> None:
 
 def two(job: guest.Job, tmp_path: Path, host: str, dpu: str) -> pod.Ended:
     """Both machines are the stand-in, told apart by their names."""
-    become(job, f"if [[ $* == *02* ]]; then\n{dpu}\nelse\n{host}\nfi")
+    become(job, f"if [[ $* == *mac=02* ]]; then\n{dpu}\nelse\n{host}\nfi")
     common = tmp_path / "common"
     common.mkdir()
     jobs = [

@@ -49,6 +49,7 @@ from entresol_proto.wire.data import (
 RECORD_ROOM_BYTES = 64 * limits.KIB  # so that blocks of a whole number of MiB fill a window
 LOAD_FIRST_BYTES = 4 * (limits.MIB + RECORD_ROOM_BYTES)  # read from flash and granted together:
 LOAD_WINDOW_BYTES = 2 * LOAD_FIRST_BYTES  # the first of a request soon, the others with less ado
+GRANT_BYTES_MAX = LOAD_WINDOW_BYTES  # of windows that are granted together
 WINDOWS_LANDING_MAX = 8  # of those of one request under way
 WINDOW_BLOCKS_MAX = 64
 MISSES_PER_COST = 4  # of the loop, to be told
@@ -205,6 +206,7 @@ class GetPath:
             for task, window in landing.items():
                 task.cancel()
                 self.granting.undo(job, window.take_waits())  # not begun, and never will be
+            self.granting.undo(job, list(itertools.chain.from_iterable(job.landed)))
             if landing:  # last: this may be cancelled once more
                 await asyncio.gather(*landing, return_exceptions=True)
 
@@ -317,7 +319,6 @@ class GetPath:
         arrived: list[tuple[int, Resident]] = []
         lost: list[tuple[int, Resident]] = []
         misses: list[tuple[int, Status]] = []
-        granted = False
         try:
             for index, resident in mine:
                 status = await self._staging.arrival(resident, loads.get(resident), job.deadline_ns)
@@ -326,19 +327,41 @@ class GetPath:
                 else:
                     lost.append((index, resident))
                     misses.append((index, status))
-            mine = arrived
-            self.granting.undo(job, lost)
-            job.misses += misses
-            granted = True
-            if arrived:
-                await self.granting.grant(job, arrived, final=job.is_last)
-            job.owed -= 1
+            mine = []
         finally:
-            if not granted:
-                self.granting.undo(job, mine)
+            self.granting.undo(job, mine)
+        self.granting.undo(job, lost)
+        job.misses += misses
+        job.landed.append(arrived)
+        if not job.granter:
+            await self._grant_landed(job)
+
+    async def _grant_landed(self, job: Job) -> None:
+        """Grant what has landed, in a turn on the loop; what lands while that is waited for goes
+        along: the busier the loop, the fewer frames."""
+        loop_turns, account = self._parts.turns.loop, job.session.account
+        while job.landed:
+            blocks = sum(map(len, job.landed))
+            cost = FRAME_COST + blocks * BLOCK_COST
+            if not loop_turns.enter(account, cost):
+                job.granter = True
+                try:
+                    await loop_turns.take(account, cost)
+                finally:
+                    job.granter = False
+            mine = job.take_landed(WINDOW_BLOCKS_MAX, GRANT_BYTES_MAX)
+            loop_turns.count(account, (len(mine) - blocks) * BLOCK_COST)
+            if mine:
+                job.owed += 1
+                await self.granting.grant(job, mine, final=job.is_last)
+                job.owed -= 1
 
     async def _grant_ready(self, job: Job, rest: list[tuple[int, Resident]]) -> None:
-        """Grant what is in memory; of a large window the first part at once."""
+        """Grant what is in memory, and with it what has landed; of a large window the first part at
+        once."""
+        landed = job.take_landed(WINDOW_BLOCKS_MAX - len(rest), GRANT_BYTES_MAX)
+        self._parts.turns.loop.count(job.session.account, len(landed) * BLOCK_COST)
+        rest = landed + rest
         job.owed += 1
         try:
             if first := granted_ahead(rest):
