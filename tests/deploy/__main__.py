@@ -17,6 +17,7 @@ from tests.deploy import packages, rootfs
 from tests.deploy.life import CANARY, STEPS
 from tests.deploy.locks import Locks
 from tests.deploy.machine import Machine, why_not
+from tests.deploy.runbook import NOT_TRIED
 from tests.deploy.world import Broken, World
 from tests.rdma.spec import HarnessError
 
@@ -38,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options.add_argument(
         "--packages", type=Path, metavar="DIR", help="take both from here; built when it is empty"
+    )
+    options.add_argument(
+        "--lend-huge-pages", action="store_true", help="raise vm.nr_hugepages here during its step"
     )
     options.add_argument("--until", metavar="STEP", help="stop after this step")
     chosen = options.parse_args(arguments)
@@ -70,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _live(built: packages.Packages, chosen: argparse.Namespace) -> int:
     machine = Machine(Path(rootfs.image(ARCH)), Path(__file__).parent / "inside")
     world = World(machine, built)
+    world.lends_huge_pages = chosen.lend_huge_pages
     try:
         for name, step in CANARY if chosen.canary else STEPS:
             began_s = time.monotonic()
@@ -101,6 +106,8 @@ def _tell(locks: Locks) -> None:
         ("not tried by any probe", locks.not_tried),
     ):
         print(f"{title}: {', '.join(names) or 'none'}")
+    for command, reason in NOT_TRIED.items():
+        print(f"of the runbook, not run here: {command}: {reason}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rest of a life: a full disk, no way back, a lost key, erasing, and three ways to end it."""
+"""The rest of a life: a full disk, no way back, another address, another drive, and its end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.deploy import drives
-from tests.deploy.world import SOCKET, UNIT, World, expect
+from tests.deploy import drives, keys, memory
+from tests.deploy.runbook import NEWER, NOT_TRIED, PACKAGE, Do
+from tests.deploy.world import (
+    FIFTH,
+    FIFTH_SOCKET,
+    FIFTH_STATE,
+    FIFTH_TOML,
+    KEK,
+    STATE,
+    TOML,
+    UNIT,
+    YES,
+    World,
+    expect,
+)  # fmt: skip
 
-FIFTH = "entresold@5.service"
-FIFTH_TOML = "/etc/entresol/5.toml"
-FIFTH_STATE = "/var/lib/entresol-5"
 DISK = "192m"
 FLASH = "128MiB"
 VERSION_AT = 8  # of a data file's superblock, daemon/DATA_FILE.md
 LATER = 99  # a format that nobody reads yet
-RECEIPT = "/srv/receipt.json"
 
 
 def full_disk(world: World) -> str:
     """A second shard, by the template, on a small file system of its own that fills up."""
-    text = (world.machine.root / "etc/entresol/entresold.toml").read_text()
+    text = world.machine.run("cat", TOML).stdout
     for old, new in (
         ('"shard0"', '"shard5"\nstate_dir = "' + FIFTH_STATE + '"'),
         ("\n[listen]", '\n[listen]\nunix_dir = "/run/entresol-5"\ncontrol_port = 7450\n'
@@ -37,11 +46,14 @@ def full_disk(world: World) -> str:
     world.machine.write(Path(FIFTH_TOML), text)
     world.machine.run("mkdir", "-p", FIFTH_STATE)
     world.machine.run("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", FIFTH_STATE)
-    world.systemctl("start", FIFTH)
+    world.follow(Do.ENABLE_FIFTH)
+    expect(world.active(FIFTH_SOCKET) == "active", "its sockets are not kept")
     folder = "/srv/five"
     world.machine.run("entresold", "--config", FIFTH_TOML, "certify", "five", folder)
     tool = ("env", f"ENTRESOL_CONFIG={folder}/client.toml", "entresol")
     world.machine.run(*tool, "tenant", "add", "five")
+    rows = json.loads(world.follow(Do.TENANT_LIST, Do.OF_FIFTH, more=["--json"]).stdout)
+    expect([row["name"] for row in rows["tenants"]] == ["five"], f"another shard's: {rows}")
     world.machine.run("dd", "if=/dev/urandom", "of=/srv/content", "bs=1M", "count=4")
     world.machine.run(*tool, "put", "/srv/content", "--name", "kept")
     fill = f"{FIFTH_STATE}/fill"
@@ -65,91 +77,85 @@ def full_disk(world: World) -> str:
 
 def downgrade_refused(world: World) -> str:
     """Data as a later format would have it: neither the package nor the daemon goes near it."""
-    world.systemctl("stop", "entresold@5.socket", FIFTH)
+    world.systemctl("stop", FIFTH_SOCKET, FIFTH)
     patch = "".join(f"\\{byte:03o}" for byte in struct.pack("<I", LATER))
     world.machine.run(
         "sh", "-c", f"printf '{patch}' | dd of={FIFTH_STATE}/flash.data bs=1 seek={VERSION_AT} "
         "conv=notrunc",
     )  # fmt: skip
+    put = {"FILE": FIFTH_TOML}
+    told = world.follow(Do.FORMATS, put=put, check=False)
+    expect(told.returncode == 1 and f"data-file {LATER} " in told.stdout, f"formats: {told}")
+    judged = world.follow(Do.CHECK, put=put, check=False)
+    expect(judged.returncode == 1, "--check takes data of a later format")
+    expect(f"format version {LATER}" in judged.stderr, f"--check: {judged.stderr}")
     version = world.installed()
-    refused = world.dpkg("-i", f"/srv/{world.packages.first.name}", check=False)
+    older = {PACKAGE: f"/srv/{world.packages.first.name}"}
+    refused = world.follow(Do.INSTALL, put=older, typed=YES, check=False)
     expect(refused.returncode != 0, "an older package went over data of a later format")
     expect(
-        f"format version {LATER}" in refused.stderr, f"it did not say why: {refused.stderr[-500:]}"
+        f"format version {LATER}" in refused.stdout, f"it did not say why: {refused.stdout[-800:]}"
     )
     expect(world.installed() == version, "the installed version changed all the same")
     expect(world.is_up(), "the other shard does not run any more")
     started = world.systemctl("start", FIFTH, check=False)
     expect(started.returncode != 0, "the daemon started on data of a later format")
     world.says("install that one again", FIFTH)
-    world.systemctl("stop", "entresold@5.socket", FIFTH)
+    world.systemctl("disable", "--now", FIFTH_SOCKET, FIFTH)
     world.machine.run("umount", FIFTH_STATE)
     world.machine.run("rm", "-rf", FIFTH_STATE, FIFTH_TOML)
     world.systemctl("reset-failed", check=False)
-    return "by dpkg before anything was replaced, and by the daemon at its start"
-
-
-def no_kek(world: World) -> str:
-    world.machine.run("mv", "/etc/entresol/kek", "/srv/kek")
-    failed = world.systemctl("restart", UNIT, check=False)
-    expect(failed.returncode != 0, "it started without its key")
-    expect(not world.there("/etc/entresol/kek"), "a new key was made over old blocks")
-    world.says("wrapped under", "entresold-keys.service")
-    world.machine.run("mv", "/srv/kek", "/etc/entresol/kek")
-    world.systemctl("restart", UNIT)
-    blocks = int(world.life()["blocks"])
-    expect(blocks > 0, "no blocks after the key came back")
-    return f"no start, no new key; with the key back {blocks} blocks"
-
-
-def erase(world: World) -> str:
-    world.entresol("tenant", "rotate", "other")
-    world.entresol("tenant", "erase", "other", "--yes", "--receipt", RECEIPT)
-    checked = world.machine.run(
-        "entresold", "verify-receipt", RECEIPT, "--state-dir", "/var/lib/entresol"
-    ).stdout  # fmt: skip
-    expect("good: tenant other was erased" in checked, f"the receipt: {checked}")
-    return checked.splitlines()[0]
+    return "by apt before anything was replaced, by --check, and by the daemon at its start"
 
 
 def replace_drive(world: World) -> str:
     """The data file is gone, as a drive would be: tenants and keys stay, blocks are misses."""
-    world.systemctl("stop", SOCKET, UNIT)
-    world.machine.run("rm", "/var/lib/entresol/flash.data")
-    world.systemctl("start", UNIT)
+    world.follow(Do.STOP_ALL)
+    told = world.follow(Do.INSPECT).stdout.splitlines()
+    expect(told[-1].strip() == "sound", f"inspect: {told}")
+    world.machine.run("rm", f"{STATE}/flash.data")
+    world.follow(Do.START)
     life = world.life()
     expect(life["blocks"] == "0", f"{life['blocks']} blocks on a new drive")
     rows = json.loads(world.entresol("tenant", "list", "--json").stdout)
     expect("load" in json.dumps(rows), f"the tenants are gone: {rows}")
-    world.machine.run("dd", "if=/dev/urandom", "of=/srv/content", "bs=1M", "count=4")
-    world.entresol("put", "/srv/content", "--name", "kept")
-    return "empty, formatted, with the tenants and keys of before"
+    world.puts("kept")
+    return f"{told[-2].strip()} of the old one; the new one formatted, tenants and keys of before"
 
 
 def remove(world: World) -> str:
-    done = world.dpkg("-r", "entresol")
+    done = world.follow(Do.REMOVE, typed=YES)
     expect("are kept" in done.stdout, "it does not say that data is kept")
     expect(world.active(UNIT) != "active", "it still runs")
-    for path in ("/etc/entresol/kek", "/etc/entresol/entresold.toml",
-                 "/var/lib/entresol/keyring.json", "/var/lib/entresol/flash.data"):  # fmt: skip
+    for path in (KEK, TOML, f"{STATE}/keyring.json", f"{STATE}/flash.data"):
         expect(world.there(path), f"{path} is gone")
     expect(not world.there("/usr/lib/entresol/bin/entresold"), "the program is still there")
     return "stopped; blocks, keys and configuration are kept"
 
 
 def install_again(world: World) -> str:
-    world.dpkg("-i", f"/srv/{world.packages.next.name}")
+    world.follow(Do.UPGRADE, put={NEWER: f"/srv/{world.packages.next.name}"})
     began_s = time.monotonic()
-    world.systemctl("start", UNIT)
+    world.follow(Do.START)
     took_s = time.monotonic() - began_s
-    world.entresol("get", "--name", "kept", "--output", "/srv/kept")
-    world.machine.run("cmp", "/srv/content", "/srv/kept")
+    world.gets("kept")
     return f"ready after {took_s:.1f} s; {world.life()['blocks']} blocks, content is the same"
 
 
+def go_back(world: World) -> str:
+    """To the older version, which reads what the newer one wrote."""
+    put = {PACKAGE: f"/srv/{world.packages.first.name}"}
+    world.follow(Do.INSTALL, put=put, typed=YES)
+    life = world.life()
+    expect(life["version"] == world.packages.first_version, f"{life['version']} runs")
+    expect(life["recovery"] == "checkpoint", f"the older version's start was {life['recovery']}")
+    world.gets("kept")
+    return f"version {life['version']} runs again; {life['blocks']} blocks by {life['recovery']}"
+
+
 def purge(world: World) -> str:
-    done = world.dpkg("-P", "entresol")
-    expect("PURGE DESTROYS EVERY BLOCK AND EVERY KEY" in done.stderr, "it does not say so loudly")
+    done = world.follow(Do.PURGE, typed=YES)
+    expect("PURGE DESTROYS EVERY BLOCK AND EVERY KEY" in done.stdout, "it does not say so loudly")
     found = world.machine.run(
         "sh", "-c", "find / -xdev -iname '*entresol*' -not -path '/proc/*' -not -path '/srv/*' "
         "-not -path '/run/*' -not -path '/var/log/*' -not -path '/mnt/*' -not -path '/tmp/*'",
@@ -161,50 +167,56 @@ def purge(world: World) -> str:
     return "nothing of it is left: files, keys, units, user"
 
 
+def all_followed(world: World) -> str:
+    never = [command for command in Do if command not in world.followed]
+    expect(not never, f"tests/deploy/runbook.py says that these are tried: {never}")
+    return f"{len(Do)} commands of the runbook tried as they stand there, {len(NOT_TRIED)} not"
+
+
 def serve_a_network(world: World) -> str:
     """An address that is not loopback's: the daemon wants the .socket unit to agree, and then the
-    unit's list of whom it talks to decides."""
-    toml, address = "/etc/entresol/entresold.toml", "10.77.0.1"
-    before = world.machine.run("cat", toml).stdout
+    lists of both units decide who reaches it."""
+    address, folder = "10.77.0.1", "/etc/entresol/tenants/far"
+    before = world.machine.run("cat", TOML).stdout
     there = before.replace(
         'control_host = "127.0.0.1"\ndata_host = "127.0.0.1"',
         f'control_host = "{address}"\ndata_host = "{address}"\ngrpc_host = "{address}"',
     )
     expect(there != before, "the packaged configuration names other addresses")
-    world.machine.write(Path(toml), there)
+    world.edit(Do.EDIT_CONFIG, there)
     refused = world.systemctl("restart", UNIT, check=False)
     expect(refused.returncode != 0, "it started with sockets at another address")
     world.says("does not name: 127.0.0.1:7440")
-    world.systemctl("stop", UNIT, SOCKET)
-    lines = [f"ListenStream={address}:{port}" for port in (7440, 7442)]
-    world.drop_in(
-        "\n".join(["[Socket]", "ListenStream=", *lines, "ListenStream=127.0.0.1:7443", ""]), SOCKET
-    )
-    world.systemctl("start", UNIT)
-    folder = "/etc/entresol/tenants/far"
-    world.entresold("certify", "load", folder, "--host", address)
+    sockets = "".join([
+        "[Socket]\nListenStream=\n", *(f"ListenStream={address}:{port}\n" for port in (7440, 7442)),
+        "ListenStream=127.0.0.1:7443\n",
+    ])  # fmt: skip
+    world.edit(Do.EDIT_SOCKET, sockets)
+    _begin_again(world)
+    put = {"acme": "load", "/etc/entresol/tenants/acme": folder, "ADDRESS": address}
+    world.follow(Do.CERTIFY, Do.CERTIFY_HOST, put=put)
     outside = world.entresol("doctor", tenant="far", check=False)
     expect(outside.returncode != 0, "whoever is not in IPAddressAllow= reaches it")
     for port in (7440, 7441, 7442):
         expect(not _reaches(world, address, port), f"whoever is in no list reaches port {port}")
-    world.drop_in(f"[Service]\nIPAddressAllow={address}\n")
+    world.edit(Do.EDIT_SERVICE, f"[Service]\nIPAddressAllow={address}\n")
     world.systemctl("restart", UNIT)
     expect(not _reaches(world, address, 7440), "the service's list opened the .socket unit's port")
-    world.drop_in(
-        "\n".join(["[Socket]", "ListenStream=", *lines, "ListenStream=127.0.0.1:7443",
-                   f"IPAddressAllow={address}", ""]), SOCKET,
-    )  # fmt: skip
-    world.systemctl("stop", UNIT, SOCKET)
-    world.systemctl("start", UNIT)
+    world.edit(Do.EDIT_SOCKET, f"{sockets}IPAddressAllow={address}\n")
+    _begin_again(world)
     said = world.entresol("doctor", tenant="far").stdout
     expect(f"{address}:7440 accepts" in said, f"doctor: {said}")
     world.machine.run("rm", "-r", folder)
-    world.systemctl("stop", UNIT, SOCKET)
-    world.machine.write(Path(toml), before)
-    world.drop_in("", SOCKET)
-    world.drop_in("")
-    world.systemctl("start", UNIT)
+    world.edit(Do.EDIT_CONFIG, before)
+    world.follow(Do.REVERT)
+    _begin_again(world)
     return "refused while socket and configuration differ, kept out until both units' lists name it"
+
+
+def _begin_again(world: World) -> None:
+    """What the runbook says after another address."""
+    for command in (Do.RELOAD_UNITS, Do.STOP_ALL, Do.START):
+        world.follow(command)
 
 
 def _reaches(world: World, address: str, port: int) -> bool:
@@ -213,56 +225,24 @@ def _reaches(world: World, address: str, port: int) -> bool:
     return world.machine.run(*words, check=False).returncode == 0
 
 
-def change_kek(world: World) -> str:
-    new, shown = "/etc/entresol/kek.new", "/run/entresol/kek.new"
-    world.machine.run("entresold", "keygen", new)
-    world.machine.run("install", "-o", "entresol", "-m", "0600", new, shown)
-    world.machine.run("entresol", "change-kek", shown)  # finds the package's sockets by itself
-    world.machine.run("rm", shown)
-    world.machine.run("mv", new, "/etc/entresol/kek")
-    world.systemctl("restart", UNIT)
-    expect(int(world.life()["blocks"]) > 0, "no blocks under the new key")
-    return "every key wrapped anew while it ran; the restart found them"
-
-
-def locked(world: World) -> str:
-    """A KEK that is not on this machine: up, not ready, nothing touched, until it is shown one."""
-    toml = "/etc/entresol/entresold.toml"
-    before = world.machine.run("cat", toml).stdout
-    blocks = world.life()["blocks"]
-    world.machine.write(Path(toml), before.replace("kek_file =", "#kek_file ="))
-    world.drop_in("[Service]\nLoadCredential=\n")
-    world.machine.run("mv", "/etc/entresol/kek", "/srv/kek")
-    world.systemctl("restart", UNIT)
-    expect(not world.there("/etc/entresol/kek"), "a key was made that nothing uses")
-    expect("locked" in world.machine.show(UNIT, "StatusText"), "it does not say that it is locked")
-    told = world.machine.run("entresol", "top", "--once", check=False)
-    expect(told.returncode == 1 and "NOT READY" in told.stdout, f"top does not tell: {told}")
-    shown = "/run/entresol/kek"
-    world.machine.run("install", "-o", "entresol", "-m", "0600", "/srv/kek", shown)
-    world.machine.run("entresol", "unlock", shown)
-    world.machine.run("rm", shown)
-    expect("unlocked" in world.machine.show(UNIT, "StatusText"), "it is still locked")
-    expect(world.life()["blocks"] == blocks, "blocks were lost while it was locked")
-    world.machine.write(Path(toml), before)
-    world.machine.run("mv", "/srv/kek", "/etc/entresol/kek")
-    world.drop_in("")
-    world.systemctl("restart", UNIT)
-    return f"{blocks} blocks waited for their key"
-
-
 STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("full disk, second shard", full_disk),
+    ("huge pages", memory.huge_pages),
+    ("another KEK", keys.change_kek),
     ("downgrade refused", downgrade_refused),
-    ("no KEK", no_kek),
-    ("another KEK", change_kek),
-    ("locked, unlocked", locked),
+    ("no KEK", keys.no_kek),
+    ("begin anew", keys.begin_anew),
+    ("a damaged keyring", keys.damaged_keyring),
+    ("locked, unlocked", keys.locked),
+    ("an encrypted KEK", keys.encrypted_kek),
     ("serve a network", serve_a_network),
-    ("erase a tenant", erase),
+    ("erase a tenant", keys.erase),
     ("replace the drive", replace_drive),
     ("a mounted drive", drives.mounted_drive),
     ("a raw drive", drives.raw_drive),
     ("remove", remove),
     ("install again", install_again),
+    ("go back", go_back),
     ("purge", purge),
+    ("the runbook", all_followed),
 ]

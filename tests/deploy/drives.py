@@ -9,18 +9,26 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.deploy.world import SOCKET, TOML, UNIT, World, expect
+from tests.deploy.runbook import UDEV_RULE, UDEV_RULES, Do
+from tests.deploy.world import TOML, UNIT, World, expect
 
 SIZE_BYTES = 384 << 20
-MOUNT, NODE = "/mnt/kv", "/dev/entresol-raw"
+SMALLER_BYTES = 256 << 20
+MOUNT = "/mnt/kv"
+SERIAL, BY_ID = "entresol-stand-in", "/dev/disk/by-id/entresol-stand-in"
+# What 60-persistent-storage.rules does for drives with a serial number: a loop device has none.
+STAND_IN_RULES = "/etc/udev/rules.d/60-persistent-storage-loop.rules"
+STAND_IN = 'KERNEL=="%s", ENV{{ID_SERIAL}}="{serial}", SYMLINK+="disk/by-id/{serial}"\n'
 
 
 def other_user(world: World) -> str:
     """An engine that is not root: shared memory for members of the group, tcp for others."""
     fabrics = {}
-    for user, groups in (("engine", ("--groups", "entresol-hosts")), ("stranger", ())):
+    for user in ("engine", "stranger"):
         folder = f"/srv/{user}"
-        world.machine.run("useradd", "--system", "--no-create-home", *groups, user)
+        world.machine.run("useradd", "--system", "--no-create-home", user)
+        if user == "engine":
+            world.follow(Do.JOIN_GROUP, put={"USER": user})
         world.machine.run("cp", "-r", "/etc/entresol/tenants/other", folder)
         world.machine.run("dd", "if=/dev/urandom", f"of={folder}/content", "bs=1M", "count=2")
         world.machine.run("chown", "-R", user, folder)
@@ -29,6 +37,8 @@ def other_user(world: World) -> str:
             *words, "entresol", "put", "--json", f"{folder}/content", "--name", user
         ).stdout
         fabrics[user] = json.loads(said)["fabric"]
+        told = world.machine.run(*words, "entresol", "doctor", check=False).stdout
+        expect(f"data path {fabrics[user]}:" in told, f"doctor, as {user}: {told}")
         world.machine.run(*words, "entresol", "get", "--name", user, "--output", f"{folder}/back")
         world.machine.run("cmp", f"{folder}/content", f"{folder}/back")
         asked = world.machine.run(
@@ -45,56 +55,81 @@ def mounted_drive(world: World) -> str:
     """A data file on another file system."""
     world.machine.run("mkdir", "-p", MOUNT)
     world.machine.run("mount", "-t", "tmpfs", "-o", "size=450m", "tmpfs", MOUNT)
-    world.machine.run(
-        "install", "-d", "-o", "entresol", "-g", "entresol", "-m", "700", f"{MOUNT}/entresol"
-    )
+    world.follow(Do.MAKE_FOLDER)
     path = f"{MOUNT}/entresol/flash.data"
     with _flash(world, path, f'"{SIZE_BYTES >> 20}MiB"'):
-        refused = world.systemctl("start", UNIT, check=False)
+        refused = world.follow(Do.START, check=False)
         expect(refused.returncode != 0, "it writes outside of the unit's folders")
         world.says("ReadWritePaths=")
-        world.drop_in(f"[Service]\nReadWritePaths={MOUNT}/entresol\n")
+        world.edit(
+            Do.EDIT_SERVICE,
+            f"[Unit]\nRequiresMountsFor={MOUNT}\n[Service]\nReadWritePaths={MOUNT}/entresol\n",
+        )
         _serves_and_keeps(world)
-        found = world.machine.run("stat", "-c", "%s %U", path).stdout.split()
-        expect(found == [str(SIZE_BYTES), "entresol"], f"the data file: {found}")
+        expect("mnt-kv.mount" in world.machine.show(UNIT, "Requires"), "it does not want the mount")
+        _is(world, path, SIZE_BYTES)
         # Another size counts only for a new file: it keeps its own, and both tools tell.
-        world.machine.run("sed", "-i", f's/"{SIZE_BYTES >> 20}MiB"/"512MiB"/', TOML)
+        text = world.machine.run("cat", TOML).stdout
+        text = text.replace(f'"{SIZE_BYTES >> 20}MiB"', f'"{SMALLER_BYTES >> 20}MiB"')
+        world.edit(Do.EDIT_CONFIG, text)
         world.systemctl("restart", UNIT)
         world.says("event=size_kept")
-        judged = world.machine.run(
-            "entresol", "doctor", "--daemon-config", TOML, "--config",
-            "/etc/entresol/tenants/load/client.toml", check=False,
-        )  # fmt: skip
-        expect("counts when it is made" in judged.stdout, f"doctor: {judged.stdout[-1500:]}")
-        expect(" 0 failed" in judged.stdout, f"doctor: {judged.stdout[-1500:]}")
+        judged = world.follow(Do.JUDGE, check=False).stdout
+        expect("counts when it is made" in judged, f"doctor: {judged[-1500:]}")
+        expect(" 0 failed" in judged, f"doctor: {judged[-1500:]}")
+        world.follow(Do.STOP_ALL)
+        world.machine.run("rm", path)
+        world.follow(Do.START)
+        _is(world, path, SMALLER_BYTES)
     world.machine.run("umount", MOUNT)
-    return "refused without ReadWritePaths=; with it, stored and there after a restart"
+    return (
+        "refused without ReadWritePaths=; with it, stored and there after a restart; another size "
+        "for a new file"
+    )
+
+
+def _is(world: World, path: str, size_bytes: int) -> None:
+    found = world.machine.run("stat", "-c", "%s %U", path).stdout.split()
+    expect(found == [str(size_bytes), "entresol"], f"the data file: {found}")
 
 
 def raw_drive(world: World) -> str:
-    """A block device, all of it."""
+    """A block device, all of it, given to its user by a rule of udev's."""
     with _loop_device(world) as loop:
         if not loop:
             return "NOT TRIED: this machine gives no loop device"
-        found = os.stat(loop).st_rdev
-        world.machine.run("mknod", NODE, "b", str(os.major(found)), str(os.minor(found)))
-        world.machine.run("chown", "entresol", NODE)  # a udev rule's part
-        with _flash(world, NODE, "0"):
-            world.drop_in(f"[Service]\nPrivateDevices=no\nDeviceAllow={NODE} rw\n")
+        _make_node(world, loop)
+        with _flash(world, BY_ID, "0"):
+            world.edit(Do.EDIT_SERVICE, f"[Service]\nPrivateDevices=no\nDeviceAllow={loop} rw\n")
             _serves_and_keeps(world)
             blocks = world.life()["blocks"]
-        world.machine.run("rm", NODE)
-    return f"a loop device of {SIZE_BYTES >> 20} MiB: stored, {blocks} blocks there after a restart"
+        world.machine.run("rm", loop, BY_ID, UDEV_RULES, STAND_IN_RULES)
+    return (
+        f"a loop device of {SIZE_BYTES >> 20} MiB, the user's by udev's rule: stored, {blocks} "
+        "blocks there after a restart"
+    )
+
+
+def _make_node(world: World, loop: str) -> None:
+    """What a boot does: the kernel makes the node, udev's rules name it and say whose it is."""
+    found = os.stat(loop).st_rdev
+    name = Path(loop).name
+    world.machine.run("mknod", "-m", "600", loop, "b", str(os.major(found)), str(os.minor(found)))
+    world.machine.write(Path(STAND_IN_RULES), STAND_IN.format(serial=SERIAL) % name)
+    rule = UDEV_RULE.replace("...", SERIAL)
+    world.machine.write(Path(UDEV_RULES), f"{rule}\n")
+    said = world.machine.run("udevadm", "test", "--action=add", f"/sys/class/block/{name}")
+    owner = world.machine.run("stat", "-c", "%U %a", loop).stdout.strip()
+    expect(owner == "entresol 600", f"udev left it to {owner}: {said.stderr[-1500:]}")
+    expect(world.there(BY_ID), f"udev made no {BY_ID}: {said.stderr[-1500:]}")
 
 
 def _serves_and_keeps(world: World) -> None:
-    world.systemctl("start", UNIT)
+    world.follow(Do.START)
     expect(world.life()["recovery"] == "formatted", "there were blocks on it")
-    world.machine.run("dd", "if=/dev/urandom", "of=/srv/drive", "bs=1M", "count=4")
-    world.entresol("put", "/srv/drive", "--name", "drive")
+    world.puts("drive")
     world.systemctl("restart", UNIT)
-    world.entresol("get", "--name", "drive", "--output", "/srv/drive.back")
-    world.machine.run("cmp", "/srv/drive", "/srv/drive.back")
+    world.gets("drive")
 
 
 @contextlib.contextmanager
@@ -106,13 +141,13 @@ def _flash(world: World, path: str, size: str) -> Iterator[None]:
         if line.startswith("size_bytes"):
             line = f'size_bytes = {size}\npath = "{path}"'
         lines.append(line)
-    world.systemctl("stop", SOCKET, UNIT)
-    world.machine.write(Path(TOML), "\n".join([*lines, ""]))
+    world.follow(Do.STOP_ALL)
+    world.edit(Do.EDIT_CONFIG, "\n".join([*lines, ""]))
     yield
-    world.systemctl("stop", SOCKET, UNIT)
-    world.drop_in("")
-    world.machine.write(Path(TOML), before)
-    world.systemctl("start", UNIT)
+    world.follow(Do.STOP_ALL)
+    world.follow(Do.REVERT)
+    world.edit(Do.EDIT_CONFIG, before)
+    world.follow(Do.START)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.deploy import after, drives, locks
+from tests.deploy import after, drives, keys, locks, watching
+from tests.deploy.runbook import NEWER, PACKAGE, Do
 from tests.deploy.world import (
+    EDITED,
+    KEK,
     PYTHON,
     SECONDS_MAX,
     SOCKET,
+    STATE,
     TOML,
     UNIT,
     WORK_BLOCKS,
@@ -33,8 +37,14 @@ STOP_FILE = "/run/load.stop"
 RESTARTS = 3
 DRAINED = "event=drained complete=True"
 DEMO_TOKENS = "256"
-STATE = "/var/lib/entresol"
 FLASH = "1GiB"
+# Whoever edits has saved what lies in EDITED; `systemctl edit` may say a line first.
+EDITOR = f"""#!/bin/sh
+for file in "$@"; do
+    case "$file" in +*) ;; *) cat {EDITED} > "$file" ;; esac
+done
+"""
+SHARED = ("prometheus/entresol.rules.yml", "grafana/entresol.json", "hugepages.conf")
 # What a host may be told while its daemon is away: a miss, whatever it is called.
 MISSES = {"miss", "gap", "draining", "disconnected", "breaker_open", "deadline", "busy"}
 
@@ -51,21 +61,27 @@ def install(world: World) -> str:
     world.machine.write(Path("/etc/dpkg/dpkg.cfg.d/deploy"), "force-unsafe-io\n")
     for package in (world.packages.first, world.packages.next):
         shutil.copy(package, world.machine.root / "srv" / package.name)
-    world.dpkg("-i", f"/srv/{world.packages.first.name}")
+    world.follow(Do.INSTALL, put={PACKAGE: f"/srv/{world.packages.first.name}"})
     world.machine.run("id", "entresol")
     for unit in (UNIT, SOCKET):
         expect(world.active(unit) == "inactive", f"{unit} was started by installing it")
-    expect(not world.there("/etc/entresol/kek"), "a key was made by installing it")
+    expect(not world.there(KEK), "a key was made by installing it")
+    for name in SHARED:
+        expect(world.there(f"/usr/share/entresol/{name}"), f"it brings no {name}")
     world.machine.run(
         "systemd-analyze", "verify", "--man=no", "--recursive-errors=no", UNIT, SOCKET,
         "entresold-keys.service", "entresold@5.service", "entresold@5.socket",
     )  # fmt: skip
+    world.machine.write(Path("/usr/local/bin/editor"), EDITOR)
+    world.machine.run("chmod", "755", "/usr/local/bin/editor")
     return f"version {world.installed()}, nothing started, no key made"
 
 
 def first_start(world: World) -> str:
-    world.systemctl("enable", "--now", UNIT)
+    world.follow(Do.ENABLE)
     expect(world.active(SOCKET) == "active", "the sockets are not kept")
+    for unit in (UNIT, SOCKET):
+        world.machine.run("systemctl", "is-enabled", unit)
     for path, wanted in (
         ("kek", "600 root"), ("pki/shard.key", "640 root"), ("pki/ca.key", "600 root"),
     ):  # fmt: skip
@@ -74,7 +90,15 @@ def first_start(world: World) -> str:
     world.says("event=sandboxed")
     life = world.life()
     expect(life["recovery"] == "formatted", f"a first start was {life['recovery']}")
-    return f"ready, says: {world.machine.show(UNIT, 'StatusText')}"
+    text = world.machine.show(UNIT, "StatusText")
+    told = world.follow(Do.STATUS).stdout
+    expect(f'Status: "{text}"' in told, f"status: {told}")
+    for user in ("root", "entresol"):  # neither has a client configuration
+        told = world.follow(Do.STAT, user=user).stdout
+        expect("serving" in told, f"stat, as {user}: {told}")
+    told = world.follow(Do.JUDGE).stdout
+    expect(" 0 failed" in told, f"doctor: {told}")
+    return f"ready, says: {text}"
 
 
 def restrictions(world: World) -> str:
@@ -84,23 +108,43 @@ def restrictions(world: World) -> str:
 
 
 def tenants(world: World) -> str:
-    names = ("dev", "other", "load")
-    for name in names:
-        world.entresold("certify", name, f"/etc/entresol/tenants/{name}")
-    for name in names:
+    for name in ("dev", "other", "load"):
+        world.certify(name)
         world.entresol("tenant", "add", name)
-    return f"three; doctor: {world.entresol('doctor').stdout.strip().splitlines()[-1]}"
+    world.follow(Do.CERTIFY)
+    world.follow(Do.TENANT_ADD)
+    expect(_quota(world) == 2 << 40, "the quota is another one")
+    world.follow(Do.TENANT_QUOTA)
+    expect(_quota(world) == 4 << 40, "the quota did not change")
+    pem = "/etc/entresol/tenants/acme/tenant.pem"
+    before = world.machine.run("cat", pem).stdout
+    world.follow(Do.CERTIFY)
+    expect(world.machine.run("cat", pem).stdout == before, "a certificate that holds was replaced")
+    world.follow(Do.CERTIFY, Do.CERTIFY_RENEW)
+    expect(world.machine.run("cat", pem).stdout != before, "the certificate is the same")
+    return f"four; doctor: {world.follow(Do.DOCTOR).stdout.strip().splitlines()[-1]}"
+
+
+def _quota(world: World) -> int:
+    """Of acme, in bytes of flash."""
+    rows = json.loads(world.follow(Do.TENANT_LIST, more=["--json"]).stdout)["tenants"]
+    return int(next(row["quota"]["flash_bytes"] for row in rows if row["name"] == "acme"))
 
 
 def configure(world: World) -> str:
     """A smaller store, as an operator would change it; no later step may lose that."""
     text = world.machine.run("cat", TOML).stdout
     expect('"4GiB"' in text, "the packaged configuration says another size")
-    world.systemctl("stop", SOCKET, UNIT)
-    world.machine.write(Path(TOML), text.replace('"4GiB"', f'"{FLASH}"'))
+    world.edit(Do.EDIT_CONFIG, text.replace('"4GiB"', f'"{FLASH}"'))
+    judged = world.follow(Do.CHECK, put={"FILE": TOML}).stdout
+    expect(f"{TOML}: good" in judged, f"--check: {judged}")
+    world.follow(Do.STOP_ALL)
     world.machine.run("rm", f"{STATE}/flash.data")
-    world.systemctl("start", UNIT)
-    return f"a data file of {FLASH} instead"
+    world.follow(Do.START)
+    told = world.follow(Do.FORMATS, put={"FILE": TOML}).stdout
+    expect({line.split()[0] for line in told.splitlines()} == {"data-file", "keyring"},
+           f"formats: {told}")  # fmt: skip
+    return f"a data file of {FLASH} instead; both formats are told"
 
 
 def demo(world: World) -> str:
@@ -148,8 +192,8 @@ def new_certificate(world: World) -> str:
     before = world.pid()
     reloads = world.machine.journal(UNIT).count("event=tls_reloaded")
     with world.work_goes_on():
-        world.entresold("renew")
-        world.systemctl("reload", UNIT)
+        world.follow(Do.RENEW)
+        world.follow(Do.RELOAD)
         world.until(
             lambda: world.machine.journal(UNIT).count("event=tls_reloaded") > reloads,
             "the new certificate",
@@ -191,7 +235,7 @@ def upgrade(world: World) -> str:
     before, wanted = world.installed(), world.packages.next_version
     with world.work_goes_on():
         began_s = time.monotonic()
-        world.dpkg("-i", f"/srv/{world.packages.next.name}")
+        world.follow(Do.UPGRADE, put={NEWER: f"/srv/{world.packages.next.name}"})
         took_s = time.monotonic() - began_s
     expect(f'"{FLASH}"' in world.machine.run("cat", TOML).stdout, "the configuration was replaced")
     life = world.life()
@@ -260,9 +304,12 @@ STEPS: list[tuple[str, Callable[[World], str]]] = [
     ("a host begins", host_begins),
     *[(f"restart {at + 1}", restart) for at in range(RESTARTS)],
     ("new certificate", new_certificate),
+    ("a broken certificate", keys.broken_certificate),
     ("SIGKILL", kill),
     ("a hung loop", hang),
     ("upgrade", upgrade),
     ("the host ends", host_ends),
+    ("watching it", watching.watch),
+    ("stopped, and woken", watching.stopped_and_woken),
     *after.STEPS,
 ]

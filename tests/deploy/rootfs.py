@@ -17,8 +17,8 @@ from tests.rdma.tools import KEYRING, SEARCH_PATH, tool
 
 RELEASE = "bookworm"
 SUITES = ("bookworm", "bookworm-updates", "bookworm-security")
-# systemd as process 1, and what the package depends on; nothing of ours, no network tools.
-PACKAGES = ("systemd", "systemd-sysv", "python3.11", "libgcc-s1", "libstdc++6")
+# systemd as process 1, what the package depends on, and what the runbook's commands want.
+PACKAGES = ("systemd", "systemd-sysv", "python3.11", "libgcc-s1", "libstdc++6", "curl", "udev")
 BUILD_TIMEOUT_S = 900
 ROOT = "root"
 # What no run reads, and every copy would copy.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +18,18 @@ from typing import Any, TypeVar
 from tests.deploy.locks import Locks
 from tests.deploy.machine import Machine
 from tests.deploy.packages import Packages
+from tests.deploy.runbook import Do
 
 UNIT, SOCKET = "entresold.service", "entresold.socket"
 TOML = "/etc/entresol/entresold.toml"
+FIFTH, FIFTH_SOCKET = "entresold@5.service", "entresold@5.socket"
+FIFTH_TOML, FIFTH_STATE = "/etc/entresol/5.toml", "/var/lib/entresol-5"
+STATE = "/var/lib/entresol"
+KEK = "/etc/entresol/kek"
 PYTHON = "/usr/lib/entresol/bin/python3"
+TYPED = ("/usr/bin/python3.11", "-IB", "/mnt/inside/typed.py")  # also while ours goes
+EDITED = "/run/edited"  # what the stand-in for an editor leaves in its file
+YES = (("[Y/n]", "y\n"),)
 SECONDS_MAX = 120.0
 WORK_BLOCKS = 20  # that become durable while something happens to the daemon
 
@@ -71,6 +80,8 @@ class World:
         self.packages = packages
         self.load: Load | None = None
         self.locks: Locks | None = None
+        self.followed: set[Do] = set()
+        self.lends_huge_pages = False  # of this machine, in the step that wants some
 
     # The unit ------------------------------------------------------------------------------------
 
@@ -116,6 +127,55 @@ class World:
             self.machine.run("rm", "-rf", folder)
         self.systemctl("daemon-reload")
 
+    def http(self, path: str, *more: str) -> str:
+        """What the metrics address answers, and the number of its status behind a space."""
+        words = ("--silent", "--write-out", " %{http_code}", *more, f"http://127.0.0.1:7443{path}")
+        return self.machine.run("curl", *words).stdout
+
+    def metric(self, name: str) -> float:
+        """The value of one without labels. Raises: Broken."""
+        for line in self.http("/metrics").splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+        raise Broken(f"there is no metric {name}")
+
+    # The runbook ---------------------------------------------------------------------------------
+
+    def follow(
+        self,
+        *parts: Do,
+        put: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
+        typed: Sequence[tuple[str, str]] | None = None,
+        user: str = "root",
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command as the runbook has it, with `put` for its words that stand for others.
+
+        With `typed` it has a terminal: pairs of what is read there and what is then typed. Its
+        output and what it says of errors are one there.
+        """
+        words = [word for part in parts for word in shlex.split(part)]
+        words = [(put or {}).get(word, word) for word in words] + list(more)
+        if typed is not None:
+            turns = [word for when, text in typed for word in ("--when", when, "--type", text)]
+            words = [*TYPED, *turns, "--", *words]
+        if user != "root":
+            words = ["runuser", "-u", user, "--", *words]
+        done = self.machine.run(*words, check=check)
+        self.followed.update(parts)
+        return done
+
+    def edit(self, command: Do, text: str) -> None:
+        """Leave an editor with this text in the file that the command opens. Raises: Broken."""
+        self.machine.write(Path(EDITED), text)
+        self.follow(command, typed=())
+        if command is not Do.EDIT_CONFIG:
+            unit = command.split()[-1]
+            expect(
+                text in self.machine.run("systemctl", "cat", unit).stdout, f"{unit} is as it was"
+            )
+
     # Commands ------------------------------------------------------------------------------------
 
     def there(self, path: str) -> bool:
@@ -124,9 +184,10 @@ class World:
     def dpkg(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self.machine.run("dpkg", *words, check=check)
 
-    def entresold(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """The daemon's command with the packaged configuration."""
-        return self.machine.run("entresold", "--config", TOML, *words, check=check)
+    def certify(self, name: str) -> None:
+        """A tenant's folder, where `entresol` below looks for it."""
+        folder = f"/etc/entresol/tenants/{name}"
+        self.follow(Do.CERTIFY, put={"acme": name, "/etc/entresol/tenants/acme": folder})
 
     def entresol(
         self, *words: str, tenant: str = "load", check: bool = True
@@ -136,6 +197,16 @@ class World:
         config = f"/etc/entresol/tenants/{tenant}/client.toml"
         verb = [rest.pop(0)] if command == "tenant" else []
         return self.machine.run("entresol", command, *verb, "--config", config, *rest, check=check)
+
+    def puts(self, name: str, tenant: str = "load") -> None:
+        """Store fresh content under a name."""
+        self.machine.run("dd", "if=/dev/urandom", f"of=/srv/{name}", "bs=1M", "count=4")
+        self.entresol("put", f"/srv/{name}", "--name", name, tenant=tenant)
+
+    def gets(self, name: str, tenant: str = "load") -> None:
+        """It is there, byte for byte. Raises: HarnessError."""
+        self.entresol("get", "--name", name, "--output", f"/srv/{name}.back", tenant=tenant)
+        self.machine.run("cmp", f"/srv/{name}", f"/srv/{name}.back")
 
     def installed(self) -> str:
         """The version that the command says."""

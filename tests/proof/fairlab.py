@@ -389,6 +389,7 @@ def _charge(shard: Shard) -> None:
     index, gets, puts = shard.parts.engine.index, shard.gets, shard.puts
     lookup, grant, reserve_one = index.lookup, gets.granting.grant, puts._reserving._reserve_one
     append, open_session = puts._append, shard.open_session
+    grant_now = gets.granting.grant_now
     granted = shard.parts.meters.granted
 
     def slow_lookup(namespace_id: bytes, keys: bytes) -> Any:
@@ -398,6 +399,10 @@ def _charge(shard: Shard) -> None:
     async def slow_grant(job: Any, entries: Any, *, final: bool) -> None:
         busy(len(entries) * BLOCK_S)
         await grant(job, entries, final=final)
+
+    def slow_grant_now(session: Any, namespace: Any, residents: Any) -> Any:
+        busy(len(residents) * BLOCK_S)
+        return grant_now(session, namespace, residents)
 
     def slow_reserve(*args: Any) -> Any:
         busy(ITEM_S)
@@ -417,6 +422,7 @@ def _charge(shard: Shard) -> None:
 
     index.lookup = slow_lookup  # type: ignore[method-assign,assignment]
     gets.granting.grant = slow_grant  # type: ignore[method-assign]
+    gets.granting.grant_now = slow_grant_now  # type: ignore[method-assign]
     puts._reserving._reserve_one = slow_reserve  # type: ignore[method-assign,assignment]
     puts._append = slow_append  # type: ignore[method-assign]
     shard.parts.meters.granted = slow_granted  # type: ignore[method-assign]

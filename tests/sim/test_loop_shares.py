@@ -23,6 +23,7 @@ from entresol_daemon.shard.turns import (
     FLASH_ITEM_BYTES,
     FRAME_COST,
     LOOP_TURN_COST,
+    WINDOW_COST,
     LoopTurns,
 )
 from entresol_proto.status import EntresolError, Status
@@ -270,7 +271,7 @@ class Landing:
     grants: list[data.Grant]
     asking: asyncio.Future[None]
     turn: asyncio.Event
-    turns: list[int]  # what was asked for: the cost of each
+    turns: list[int]  # what was asked for, and what was counted later: the cost of each
 
     @classmethod
     async def begin(cls, world: World) -> Landing:
@@ -297,6 +298,7 @@ class Landing:
             await turn.wait()
 
         turns.enter, turns.take = lambda *_: False, later  # type: ignore[method-assign,assignment]
+        turns.count = lambda _, cost: costs.append(cost)  # type: ignore[method-assign]
         read.set()
         await asyncio.sleep(0.1)
         assert not grants
@@ -330,8 +332,11 @@ def test_what_lands_while_the_loop_is_busy_is_granted_together(tmp_path: Path) -
         many = landing.grants[0].items
         assert len(many) > 4, "only what one window brought"
         # (Turns for more windows cost WINDOW_COST and so much a block.)
-        turns = [cost for cost in landing.turns if (cost - FRAME_COST) % BLOCK_COST == 0]
+        windows = [cost for cost in landing.turns if (cost - WINDOW_COST) % BLOCK_COST == 0]
+        granted = [cost for cost in landing.turns if cost not in windows]
+        turns = [cost for cost in granted if cost == FRAME_COST + BLOCK_COST]
         assert len(turns) <= len(landing.grants), "turns for nothing"
+        assert sum(granted) == len(turns) * FRAME_COST + 16 * BLOCK_COST, "each block once"
         assert sum(len(grant.items) for grant in landing.grants) == 16
         assert [grant.final for grant in landing.grants[:-1]] == [False] * (len(landing.grants) - 1)
         assert landing.grants[-1].final
@@ -351,5 +356,44 @@ def test_a_host_that_leaves_before_the_turn_of_what_landed_leaves_no_pin(tmp_pat
         residents = world.shard.parts.residency._by_slot.values()
         assert [each.pins for each in residents] == [0] * len(residents)
         assert not landing.grants
+
+    simulate(tmp_path, story)
+
+
+def test_what_landed_goes_before_what_its_tenant_has_not_begun(tmp_path: Path) -> None:
+    """It holds a place at the door and memory that others wait for."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await joined(world, tenant="beta")
+        await stored(host, KEYS[:4])
+        forget_memory(world)
+        engine, read = world.shard.parts.engine, asyncio.Event()
+        honest = engine.read
+
+        async def slow(ops: Any) -> list[Status]:
+            statuses = await honest(ops)
+            await read.wait()
+            return statuses
+
+        engine.read = slow  # type: ignore[method-assign]
+        getting = asyncio.ensure_future(host.get(KEYS[:4], OpenAt.HOST))
+        await asyncio.sleep(0.1)
+        contend(world)
+        turns, account = world.shard.parts.turns.loop, world.shard.parts.accounts.by_name["alpha"]
+        left: list[int] = []
+        granting = world.shard.gets.granting
+        grant = granting.grant
+
+        async def noting(*args: Any, **words: Any) -> None:
+            left.append(turns.waiting)
+            await grant(*args, **words)
+
+        granting.grant = noting  # type: ignore[method-assign]
+        asked = [turns.ask(account, LOOP_TURN_COST) for _ in range(10_000)]
+        read.set()
+        assert await getting == [Status.OK] * 4
+        assert min(left) > 9_000, "it waited for its tenant's other work"
+        assert all(unit.item.done() for unit in asked)
 
     simulate(tmp_path, story)

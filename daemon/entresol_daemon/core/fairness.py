@@ -25,8 +25,9 @@ from entresol_proto.status import QuotaError, Status
 
 T = TypeVar("T")
 
-GETS, PUTS = 0, 1  # ranks: within one tenant, gets go before puts
-RANKS = 2
+# Ranks, within one tenant: gets that others wait for at the door, until they end; gets; puts.
+BEGUN, GETS, PUTS = 0, 1, 2
+RANKS = 3
 WAITING_MAX = 262_144  # units that wait in one queue, over all tenants
 FLOWS_REMEMBERED_MAX = 1_024  # then tenants whose last unit is past are forgotten
 CREDIT_ROOM = 4  # times as much may be in service for who was served less lately

@@ -223,7 +223,7 @@ class SessionHandler:
             or self._shard.parts.turns.loop.enter(account, cost)
         )
         try:
-            answer = self._answer_now(message) if entered else None
+            answer = self._answer_now(message, traced=trace is not None) if entered else None
             if answer is None:
                 arrived_ns = self._shard.parts.now_ns()
                 work = functools.partial(self._work, request_id, message, arrived_ns, trace)
@@ -297,12 +297,17 @@ class SessionHandler:
         if (before == 0) is not (self._holds == 0):
             self._read_on(self._holds == 0)
 
-    def _answer_now(self, message: Any) -> Message | None:
+    def _answer_now(self, message: Any, *, traced: bool) -> Message | None:
         if isinstance(message, opening.Ping):
             return opening.Pong(message.token)
         session = self.session
         if session is None:
             return None
+        if isinstance(message, data.Fetch):
+            gets, quoting = self._shard.gets, self._shard.quoting
+            if traced or quoting.times(session):  # which look at the way that every get goes
+                return None
+            return gets.resident.fetch_now(session, message)
         if isinstance(message, data.Exists) and lookups.at_once(self._shard.parts, message.keys):
             return lookups.exists_now(self._shard.parts, session, message)
         if isinstance(message, data.Touch) and lookups.touches_at_once(self._shard.parts, message):

@@ -141,6 +141,16 @@ class Door:
             raise self._refusal(account, blocks) from None
         return Visit(self, account)
 
+    def passes(self, account: Account) -> bool:
+        """Whether a get that is over in this very moment may be served: nobody waits before it."""
+        if self.waiting or self.inside >= self.at_once:
+            return False
+        if not len(self._queue):
+            self._queue.charge(account.name, account.weight, _ONE)
+        if not self.outside:
+            self._patience.seen_free(self._now_ns())
+        return True
+
     def _go_out(self, account: Account, own: bool, change: int) -> None:
         if own:
             self._present[account.name] -= change

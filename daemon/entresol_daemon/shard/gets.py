@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from entresol_daemon.core.fairness import BEGUN
 from entresol_daemon.core.planning import Shape, Window, granted_ahead, plan_fetch, take_window
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import extent_bytes
@@ -26,6 +27,7 @@ from entresol_daemon.shard.lookups import slots_of
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
+from entresol_daemon.shard.resident import ResidentGets
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.staging import Staging
 from entresol_daemon.shard.turns import (
@@ -36,7 +38,7 @@ from entresol_daemon.shard.turns import (
     WINDOW_COST,
 )
 from entresol_proto import limits
-from entresol_proto.status import EntresolError, Status
+from entresol_proto.status import EntresolError, QuotaError, Status
 from entresol_proto.wire.data import (
     Fetch,
     Grant,
@@ -72,6 +74,7 @@ class GetPath:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
         self.door = Door(parts.config.limits.gets_at_once_max, parts.meters, parts.now_ns)
+        self.resident = ResidentGets(parts, self.granting, self.door)
 
     @property
     def loading(self) -> int:
@@ -207,6 +210,7 @@ class GetPath:
                 task.cancel()
                 self.granting.undo(job, window.take_waits())  # not begun, and never will be
             self.granting.undo(job, list(itertools.chain.from_iterable(job.landed)))
+            job.landed.clear()
             if landing:  # last: this may be cancelled once more
                 await asyncio.gather(*landing, return_exceptions=True)
 
@@ -215,7 +219,7 @@ class GetPath:
         told with the next grant, in the last of them."""
         parts, account = self._parts, job.session.account
         while True:
-            await parts.turns.loop.take(account, FRAME_COST + LOOP_TURN_COST)
+            await parts.turns.loop.take(account, FRAME_COST + LOOP_TURN_COST, BEGUN)
             stretch = parts.turns.loop.extend(account, -(-len(job.misses) // MISSES_PER_COST))
             most = stretch * MISSES_PER_COST
             if len(job.misses) <= most:
@@ -245,7 +249,7 @@ class GetPath:
         cost = WINDOW_COST + min(blocks, most) * BLOCK_COST
         if loop_turns.enter(account, cost):
             return True
-        await loop_turns.take(account, cost)
+        await loop_turns.take(account, cost, BEGUN)
         return False
 
     async def _first_of(self, landing: dict[asyncio.Task[None], Window]) -> None:
@@ -332,25 +336,29 @@ class GetPath:
             self.granting.undo(job, mine)
         self.granting.undo(job, lost)
         job.misses += misses
+        if not arrived:
+            job.owed -= 1  # what is missing is told with the next grant
+            return
         job.landed.append(arrived)
-        if not job.granter:
-            await self._grant_landed(job)
+        await self._grant_landed(job)
 
     async def _grant_landed(self, job: Job) -> None:
         """Grant what has landed, in a turn on the loop; what lands while that is waited for goes
         along: the busier the loop, the fewer frames."""
         loop_turns, account = self._parts.turns.loop, job.session.account
-        while job.landed:
-            blocks = sum(map(len, job.landed))
-            cost = FRAME_COST + blocks * BLOCK_COST
+        cost = FRAME_COST + BLOCK_COST
+        while job.landed and not job.granter:
             if not loop_turns.enter(account, cost):
                 job.granter = True
                 try:
-                    await loop_turns.take(account, cost)
+                    await loop_turns.take(account, cost, BEGUN)
+                except QuotaError:
+                    job.owed += 1  # what landed is not granted: no other grant is the last
+                    raise
                 finally:
                     job.granter = False
             mine = job.take_landed(WINDOW_BLOCKS_MAX, GRANT_BYTES_MAX)
-            loop_turns.count(account, (len(mine) - blocks) * BLOCK_COST)
+            loop_turns.count(account, (len(mine) - 1) * BLOCK_COST)
             if mine:
                 job.owed += 1
                 await self.granting.grant(job, mine, final=job.is_last)
@@ -359,7 +367,8 @@ class GetPath:
     async def _grant_ready(self, job: Job, rest: list[tuple[int, Resident]]) -> None:
         """Grant what is in memory, and with it what has landed; of a large window the first part at
         once."""
-        landed = job.take_landed(WINDOW_BLOCKS_MAX - len(rest), GRANT_BYTES_MAX)
+        more = WINDOW_BLOCKS_MAX - len(rest)
+        landed = job.take_landed(more, GRANT_BYTES_MAX) if more > 0 else []
         self._parts.turns.loop.count(job.session.account, len(landed) * BLOCK_COST)
         rest = landed + rest
         job.owed += 1

@@ -18,8 +18,8 @@ from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
-from entresol_daemon.shard.sessions import Leased, Session
-from entresol_proto.fabric.base import RemoteSpan
+from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_proto.fabric.base import Exposure, RemoteSpan
 from entresol_proto.seal.block import BlockKey, derive_block_key
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
@@ -56,12 +56,7 @@ class Granting:
                 job.misses += [(item.index, Status.BUSY) for item in items]
                 items = []
             expires_ns = parts.now_ns() + job.lease_ns
-            lease_id = 0
-            if items:
-                lease_id = parts.leases.grant(session.number, leased, expires_ns).lease_id
-                leased.granted = True
-                session.account.leases += 1
-                parts.held.leases.take(1)
+            lease_id = self._lease(leased, expires_ns) if items else 0
         except BaseException:
             self.let_go(leased)
             raise
@@ -72,6 +67,38 @@ class Granting:
         parts.meters.granted(session.account.name, items, misses, job.open_at)
         job.ended |= final
         job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
+
+    def grant_now(
+        self, session: Session, namespace: OpenedNamespace, residents: Sequence[Resident]
+    ) -> Grant:
+        """Lease to their host blocks that are in memory, pinned, usable and shown to it; there is
+        room for the lease."""
+        parts = self._parts
+        leased = Leased(session, namespace)
+        leased.sealed = dict(enumerate(residents))
+        leased.held_bytes = sum(resident.extent.length_bytes for resident in residents)
+        deks, items = session.tenant.deks, []
+        for index, resident in enumerate(residents):
+            key = NO_KEY
+            if not resident.host_sealed:
+                key = derive_block_key(deks[resident.dek_version], resident.salt)
+            items.append(
+                _item(index, resident, session.exposures[resident.extent.slab.number], key)
+            )
+        lease_ns = parts.config.limits.lease_ns
+        expires_ns = parts.now_ns() + lease_ns
+        lease_id = self._lease(leased, expires_ns)
+        parts.meters.granted(session.account.name, items, (), OpenAt.HOST)
+        return Grant(True, lease_id, lease_ns, expires_ns, tuple(items), ())
+
+    def _lease(self, leased: Leased, expires_ns: int) -> int:
+        """Enter a lease; its id."""
+        session = leased.session
+        lease_id = self._parts.leases.grant(session.number, leased, expires_ns).lease_id
+        leased.granted = True
+        session.account.leases += 1
+        self._parts.held.leases.take(1)
+        return lease_id
 
     async def _lease_room(self, job: Job) -> bool:
         """Wait until the session may hold another lease: windows land several at a time."""
@@ -90,17 +117,11 @@ class Granting:
         self, job: Job, entries: list[tuple[int, Resident]]
     ) -> list[tuple[int, Resident]]:
         """Without the blocks whose key version was retired: those are gone for good."""
-        deks, at_host = job.session.tenant.deks, job.namespace.host_sealed
-
-        def usable(resident: Resident) -> bool:
-            if resident.host_sealed is not at_host:
-                return False  # ids of the two kinds never meet, unless somebody made them
-            return at_host or resident.dek_version in deks
-
-        gone = [entry for entry in entries if not usable(entry[1])]
+        session, namespace = job.session, job.namespace
+        gone = [entry for entry in entries if not usable(session, namespace, entry[1])]
         if not gone:
             return entries
-        kept = [entry for entry in entries if usable(entry[1])]
+        kept = [entry for entry in entries if usable(session, namespace, entry[1])]
         for _, resident in gone:
             self._removal.without_key(resident)
         self.undo(job, gone)
@@ -120,15 +141,7 @@ class Granting:
             if exposure is None:
                 exposing = session.expose_slab(extent.slab)
                 exposure = await job.visit.outside(exposing, own=True)
-            address = exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES
-            tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
-            resident.from_flash = False
-            items.append(
-                GrantItem(
-                    index, tier, RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
-                    resident.plain_bytes, block_key.key, block_key.commitment,
-                )
-            )  # fmt: skip
+            items.append(_item(index, resident, exposure, block_key))
         return items
 
     def let_go(self, leased: Leased) -> None:
@@ -167,3 +180,21 @@ class Granting:
         bounds = self._parts.config.limits
         full = session.held_bytes >= bounds.inflight_bytes_per_session_max
         return session.number if full or not self._parts.leases.room(session.number) else 0
+
+
+def usable(session: Session, namespace: OpenedNamespace, resident: Resident) -> bool:
+    """Whether a block can be opened: its key version was not retired."""
+    if resident.host_sealed is not namespace.host_sealed:
+        return False  # ids of the two kinds never meet, unless somebody made them
+    return namespace.host_sealed or resident.dek_version in session.tenant.deks
+
+
+def _item(index: int, resident: Resident, exposure: Exposure, block_key: BlockKey) -> GrantItem:
+    """A block as its host is told of it."""
+    address = exposure.address + resident.extent.offset_bytes + RECORD_HEADER_BYTES
+    tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
+    resident.from_flash = False
+    return GrantItem(
+        index, tier, RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
+        resident.plain_bytes, block_key.key, block_key.commitment,
+    )  # fmt: skip

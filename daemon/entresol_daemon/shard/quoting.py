@@ -108,6 +108,11 @@ class Quoting:
             coarse(times.high_ns, most), bytes(tiers),
         )  # fmt: skip
 
+    def times(self, session: Session) -> bool:
+        """Whether the gets of this session are timed, to learn from."""
+        known = self._known.get(session.account.name)
+        return known is not None and self._parts.now_ns() - known.asked_ns <= ASKED_LATELY_NS
+
     def watch(
         self, session: Session, request: Fetch, emit: Callable[[Grant], None]
     ) -> Callable[[Grant], None]:

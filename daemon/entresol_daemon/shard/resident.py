@@ -1,0 +1,86 @@
+"""A get of a few blocks that are all in memory: answered where it is read, without a task.
+
+Whatever is not ready to be answered in this very moment goes the way of every get (`gets`), which
+does the same and waits. What is counted is the same on both.
+"""
+
+from __future__ import annotations
+
+from entresol_daemon.core.residency import Resident, ResidentState
+from entresol_daemon.shard.door import Door
+from entresol_daemon.shard.granting import Granting, usable
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_daemon.shard.turns import WINDOW_BLOCKS_IN_TURN
+from entresol_proto import limits
+from entresol_proto.wire.data import Fetch, Grant, OpenAt
+from entresol_proto.wire.frames import FrameType
+
+KEYS_BYTES_MAX = WINDOW_BLOCKS_IN_TURN * limits.WIRE_KEY_BYTES  # paid with the request's turn
+
+
+class ResidentGets:
+    """See the module. All calls belong to one event loop."""
+
+    def __init__(self, parts: Parts, granting: Granting, door: Door) -> None:
+        self._parts = parts
+        self._granting = granting
+        self._door = door
+
+    def fetch_now(self, session: Session, request: Fetch) -> Grant | None:
+        """The whole answer, leased; None when something of it is to be waited for or missed. The
+        turn that `costing.cost_of` tells has begun.
+
+        Raises: EntresolError as `GetPath.fetch`.
+        """
+        if request.open_at is not OpenAt.HOST or len(request.keys) > KEYS_BYTES_MAX:
+            return None
+        parts = self._parts
+        begun_ns = parts.now_ns()
+        session.data_path()
+        namespace = session.namespace(request.handle)
+        slots: list[int] = parts.engine.index.lookup(namespace.namespace_id, request.keys).tolist()
+        residents = self._residents(session, namespace, slots)
+        if residents is None or not self._may_hold(session, residents):
+            return None
+        if not self._door.passes(session.account):
+            return None
+        for resident in residents:
+            parts.residency.pin(resident)
+        held_bytes = sum(resident.extent.length_bytes for resident in residents)
+        session.held_bytes += held_bytes
+        parts.held.hold(session.account, held_bytes)
+        grant = self._granting.grant_now(session, namespace, residents)
+        slots.reverse()  # tail first: the prefix is most recent
+        parts.meters.usefulness.served(slots)
+        parts.engine.touch(slots)
+        parts.valued.used(slots)
+        seconds = (parts.now_ns() - begun_ns) / 1e9
+        parts.metrics.first_grant_seconds.observe(seconds)
+        parts.metrics.request_seconds[FrameType.FETCH].observe(seconds)
+        return grant
+
+    def _residents(
+        self, session: Session, namespace: OpenedNamespace, slots: list[int]
+    ) -> list[Resident] | None:
+        """All of them in memory, their keys at hand and their slabs shown; or None."""
+        found = []
+        for slot in slots:
+            resident = self._parts.residency.get(slot) if slot >= 0 else None
+            if (
+                resident is None
+                or resident.state is not ResidentState.READY
+                or resident.extent.slab.number not in session.exposures
+                or not usable(session, namespace, resident)
+            ):
+                return None
+            found.append(resident)
+        return found
+
+    def _may_hold(self, session: Session, residents: list[Resident]) -> bool:
+        """Whether all of it fits into what its session and its tenant may hold."""
+        parts, account = self._parts, session.account
+        room = parts.config.limits.inflight_bytes_per_session_max - session.held_bytes
+        room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
+        wanted = sum(resident.extent.length_bytes for resident in residents)
+        return 0 < wanted <= room and self._granting.may_lease(session)
