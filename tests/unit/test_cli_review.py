@@ -30,7 +30,7 @@ from entresol_client.cli import (
     top,
 )
 from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
-from entresol_client.cli.main import main
+from entresol_client.cli.main import _behind, main
 from entresol_client.cli.objects import Head
 from entresol_client.relay import command as relay
 from entresol_client.results import Explanation
@@ -400,3 +400,20 @@ def test_a_daemon_that_does_not_answer_hides_no_other(
     monkeypatch.setattr(overview, "admin_sockets", lambda _: [("", Path("a"))])
     with pytest.raises(Unreachable):
         overview.run(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--config", "F", "stat"], ["stat", "--config", "F"]),
+        (["--config=F", "tenant", "list"], ["tenant", "list", "--config=F"]),
+        (["--config", "F", "put", "--", "-x"], ["put", "--config", "F", "--", "-x"]),
+        (["stat", "--config", "F"], ["stat", "--config", "F"]),
+        (["--config", "F"], ["--config", "F"]),
+        (["--config"], ["--config"]),
+        (["--configure", "F", "stat"], ["--configure", "F", "stat"]),
+        ([], []),
+    ],
+)
+def test_a_configuration_named_before_the_command(words: list[str], meant: list[str]) -> None:
+    assert _behind(words) == meant

@@ -140,10 +140,11 @@ from entresol_proto.ids import TenantName
 held = [bytes(1000 + at % 3000) for at in range(8_000)]  # about 20 MB, with holes
 del held[::3]
 sweeping._trim()
-before = sweeping._resident_bytes()
-for _ in sweeping.sweep():
-    pass
-print(sweeping._resident_bytes() - before)
+with sweeping._statm() as statm:
+    before = sweeping._resident_bytes(statm)
+    for _ in sweeping.sweep():
+        pass
+    print(sweeping._resident_bytes(statm) - before)
 """
 
 
@@ -157,15 +158,49 @@ def test_a_sweep_gives_back_what_it_took() -> None:
 def test_a_sweep_ends_where_the_process_cannot_see_its_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweeping, "_resident_bytes", lambda: 0)
+    monkeypatch.setattr(sweeping, "_resident_bytes", lambda _: 0)
     monkeypatch.setattr(sweeping, "BLIND_BYTES", 1 << 20)
     assert sum(1 for _ in sweeping.sweep()) == 4 + 32 + len(sweeping.LARGE_BYTES)
+
+
+BESIDE = """
+import sys, threading, time
+from entresol_daemon.keys import sweeping
+held = [bytes(400) for _ in range(20_000)]
+held.clear()
+turns, over = 0, False
+
+def other():
+    global turns
+    while not over:
+        turns += 1
+
+resident = sweeping._resident_bytes
+seen = []
+sweeping._resident_bytes = lambda statm: (seen.append(turns), resident(statm))[1]
+thread = threading.Thread(target=other)
+thread.start()
+usual_s = sys.getswitchinterval()
+with sweeping._statm() as statm:
+    sweeping._take(sweeping.FREE_POOL_BYTES, 32 << 20, statm)
+assert sys.getswitchinterval() == usual_s
+over = True
+thread.join()
+assert len(seen) >= 4, seen
+print(max(seen) - min(seen))
+"""
+
+
+def test_no_other_thread_runs_in_a_step_of_a_sweep() -> None:
+    """What it is given meanwhile would keep a megabyte of new memory, for as long as it lives."""
+    ran = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) == 0
 
 
 SWEEP = """
 from entresol_daemon.keys import sweeping
 sizes = []
-sweeping._take = lambda size, most: sizes.append(size) or []
+sweeping._take = lambda size, most, _: sizes.append(size) or []
 for _ in sweeping.sweep():
     pass
 assert sizes == [sweeping.FREE_POOL_BYTES] * 2 + list(sweeping.LARGE_BYTES), sizes

@@ -111,10 +111,20 @@ def _no_demo(args: argparse.Namespace) -> int:
     raise CliError("the demo is not part of this build", status=Status.UNSUPPORTED)
 
 
+def _behind(words: list[str]) -> list[str]:
+    """`--config FILE` before the command, where many programs want it, goes behind it."""
+    count = 2 if words[:1] == ["--config"] else 1
+    if not words or words[0].partition("=")[0] != "--config" or len(words) <= count:
+        return words
+    option, rest = words[:count], words[count:]
+    at = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:at], *option, *rest[at:]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     streams.prepare()
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _behind(list(sys.argv[1:] if argv is None else argv))
     try:
         parser = parser_of(words)
         args = parser.parse_args(words)

@@ -16,9 +16,11 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat, starmap
+from typing import cast
 
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
 BATCH_BYTES = 1024 * 1024  # about a millisecond, and more than Linux is wrong by about a size
@@ -32,6 +34,7 @@ FREE_POOL_BYTES = 480  # objects of this size leave the last 16 bytes of a pool 
 CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their exact size
 CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
 LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
+ALONE_S = 0.1  # a step ends long before another thread may ask for its turn
 _OBJECT_BYTES = bytes.__basicsize__
 _M_PERTURB, _M_ARENA_MAX = -6, -8  # malloc.h of glibc
 
@@ -67,27 +70,32 @@ def sweep() -> Iterator[None]:
     as a whole are taken before and after, since they come into use and go out of it meanwhile.
 
     What was taken is given back to the system at the end: the process is not left larger for it.
-    Small objects are held within one step only. What others were given meanwhile would lie in new
-    memory and keep it: the interpreter gives back nothing smaller than its arenas.
+    Small objects are held within one step only, in which no other thread runs. What others were
+    given meanwhile would lie in new memory and keep it: the interpreter gives back nothing smaller
+    than its arenas.
     """
     _trim()
     yield
-    _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX)
+    with _statm() as statm:
+        yield from _sweep(statm)
+    _trim()
+
+
+def _sweep(statm: int) -> Iterator[None]:
+    _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX, statm)
     yield
     for size in range(SMALL_STEP_BYTES, SMALL_BYTES_MAX + 1, SMALL_STEP_BYTES):
-        _take_from_used_pools(size)
+        _take_from_used_pools(size, statm)
         yield
-    _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX)
+    _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX, statm)
     yield
     held: list[list[object]] = []  # freed again, they would be the next one's
     for size in range(SMALL_BYTES_MAX + 8, CACHED_BYTES_MAX + 1, 16):
         held.append(_objects(size, CACHED_COUNT))
     yield
     for size in LARGE_BYTES:
-        held += _take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES))
+        held += _take(size, SWEEP_BYTES_MAX // len(LARGE_BYTES), statm)
         yield
-    held.clear()
-    _trim()
 
 
 def _trim() -> None:
@@ -106,7 +114,20 @@ def _objects(size_bytes: int, count: int) -> list[object]:
     return [b"\0" * length for _ in range(count)]
 
 
-def _take_from_used_pools(size_bytes: int) -> None:
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other thread of the interpreter runs. Nothing in it may give the interpreter up: who has
+    it then would keep it for as long."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(ALONE_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+@_alone()
+def _take_from_used_pools(size_bytes: int, statm: int) -> None:
     """Objects of one size, until some fill a pool from end to end: it was free as a whole, and such
     a pool is not begun while one in use has room. By the growth of the process where none does."""
     whole = (POOL_BYTES - POOL_HEAD_BYTES) // size_bytes
@@ -121,31 +142,52 @@ def _take_from_used_pools(size_bytes: int) -> None:
             return
         seen += count
         count = min(2 * count, batch_max)
-    taken += _take(size_bytes, SWEEP_BYTES_MAX - seen * size_bytes)
+    taken += _take(size_bytes, SWEEP_BYTES_MAX - seen * size_bytes, statm)
 
 
-def _take(size_bytes: int, bytes_max: int) -> list[list[object]]:
+@_alone()
+def _take(size_bytes: int, bytes_max: int, statm: int) -> list[list[object]]:
     """Objects of one size, until they come from memory that is new to the process."""
     count = max(1, BATCH_BYTES // size_bytes)
     taken: list[list[object]] = []
     new = seen = 0
     while seen < bytes_max:
-        before = _resident_bytes()
+        before = _resident_bytes(statm)
         taken.append(_objects(size_bytes, count))
         seen += count * size_bytes
-        new = new + 1 if _resident_bytes() - before > BATCH_BYTES // 2 else 0
+        new = new + 1 if _resident_bytes(statm) - before > BATCH_BYTES // 2 else 0
         if new == NEW_BATCHES or (not before and seen > BLIND_BYTES):
             break
     return taken
 
 
-def _resident_bytes() -> int:
-    """Memory this process has, or 0 when it may not know."""
+@contextlib.contextmanager
+def _statm() -> Iterator[int]:
+    """Where this process may read its own size; -1 when it may not know."""
     try:
         fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return 0
+        fd = -1
     try:
-        return int(os.read(fd, 128).split()[1]) * mmap.PAGESIZE
+        yield fd
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+def _resident_bytes(statm: int) -> int:
+    """Memory this process has, or 0 when it may not know. The interpreter is not given up for it,
+    as by `os.pread`: between two batches every other thread would have a turn."""
+    found = ctypes.create_string_buffer(128)
+    length = _pread(statm, found, len(found) - 1, 0) if statm >= 0 else 0
+    return int(found.value.split()[1]) * mmap.PAGESIZE if length > 0 else 0
+
+
+def _find_pread() -> Callable[[int, ctypes.Array[ctypes.c_char], int, int], int]:
+    call = ctypes.PyDLL(None).pread
+    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int64)
+    call.restype = ctypes.c_ssize_t
+    return cast("Callable[[int, ctypes.Array[ctypes.c_char], int, int], int]", call)
+
+
+_pread = _find_pread()
