@@ -81,7 +81,8 @@ def judge_rests(tally: Tally, rests: Sequence[Rest], growth_max: float) -> list[
     receipts = RECEIPT_BYTES * (rests[-1].erased - rests[0].erased)
     tally.figure("max_receipts_bytes", receipts)
     for name, spare in (
-        ("rss_bytes", ARENAS_KEPT * ARENA_BYTES + receipts), ("malloc_bytes", receipts), ("objects", 0),
+        ("rss_bytes", ARENAS_KEPT * ARENA_BYTES + receipts), ("malloc_bytes", receipts),
+        ("objects", 0),
     ):  # fmt: skip
         before = statistics.median(getattr(rest, name) for rest in rests[:some])
         after = statistics.median(getattr(rest, name) for rest in rests[-some:])
