@@ -35,6 +35,9 @@ from entresol_proto.wire.session import ClientSession, Message, Received, State
 log = logging.getLogger("entresol.client")
 
 RELEASE_DELAY_S = 0.001  # how long a finished lease may wait for company
+# From so much on leases go before the next request, which may need the room; fewer wait, because
+# the daemon would read them before the request.
+RELEASE_AHEAD_BYTES, RELEASE_AHEAD_COUNT = 256 * limits.KIB, 16
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
 PINGS_ROOM = 1  # requests in flight that are kept for PING
 _NOTHING = RemoteSpan(0, 0, 0)
@@ -164,6 +167,7 @@ class Connection(asyncio.Protocol):
         self._writable.set()
         self._namespaces: dict[bytes, asyncio.Task[NamespaceOpened]] = {}
         self._release_ids: list[int] = []
+        self._release_bytes = 0  # that those hold
         self._reports: list[Report] = []
         self._flush_due = False
         self._why_closed = "closed by the daemon"
@@ -271,9 +275,13 @@ class Connection(asyncio.Protocol):
         call.future.cancel()
         self.session.abandon(request_id)
 
-    def release(self, lease_id: int, reports: Iterable[Report] = ()) -> None:
-        """Give a lease back; sent with the next request, or alone after RELEASE_DELAY_S."""
+    def release(
+        self, lease_id: int, reports: Iterable[Report] = (), *, held_bytes: int = 0
+    ) -> None:
+        """Give back a lease that holds so much; sent after RELEASE_DELAY_S, or before the next
+        request if that comes sooner and it is much."""
         self._release_ids.append(lease_id)
+        self._release_bytes += held_bytes
         self._reports.extend(reports)
         if not self._flush_due:
             self._flush_due = True
@@ -381,7 +389,13 @@ class Connection(asyncio.Protocol):
         self._pending[request_id] = entry
         if self.on_request is not None:
             self.on_request(message.TYPE.name, request_id)
-        self._write(self._encode_releases() + raw)
+        if (
+            self._release_bytes >= RELEASE_AHEAD_BYTES
+            or len(self._release_ids) >= RELEASE_AHEAD_COUNT
+            or self._reports
+        ):
+            raw = self._encode_releases() + raw
+        self._write(raw)
         return request_id
 
     def _write(self, raw: bytes) -> None:
@@ -426,7 +440,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, grant: Grant) -> None:
         if grant.items:
             self.late_grants += 1
-            self.release(grant.lease_id)
+            self.release(grant.lease_id, held_bytes=grant.span_bytes)
 
     def give_up(self, put_ids: list[int]) -> None:
         """Return reservations unused."""
@@ -442,7 +456,7 @@ class Connection(asyncio.Protocol):
     def _encode_releases(self) -> bytes:
         if not self._release_ids and not self._reports:
             return b""
-        ids, self._release_ids = self._release_ids, []
+        ids, self._release_ids, self._release_bytes = self._release_ids, [], 0
         reports, self._reports = self._reports, []
         step = limits.BLOCKS_PER_FETCH_MAX
         parts: list[bytes] = []

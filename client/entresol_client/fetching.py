@@ -66,11 +66,12 @@ class GetTally:
 class _Lease:
     """A GRANT frame's lease: released when its last block is done with."""
 
-    __slots__ = ("lease_id", "left", "reports")
+    __slots__ = ("held_bytes", "lease_id", "left", "reports")
 
-    def __init__(self, lease_id: int, left: int) -> None:
-        self.lease_id = lease_id
-        self.left = left
+    def __init__(self, grant: Grant) -> None:
+        self.lease_id = grant.lease_id
+        self.held_bytes = grant.span_bytes
+        self.left = len(grant.items)
         self.reports: list[Report] = []
 
 
@@ -155,7 +156,7 @@ class _Get:
         if session.endpoint.capabilities.same_host:
             until_ns = min(until_ns, grant.expires_ns)  # one kernel, one monotonic clock
         doubtful_ns = min(until_ns, self._asked_ns + grant.lease_ns)
-        lease = _Lease(grant.lease_id, len(grant.items))
+        lease = _Lease(grant)
         usable: list[Granted] = []
         at_daemon = self._context.at_daemon
         if at_daemon:
@@ -242,7 +243,8 @@ class _Get:
         lease.left -= len(group)
         assert lease.left >= 0, "a block was finished twice"
         if lease.left == 0:
-            self._session.connection.release(lease.lease_id, lease.reports)
+            connection = self._session.connection
+            connection.release(lease.lease_id, lease.reports, held_bytes=lease.held_bytes)
 
     async def _finish_groups(self) -> None:
         """Wait for the groups; they mind the deadline themselves. Cancellation waits too."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
-from entresol_client import AsyncClient, Namespace, PutBlock, UsageError
+from entresol_client import AsyncClient, Namespace, PutBlock, UsageError, connection
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
 from entresol_proto.status import Status
@@ -556,3 +556,42 @@ async def test_a_client_closed_meanwhile_ends_calls_as_disconnected(
         assert set(got.statuses) <= {OK, Status.DISCONNECTED}  # small ones need no thread
         put = await ns.put([PutBlock(key(9), content(9))])
         assert put.statuses == [Status.DISCONNECTED]
+
+
+def order(peer: Peer) -> list[str]:
+    """What came: fetches, and releases with how many leases."""
+    return [
+        "fetch" if isinstance(seen, data.Fetch) else f"release {len(seen.lease_ids)}"
+        for seen in peer.seen
+        if isinstance(seen, (data.Fetch, data.Release))
+    ]
+
+
+async def test_a_small_lease_goes_after_the_next_request_a_large_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon reads in order: what comes before a request makes it wait."""
+    monkeypatch.setattr(connection, "RELEASE_DELAY_S", 2.0)
+    async with opened(tmp_path) as (peer, ns):
+        fill(peer, 8)
+        for _ in range(2):
+            assert (await ns.get_into([key(0)], empty(1))).ok
+        assert order(peer) == ["fetch", "fetch"]
+        assert (await ns.get_into([key(n) for n in range(8)], empty(8))).ok  # much
+        assert order(peer) == ["fetch"] * 3
+        assert (await ns.get_into([key(0)], empty(1))).ok
+        assert order(peer) == ["fetch"] * 3 + ["release 3", "fetch"]
+        await all_released(peer)
+
+
+async def test_many_small_leases_go_before_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "RELEASE_DELAY_S", 2.0)
+    monkeypatch.setattr(connection, "RELEASE_AHEAD_COUNT", 2)
+    async with opened(tmp_path) as (peer, ns):
+        peer.add(wire_key(SECRET, key(0)), key(0), bytes(64))
+        for _ in range(3):
+            assert (await ns.get_into([key(0)], [bytearray(64)])).ok
+        assert order(peer) == ["fetch", "fetch", "release 2", "fetch"]
+        await all_released(peer)

@@ -72,7 +72,7 @@ class Granting:
         self, session: Session, namespace: OpenedNamespace, residents: Sequence[Resident]
     ) -> Grant:
         """Lease to their host blocks that are in memory, pinned, usable and shown to it; there is
-        room for the lease."""
+        room for the lease. It is the caller that counts them."""
         parts = self._parts
         leased = Leased(session, namespace)
         leased.sealed = dict(enumerate(residents))
@@ -88,7 +88,6 @@ class Granting:
         lease_ns = parts.config.limits.lease_ns
         expires_ns = parts.now_ns() + lease_ns
         lease_id = self._lease(leased, expires_ns)
-        parts.meters.granted(session.account.name, items, (), OpenAt.HOST)
         return Grant(True, lease_id, lease_ns, expires_ns, tuple(items), ())
 
     def _lease(self, leased: Leased, expires_ns: int) -> int:

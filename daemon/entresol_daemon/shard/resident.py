@@ -6,6 +6,9 @@ does the same and waits. What is counted is the same on both.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.shard.door import Door
 from entresol_daemon.shard.granting import Granting, usable
@@ -13,7 +16,8 @@ from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_daemon.shard.turns import WINDOW_BLOCKS_IN_TURN
 from entresol_proto import limits
-from entresol_proto.wire.data import Fetch, Grant, OpenAt
+from entresol_proto.ids import TenantName
+from entresol_proto.wire.data import Fetch, Grant, GrantItem, OpenAt
 from entresol_proto.wire.frames import FrameType
 
 KEYS_BYTES_MAX = WINDOW_BLOCKS_IN_TURN * limits.WIRE_KEY_BYTES  # paid with the request's turn
@@ -51,14 +55,30 @@ class ResidentGets:
         session.held_bytes += held_bytes
         parts.held.hold(session.account, held_bytes)
         grant = self._granting.grant_now(session, namespace, residents)
-        slots.reverse()  # tail first: the prefix is most recent
-        parts.meters.usefulness.served(slots)
-        parts.engine.touch(slots)
-        parts.valued.used(slots)
-        seconds = (parts.now_ns() - begun_ns) / 1e9
-        parts.metrics.first_grant_seconds.observe(seconds)
-        parts.metrics.request_seconds[FrameType.FETCH].observe(seconds)
+        took_ns = parts.now_ns() - begun_ns
+        # While the answer is on its way: it leaves before the loop's next turn.
+        asyncio.get_running_loop().call_soon(
+            self._count, session.account.name, grant.items, residents, took_ns
+        )
         return grant
+
+    def _count(
+        self,
+        tenant: TenantName,
+        items: Sequence[GrantItem],
+        residents: list[Resident],
+        took_ns: int,
+    ) -> None:
+        """What `gets` counts and learns of a get."""
+        parts = self._parts
+        parts.meters.granted(tenant, items, (), OpenAt.HOST)
+        parts.metrics.first_grant_seconds.observe(took_ns / 1e9)
+        parts.metrics.request_seconds[FrameType.FETCH].observe(took_ns / 1e9)
+        here = parts.residency.holds
+        slots = [resident.slot for resident in reversed(residents) if here(resident)]
+        parts.meters.usefulness.served(slots)
+        parts.engine.touch(slots)  # tail first: the prefix is most recent
+        parts.valued.used(slots)
 
     def _residents(
         self, session: Session, namespace: OpenedNamespace, slots: list[int]

@@ -141,6 +141,11 @@ class Grant:
     items: tuple[GrantItem, ...]
     misses: tuple[tuple[int, Status], ...]
 
+    @property
+    def span_bytes(self) -> int:
+        """Memory of the daemon that its blocks take, without padding."""
+        return sum([item.span.length_bytes for item in self.items])
+
     def encode(self) -> bytes:
         # In one piece: an object per item would leave its key in as many places of freed memory.
         item_bytes, miss_bytes = self._ITEM.size, self._MISS.size
