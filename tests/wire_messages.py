@@ -131,7 +131,7 @@ EXAMPLES: dict[FrameType, Message] = {
     FrameType.ATTACHED: opening.Attached(1),
     FrameType.OPEN_NAMESPACE: opening.OpenNamespace(b"entresol/ns/v1..."),
     FrameType.NAMESPACE_OPENED: opening.NamespaceOpened(
-        1, bytes(range(16)), bytes(range(32)), 2, True, limits.CHUNK_BYTES_DEFAULT
+        1, bytes(range(16)), bytes(range(32)), 2, True, 256 * limits.KIB
     ),
     FrameType.ERROR: opening.ErrorReply(Status.QUOTA, "too much", "ask for more"),
     FrameType.GOODBYE: opening.Goodbye(Status.DRAINING, "maintenance"),
