@@ -170,8 +170,7 @@ class SealingConfig:
     )
     chunk_bytes: int = setting(
         proto_limits.CHUNK_BYTES_DEFAULT,
-        "Plaintext bytes per independently opened chunk. Several threads open larger ones sooner; "
-        "where a chunk, sealed and plain, outgrows a core's cache, sealing takes longer.",
+        "Plaintext bytes per independently opened chunk: larger ones open sooner, and seal slower.",
         low=proto_limits.CHUNK_BYTES_MIN,
         high=proto_limits.CHUNK_BYTES_MAX,
     )

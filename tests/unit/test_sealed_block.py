@@ -159,11 +159,12 @@ def test_round_trip_of_anything(
 
 
 def test_default_chunks_and_views_of_other_formats() -> None:
-    plain = kv_bytes(600_000)
+    size = 2 * limits.CHUNK_BYTES_DEFAULT + 80_000
+    plain = kv_bytes(size)
     sealed = Sealed(plain, codecs.PLANE, chunk_bytes=limits.CHUNK_BYTES_DEFAULT)
     assert sealed.header.chunk_count == 3
     assert len(plain) / sealed.header.sealed_bytes > 1.4
-    words = memoryview(bytearray(600_000)).cast("I")
+    words = memoryview(bytearray(size)).cast("I")
     arguments = {"namespace_id": NAMESPACE, "wire_key": WIRE_KEY, "engine_key": ENGINE_KEY}
     status = block.open_into(memoryview(sealed.raw), words, block_key=sealed.key, **arguments)
     assert status is Status.OK

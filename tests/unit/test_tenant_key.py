@@ -435,7 +435,7 @@ def test_the_golden_names_keys_and_block(tmp_path: Path) -> None:
     out = bytearray(sealed_bytes_max(len(into), meta_tokens=3))
     again = seal_into(
         memoryview(out), memoryview(into), identity=identity, block_key=key, salt=raw["salt"],
-        codec_id=0, meta=meta,
+        codec_id=0, meta=meta, chunk_bytes=header.chunk_bytes,
     )  # fmt: skip
     assert bytes(out[: again.sealed_bytes]) == raw["sealed"], "not byte for byte the same"
 
