@@ -25,7 +25,7 @@ from entresol_proto.status import QuotaError, Status
 
 T = TypeVar("T")
 
-# Ranks, within one tenant: gets that others wait for at the door, until they end; gets; puts.
+# Ranks, within one tenant: what was read from flash for gets, and waits to be granted; gets; puts.
 BEGUN, GETS, PUTS = 0, 1, 2
 RANKS = 3
 WAITING_MAX = 262_144  # units that wait in one queue, over all tenants

@@ -219,7 +219,7 @@ class GetPath:
         told with the next grant, in the last of them."""
         parts, account = self._parts, job.session.account
         while True:
-            await parts.turns.loop.take(account, FRAME_COST + LOOP_TURN_COST, BEGUN)
+            await parts.turns.loop.take(account, FRAME_COST + LOOP_TURN_COST)
             stretch = parts.turns.loop.extend(account, -(-len(job.misses) // MISSES_PER_COST))
             most = stretch * MISSES_PER_COST
             if len(job.misses) <= most:
@@ -249,7 +249,7 @@ class GetPath:
         cost = WINDOW_COST + min(blocks, most) * BLOCK_COST
         if loop_turns.enter(account, cost):
             return True
-        await loop_turns.take(account, cost, BEGUN)
+        await loop_turns.take(account, cost)
         return False
 
     async def _first_of(self, landing: dict[asyncio.Task[None], Window]) -> None:
