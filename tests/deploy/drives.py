@@ -13,8 +13,9 @@ from tests.deploy.runbook import UDEV_RULE, UDEV_RULES, Do
 from tests.deploy.world import TOML, UNIT, World, expect
 
 SIZE_BYTES = 384 << 20
-SMALLER_BYTES = 256 << 20
-MOUNT = "/mnt/kv"
+OTHER_BYTES = 420 << 20
+MOUNT, MOUNT_UNIT = "/mnt/kv", "mnt-kv.mount"
+MOUNT_TEXT = f"[Mount]\nWhat=tmpfs\nWhere={MOUNT}\nType=tmpfs\nOptions=size=450m\n"  # as fstab's
 SERIAL, BY_ID = "entresol-stand-in", "/dev/disk/by-id/entresol-stand-in"
 # What 60-persistent-storage.rules does for drives with a serial number: a loop device has none.
 STAND_IN_RULES = "/etc/udev/rules.d/60-persistent-storage-loop.rules"
@@ -53,8 +54,9 @@ def other_user(world: World) -> str:
 
 def mounted_drive(world: World) -> str:
     """A data file on another file system."""
-    world.machine.run("mkdir", "-p", MOUNT)
-    world.machine.run("mount", "-t", "tmpfs", "-o", "size=450m", "tmpfs", MOUNT)
+    world.machine.write(Path(f"/etc/systemd/system/{MOUNT_UNIT}"), MOUNT_TEXT)
+    world.systemctl("daemon-reload")
+    world.systemctl("start", MOUNT_UNIT)
     world.follow(Do.MAKE_FOLDER)
     path = f"{MOUNT}/entresol/flash.data"
     with _flash(world, path, f'"{SIZE_BYTES >> 20}MiB"'):
@@ -66,11 +68,11 @@ def mounted_drive(world: World) -> str:
             f"[Unit]\nRequiresMountsFor={MOUNT}\n[Service]\nReadWritePaths={MOUNT}/entresol\n",
         )
         _serves_and_keeps(world)
-        expect("mnt-kv.mount" in world.machine.show(UNIT, "Requires"), "it does not want the mount")
+        expect(MOUNT_UNIT in world.machine.show(UNIT, "Requires"), "it does not want the mount")
         _is(world, path, SIZE_BYTES)
         # Another size counts only for a new file: it keeps its own, and both tools tell.
         text = world.machine.run("cat", TOML).stdout
-        text = text.replace(f'"{SIZE_BYTES >> 20}MiB"', f'"{SMALLER_BYTES >> 20}MiB"')
+        text = text.replace(f'"{SIZE_BYTES >> 20}MiB"', f'"{OTHER_BYTES >> 20}MiB"')
         world.edit(Do.EDIT_CONFIG, text)
         world.systemctl("restart", UNIT)
         world.says("event=size_kept")
@@ -80,8 +82,9 @@ def mounted_drive(world: World) -> str:
         world.follow(Do.STOP_ALL)
         world.machine.run("rm", path)
         world.follow(Do.START)
-        _is(world, path, SMALLER_BYTES)
-    world.machine.run("umount", MOUNT)
+        _is(world, path, OTHER_BYTES)
+    world.systemctl("stop", MOUNT_UNIT)
+    world.machine.run("rm", f"/etc/systemd/system/{MOUNT_UNIT}")
     return (
         "refused without ReadWritePaths=; with it, stored and there after a restart; another size "
         "for a new file"
@@ -100,13 +103,19 @@ def raw_drive(world: World) -> str:
             return "NOT TRIED: this machine gives no loop device"
         _make_node(world, loop)
         with _flash(world, BY_ID, "0"):
-            world.edit(Do.EDIT_SERVICE, f"[Service]\nPrivateDevices=no\nDeviceAllow={loop} rw\n")
+            seen = "[Service]\nPrivateDevices=no\n"
+            world.edit(Do.EDIT_SERVICE, seen)
+            held = world.follow(Do.START, check=False).returncode != 0
+            if held:
+                world.says(f"cannot read {BY_ID}: Operation not permitted")
+            world.edit(Do.EDIT_SERVICE, f"{seen}DeviceAllow={BY_ID} rw\n")
             _serves_and_keeps(world)
             blocks = world.life()["blocks"]
         world.machine.run("rm", loop, BY_ID, UDEV_RULES, STAND_IN_RULES)
+    without = "no start without DeviceAllow=" if held else "DevicePolicy= NOT APPLIED here"
     return (
-        f"a loop device of {SIZE_BYTES >> 20} MiB, the user's by udev's rule: stored, {blocks} "
-        "blocks there after a restart"
+        f"a loop device of {SIZE_BYTES >> 20} MiB, the user's by udev's rule: {without}; with it "
+        f"stored, {blocks} blocks there after a restart"
     )
 
 
@@ -119,8 +128,8 @@ def _make_node(world: World, loop: str) -> None:
     rule = UDEV_RULE.replace("...", SERIAL)
     world.machine.write(Path(UDEV_RULES), f"{rule}\n")
     said = world.machine.run("udevadm", "test", "--action=add", f"/sys/class/block/{name}")
-    owner = world.machine.run("stat", "-c", "%U %a", loop).stdout.strip()
-    expect(owner == "entresol 600", f"udev left it to {owner}: {said.stderr[-1500:]}")
+    owner = world.machine.run("stat", "-c", "%U", loop).stdout.strip()
+    expect(owner == "entresol", f"udev left it to {owner}: {said.stderr[-1500:]}")
     expect(world.there(BY_ID), f"udev made no {BY_ID}: {said.stderr[-1500:]}")
 
 

@@ -30,7 +30,7 @@ def broken_certificate(world: World) -> str:
         world.until(lambda: world.metric("entresol_tls_files_unusable") == 1, "the metric of it")
         judged = world.follow(Do.CHECK, put={"FILE": TOML}, user="entresol", check=False)
         expect(judged.returncode == 1, "--check finds nothing wrong with it")
-        expect("cert" in judged.stderr, f"--check does not say what is wrong: {judged.stderr}")
+        expect(CERTIFICATE in judged.stderr, f"--check does not say what is wrong: {judged.stderr}")
         world.follow(Do.DOCTOR)  # shakes hands anew, with the older one
         world.machine.run("cp", "-p", "/srv/shard.pem", CERTIFICATE)
         world.follow(Do.RELOAD)

@@ -108,8 +108,10 @@ def restrictions(world: World) -> str:
 
 
 def tenants(world: World) -> str:
-    for name in ("dev", "other", "load"):
+    names = ("dev", "other", "load")
+    for name in names:
         world.certify(name)
+    for name in names:
         world.entresol("tenant", "add", name)
     world.follow(Do.CERTIFY)
     world.follow(Do.TENANT_ADD)

@@ -13,6 +13,7 @@ CLIENT = "/etc/entresol/tenants/load/client.toml"
 LIVE = (("of flash in use", "q"),)
 CTRL_C, INTERRUPTED = "\x03", 130
 SCORE_MAX = 1.0
+_WELL = re.compile(r"\b(HEALTHY|IDLE|FULL)\b")
 _METRIC = re.compile(r"\bentresol_\w+")
 _TAIL = re.compile(r"_(bucket|sum|count)$")  # of a histogram in which nothing was counted yet
 
@@ -20,9 +21,11 @@ _TAIL = re.compile(r"_(bucket|sum|count)$")  # of a histogram in which nothing w
 def watch(world: World) -> str:
     for words in (Do.TOP, Do.TOP_PRICED):
         shown = world.follow(words, typed=LIVE).stdout
-        expect("HEALTHY" in shown or "IDLE" in shown or "FULL" in shown, f"{words}: {shown}")
+        expect(_WELL.search(shown), f"{words}: {shown}")
     once = world.follow(Do.TOP_ONCE).stdout
-    expect("of flash in use" in once, f"top --once: {once}")
+    well = _WELL.search(once)
+    expect(well and "of flash in use" in once, f"top --once: {once}")
+    assert well is not None
     stopped = world.follow(Do.TOP_JSON, typed=[('"verdict"', CTRL_C)], check=False)
     expect(stopped.returncode == INTERRUPTED, f"top --json: {stopped}")
     told = world.follow(Do.READY, more=["--silent"]).stdout
@@ -44,7 +47,7 @@ def watch(world: World) -> str:
     expect(found and float(found[1]) <= SCORE_MAX, f"the unit's score: {score[-300:]}")
     assert found is not None
     return (
-        f"top says {once.split()[0]}; {metrics} metrics of the alert rules are there; the unit "
+        f"top says {well[0]}; {metrics} metrics of the alert rules are there; the unit "
         f"scores {found[1]}"
     )
 

@@ -172,17 +172,13 @@ class World:
         self.follow(command, typed=())
         if command is not Do.EDIT_CONFIG:
             unit = command.split()[-1]
-            expect(
-                text in self.machine.run("systemctl", "cat", unit).stdout, f"{unit} is as it was"
-            )
+            found = self.machine.run("systemctl", "cat", unit).stdout
+            expect(text.strip() in found, f"{unit} is as it was: {found[-800:]}")
 
     # Commands ------------------------------------------------------------------------------------
 
     def there(self, path: str) -> bool:
         return self.machine.run("test", "-e", path, check=False).returncode == 0
-
-    def dpkg(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return self.machine.run("dpkg", *words, check=check)
 
     def certify(self, name: str) -> None:
         """A tenant's folder, where `entresol` below looks for it."""
