@@ -263,6 +263,20 @@ def test_a_read_costs_its_tenant_more_than_its_length(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
+def held_reads(world: World) -> asyncio.Event:
+    """What is read from flash from now on lands once this is set."""
+    engine, read = world.shard.parts.engine, asyncio.Event()
+    honest = engine.read
+
+    async def slow(ops: Any) -> list[Status]:
+        statuses = await honest(ops)
+        await read.wait()
+        return statuses
+
+    engine.read = slow  # type: ignore[method-assign]
+    return read
+
+
 @dataclass
 class Landing:
     """A request whose blocks were read, a few at a time, and wait for a turn on the loop."""
@@ -278,15 +292,7 @@ class Landing:
         host = await joined(world)
         await stored(host, KEYS[:16])
         forget_memory(world)
-        engine, read = world.shard.parts.engine, asyncio.Event()
-        honest = engine.read
-
-        async def slow(ops: Any) -> list[Status]:
-            statuses = await honest(ops)
-            await read.wait()
-            return statuses
-
-        engine.read = slow  # type: ignore[method-assign]
+        read = held_reads(world)
         grants: list[data.Grant] = []
         asking = asyncio.ensure_future(cls._ask(host, grants))
         await asyncio.sleep(0.1)  # all windows wait for their reads
@@ -368,15 +374,7 @@ def test_what_landed_goes_before_what_its_tenant_has_not_begun(tmp_path: Path) -
         await joined(world, tenant="beta")
         await stored(host, KEYS[:4])
         forget_memory(world)
-        engine, read = world.shard.parts.engine, asyncio.Event()
-        honest = engine.read
-
-        async def slow(ops: Any) -> list[Status]:
-            statuses = await honest(ops)
-            await read.wait()
-            return statuses
-
-        engine.read = slow  # type: ignore[method-assign]
+        read = held_reads(world)
         getting = asyncio.ensure_future(host.get(KEYS[:4], OpenAt.HOST))
         await asyncio.sleep(0.1)
         contend(world)
