@@ -94,9 +94,8 @@ def late(seen: Sequence[Round]) -> str:
     return f"p{percent} {ratio:.2f} times as long: {after:.0f} ms in overload, {before:.0f} before"
 
 
-def judge_sent(tally: Tally, seen: Sequence[Round], wanted: int = OVERLOAD) -> list[str]:
-    """What was sent in overload, by the flood and by the hosts, to what was admitted of it: so many
-    times as much at least."""
+def judge_sent(tally: Tally, seen: Sequence[Round]) -> list[str]:
+    """What was sent in overload, by the flood and by the hosts, to what was admitted of it."""
     over = Window()
     for _, ten in undisturbed(seen) or seen:
         merge(over, ten)
@@ -108,10 +107,10 @@ def judge_sent(tally: Tally, seen: Sequence[Round], wanted: int = OVERLOAD) -> l
     findings = []
     if not counts["refused"]:
         findings.append("nothing was refused: it was no overload")
-    if times < wanted and judged(seen):
+    if times < OVERLOAD and judged(seen):
         findings.append(
             f"{sent} gets were sent and {admitted} admitted: {times:.1f} times as many, not "
-            f"{wanted}; {counts['not_asked']} were not sent after all"
+            f"{OVERLOAD}; {counts['not_asked']} were not sent after all"
         )
     return findings
 

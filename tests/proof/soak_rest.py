@@ -15,10 +15,7 @@ from pathlib import Path
 from tests.daemon.daemon_lab import rss_bytes
 from tests.proof.line import Tally
 
-ARENA_BYTES = 1 << 20  # by which the interpreter takes memory for small objects
-# Overload takes an arena more now and then, and one object in it that lives on keeps it. In an hour
-# of R8 three were seen, while the objects stayed as many as they were.
-ARENAS_KEPT = 4
+ARENA_BYTES = 1 << 20  # by which the interpreter takes memory: one more or less is no growth
 RECEIPT_BYTES = 1 << 10  # in memory, of an erased tenant's: 4,096 are kept
 HELD = ("leases", "leased_bytes", 'queue_depth{queue="get"}', 'queue_depth{queue="put"}',
         'queue_depth{queue="stage"}', "staging_reads_in_flight")  # fmt: skip
@@ -72,7 +69,7 @@ def fds_of(pid: int) -> int:
 def judge_rests(tally: Tally, rests: Sequence[Rest], growth_max: float) -> list[str]:
     """What is left when nobody asks for anything. Memory is the median of a tenth of the rounds,
     at either end: of 55 MiB, the allocators' own coming and going is one or two. Judged is what is
-    in use by the count of either allocator, and what the process has, beyond ARENAS_KEPT; of all of
+    in use by the count of either allocator, and what the process has, beyond one arena; of all of
     it, what grew by more than the receipts of erased tenants. (The interpreter's table of interned
     names doubles once, by a megabyte, when names that came and went have used it up: after some
     three quarters of an hour.)"""
@@ -81,7 +78,7 @@ def judge_rests(tally: Tally, rests: Sequence[Rest], growth_max: float) -> list[
     receipts = RECEIPT_BYTES * (rests[-1].erased - rests[0].erased)
     tally.figure("max_receipts_bytes", receipts)
     for name, spare in (
-        ("rss_bytes", ARENAS_KEPT * ARENA_BYTES + receipts), ("malloc_bytes", receipts),
+        ("rss_bytes", ARENA_BYTES + receipts), ("malloc_bytes", receipts),
         ("objects", 0),
     ):  # fmt: skip
         before = statistics.median(getattr(rest, name) for rest in rests[:some])

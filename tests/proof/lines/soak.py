@@ -28,7 +28,6 @@ from tests.daemon.host import GET_BLOCKS
 from tests.daemon.life_lab import BUGS, GUEST, HERE, Lab, Process, alive
 from tests.proof.line import Line, Size, Slice, Tally
 from tests.proof.soak_load import (
-    OVERLOAD,
     Round,
     Window,
     compared,
@@ -64,20 +63,17 @@ COUNTED = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How long a soak is, and what memory may grow by, once warm. `more`: rounds that are added
-    where few gets decide what is late and say that they were. `sent_min`: times what is admitted
-    that must have been sent; the flood has what is left of the processors, which at commit size
-    others may use as well, so that half is enough there. `length`: of every stretch of load,
+    where few gets decide what is late and say that they were. `length`: of every stretch of load,
     as a part of what it is meant to be. `quiet_s`: how long to wait until nothing is held."""
 
     rounds: int
     growth_max: float
-    sent_min: int = OVERLOAD
     more: int = 0
     length: float = 1.0
     quiet_s: float = QUIET_SECONDS_MAX
 
 
-PLANS = {Size.COMMIT: Plan(3, 0.10, OVERLOAD // 2, more=3), Size.NIGHTLY: Plan(33, 0.02),
+PLANS = {Size.COMMIT: Plan(3, 0.10, more=3), Size.NIGHTLY: Plan(33, 0.02),
          Size.RELEASE: Plan(200, 0.02)}  # fmt: skip
 CANARY = Plan(1, 1.0, length=0.2, quiet_s=4.0)  # what it holds goes in two seconds, or never
 
@@ -285,7 +281,7 @@ def _rounds(soak: Soak, plan: Plan) -> list[str]:
         if plan.more and number == plan.rounds and late(seen):
             rounds += plan.more
             soak.tally.figure("rounds_added", plan.more)
-    findings = _judge(soak, plan, base, seen, worst)
+    findings = _judge(soak, base, seen, worst)
     return findings + judge_rests(soak.tally, rests[warm:], plan.growth_max)
 
 
@@ -328,7 +324,7 @@ def _trace(what: str, one: Window, ten: Window, rest: Rest) -> None:
 
 
 def _judge(
-    soak: Soak, plan: Plan, base: dict[str, float], seen: Sequence[Round], worst: Counter[str]
+    soak: Soak, base: dict[str, float], seen: Sequence[Round], worst: Counter[str]
 ) -> list[str]:  # fmt: skip
     """What the load itself says."""
     tally, metrics = soak.tally, soak.lab.metrics()
@@ -347,7 +343,7 @@ def _judge(
     unheard = refused - soak.counts["get_busy"]  # a host that was cut off may not have heard of it
     if not 0 <= unheard <= GET_BLOCKS * soak.counts["cut_off"]:
         findings.append(f"refused blocks: {refused} counted here, {soak.counts['get_busy']} there")
-    findings += judge_sent(tally, seen, plan.sent_min)
+    findings += judge_sent(tally, seen)
     findings += judge_waiting(worst, soak.lab.site.config.limits)
     tally.figure(f"max_p{percent}_admitted_ms", round(before, 1))
     tally.figure(f"max_p{percent}_overload_ms", round(after, 1))
