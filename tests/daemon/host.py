@@ -30,6 +30,7 @@ from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.limits import KIB
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Fetch, OpenAt
+from entresol_proto.wire.opening import ErrorReply, NamespaceOpened
 from tests.daemon.daemon_lab import DESCRIPTOR, key_of
 
 BLOCK_BYTES = 64 * KIB
@@ -49,39 +50,117 @@ def _until(seconds: float) -> int:
 
 
 class Flooder:
-    """A session of a flood: it outlasts the flood, as a host's does."""
+    """A session of a flood: it outlasts the flood, as a host's does. Whatever can be left out of
+    asking is left out: no task and no timer for a request, and frames that leave together."""
 
-    def __init__(self, client: AsyncClient, space: Namespace) -> None:
+    def __init__(self, client: AsyncClient, canonical: bytes, counts: Counter[str]) -> None:
         self._client = client
-        self._space = space
-        self._runs: dict[int, bytes] = {}  # wire keys, by the first block's number
-        self.tasks: set[asyncio.Task[None]] = set()
+        self._canonical = canonical
+        self._connection: Connection | None = None
+        self._namespace: NamespaceOpened
+        self._runs: dict[int, Fetch] = {}  # by the first block's number
+        self._sinks: list[FloodSink] = []  # of those that are asked and not sent
+        self.counts = counts
+        self.under_way = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @classmethod
-    async def open(cls, config: ClientConfig) -> Flooder:
+    async def open(cls, config: ClientConfig, counts: Counter[str]) -> Flooder:
         """Connected, when it returns in time."""
         client = await AsyncClient.open(config)
         space = await client.namespace(DESCRIPTOR)
         until = time.monotonic() + 30
         while not client.shards()[0].connected and time.monotonic() < until:
             await asyncio.sleep(0.005)
-        return cls(client, space)
+        return cls(client, space.canonical, counts)
 
-    async def fetch(self, first: int) -> tuple[Connection, Fetch]:
-        """What to send for a run of blocks, and over what. Raises: RequestFailedError."""
-        (link,) = self._client._links
-        connection = link.admit().connection
-        namespace = await connection.namespace(self._space.canonical, _until(30))
-        keys = self._runs.get(first)
-        if keys is None:
-            numbers = range(first, first + GET_BLOCKS)
-            keys = self._runs[first] = b"".join(
-                wire_key(namespace.secret, EngineKey(key_of(n, "soak"))) for n in numbers
-            )
-        return connection, Fetch(namespace.handle, OpenAt.HOST, False, 5_000_000_000, keys)
+    def ask(self, first: int) -> None:
+        """Of a run of blocks; `send` sends it."""
+        self._sinks.append(FloodSink(self, first))
+        self.under_way += 1
+        self.idle.clear()
+
+    async def send(self) -> None:
+        """All that was asked."""
+        sinks, self._sinks = self._sinks, []
+        if not sinks:
+            return
+        try:
+            connection = await self._usable()
+        except RequestFailedError:
+            for sink in sinks:
+                sink.over("cut_off")
+            return
+        raw = []
+        for sink in sinks:
+            sink.connection = connection
+            number, frame = connection.session.send(self._fetch(sink.first))
+            connection._pending[number] = sink
+            raw.append(frame)
+        self.counts["sent"] += len(raw)
+        connection._write(b"".join(raw))
+
+    async def _usable(self) -> Connection:
+        """The connection; another one when it has reached its age. Raises: RequestFailedError."""
+        if self._connection is None or not self._connection.usable:
+            (link,) = self._client._links
+            self._connection = connection = link.admit().connection
+            self._namespace = await connection.namespace(self._canonical, _until(30))
+            self._runs.clear()
+        return self._connection
+
+    def over(self) -> None:
+        """One is no longer under way."""
+        self.under_way -= 1
+        if not self.under_way:
+            self.idle.set()
+
+    def _fetch(self, first: int) -> Fetch:
+        """For a run of blocks."""
+        found = self._runs.get(first)
+        if found is None:
+            secret, numbers = self._namespace.secret, range(first, first + GET_BLOCKS)
+            names = (wire_key(secret, EngineKey(key_of(n, "soak"))) for n in numbers)
+            handle, keys = self._namespace.handle, b"".join(names)
+            found = self._runs[first] = Fetch(handle, OpenAt.HOST, False, 5_000_000_000, keys)
+        return found
 
     async def close(self) -> None:
         await self._client.close()
+
+
+class FloodSink:
+    """Takes what is answered to one get of a flood, and gives back what was granted."""
+
+    __slots__ = ("_flooder", "connection", "first")
+
+    def __init__(self, flooder: Flooder, first: int) -> None:
+        self._flooder = flooder
+        self.first = first
+        self.connection: Connection | None = None  # once it is sent
+
+    def deliver(self, message: Any) -> bool:
+        """A GRANT or an ERROR; True when it was the last."""
+        if isinstance(message, ErrorReply):
+            if message.status is Status.BUSY:
+                self._flooder.counts["get_busy"] += GET_BLOCKS
+            self.over("refused" if message.status is Status.BUSY else "cut_off")
+            return True
+        if message.items and self.connection is not None:
+            self.connection.release(message.lease_id)
+        if message.final:
+            self.over("flooded")
+        return bool(message.final)
+
+    def fail(self, _error: RequestFailedError) -> None:
+        """The session is gone."""
+        self.over("cut_off")
+
+    def over(self, what: str) -> None:
+        """What became of it."""
+        self._flooder.counts[what] += 1
+        self._flooder.over()
 
 
 class Host:
@@ -180,47 +259,29 @@ class Host:
     async def do_flood(self, seconds: float, rate: float, window: int, sessions: int) -> Any:
         """Ask, and read nothing of what is granted: the cheapest way to ask for much. Each session
         has at most `window` under way."""
-        self._counts = Counter()
+        counts = self._counts = Counter()
+        for each in self._flooders:
+            each.counts = counts
         while len(self._flooders) < sessions:
-            self._flooders.append(await Flooder.open(self._config))
+            self._flooders.append(await Flooder.open(self._config, counts))
         begun = due = time.monotonic()
         while due < begun + seconds:
-            due += self._rng.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            self._counts["offered"] += 1
-            least = min(self._flooders, key=lambda each: len(each.tasks))
-            if len(least.tasks) >= window:
-                self._counts["not_asked"] += 1
-                continue
-            first = self._rng.randrange(self._keys // GET_BLOCKS) * GET_BLOCKS
-            task = asyncio.create_task(self._flood_one(least, first))
-            least.tasks.add(task)
-            task.add_done_callback(least.tasks.discard)
-        left = [task for each in self._flooders for task in each.tasks]
-        if left:
-            await asyncio.wait(left)
-        return {"seconds": time.monotonic() - begun, "counts": dict(self._counts),
+            while due < min(time.monotonic(), begun + seconds):
+                due += self._rng.expovariate(rate)
+                counts["offered"] += 1
+                least = min(self._flooders, key=lambda each: each.under_way)
+                if least.under_way >= window:
+                    counts["not_asked"] += 1
+                else:
+                    least.ask(self._rng.randrange(self._keys // GET_BLOCKS) * GET_BLOCKS)
+            for each in self._flooders:
+                await each.send()
+        for each in self._flooders:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(each.idle.wait(), 10)
+        return {"seconds": time.monotonic() - begun, "counts": dict(counts),
                 "times_ms": [], "refused_ms": []}  # fmt: skip
-
-    async def _flood_one(self, flooder: Flooder, first: int) -> None:
-        try:
-            connection, fetch = await flooder.fetch(first)
-            number, sink = await connection.fetch(fetch, _until(5))
-            self._counts["sent"] += 1
-            try:
-                while grants := await sink.next(_until(5)):
-                    for grant, _ in grants:
-                        if grant.items:
-                            connection.release(grant.lease_id)
-            finally:
-                connection.end_fetch(number, sink)
-            self._counts["flooded"] += 1
-        except RequestFailedError as error:
-            if error.status is Status.BUSY:
-                self._counts["refused"] += 1
-                self._counts["get_busy"] += GET_BLOCKS
-            else:
-                self._counts["cut_off"] += 1
 
     async def _closed_loop(self, until: float) -> None:
         while time.monotonic() < until:

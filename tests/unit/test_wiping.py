@@ -160,35 +160,49 @@ def test_a_sweep_ends_where_the_process_cannot_see_its_size(
 ) -> None:
     monkeypatch.setattr(sweeping, "_resident_bytes", lambda _: 0)
     monkeypatch.setattr(sweeping, "BLIND_BYTES", 1 << 20)
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.0)  # nobody is waited for
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     assert sum(1 for _ in sweeping.sweep()) == 4 + 32 + len(sweeping.LARGE_BYTES)
 
 
 BESIDE = """
 import sys, threading, time
 from entresol_daemon.keys import sweeping
-held = [bytes(400) for _ in range(20_000)]
-held.clear()
 turns, over = 0, False
 sweeping.ALONE_S = 60.0  # a busy machine is slow; that is not what is asked here
+usual_s = sys.getswitchinterval()
 
 def other():
     global turns
     while not over:
+        time.sleep(0.001)  # then it waits for its turn
         turns += 1
 
-resident = sweeping._resident_bytes
-seen = []
-sweeping._resident_bytes = lambda statm: (seen.append(turns), resident(statm))[1]
+def busy(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+def slowly(size, count, make=sweeping._objects):
+    seen.append(turns)
+    busy(2 * usual_s)
+    return make(size, count)
+
+sweeping._objects = slowly
+seen, steps = [], []
 thread = threading.Thread(target=other)
 thread.start()
-usual_s = sys.getswitchinterval()
-with sweeping._statm() as statm:
-    sweeping._take(sweeping.FREE_POOL_BYTES, 32 << 20, statm)
+for _ in sweeping.sweep():
+    if len(seen) > 1:
+        steps.append(max(seen) - min(seen))
+    seen = []
+    time.sleep(0.002)  # as a loop does
+    busy(usual_s / 2)  # the other one has begun to wait
 assert sys.getswitchinterval() == usual_s
 over = True
 thread.join()
-assert len(seen) >= 4, seen
-print(max(seen) - min(seen))
+assert len(steps) >= 6, steps
+print(sum(map(bool, steps)))
 """
 
 
@@ -196,6 +210,24 @@ def test_no_other_thread_runs_in_a_step_of_a_sweep() -> None:
     """What it is given meanwhile would keep a megabyte of new memory, for as long as it lives."""
     ran = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=True)
     assert int(ran.stdout) == 0
+
+
+TWO_SWEEPS = """
+import sys
+from entresol_daemon.keys import sweeping
+usual_s = sys.getswitchinterval()
+one, two = sweeping.sweep(), sweeping.sweep()
+next(one), next(one), next(two), next(two)
+assert round(sys.getswitchinterval(), 3) == sweeping.ALONE_S
+one.close()
+assert round(sys.getswitchinterval(), 3) == sweeping.ALONE_S
+two.close()
+assert sys.getswitchinterval() == usual_s
+"""
+
+
+def test_two_sweeps_at_once_leave_the_interpreter_as_it_was() -> None:
+    subprocess.run([sys.executable, "-c", TWO_SWEEPS], check=True)
 
 
 SWEEP = """

@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import repeat, starmap
@@ -34,7 +35,7 @@ FREE_POOL_BYTES = 480  # objects of this size leave the last 16 bytes of a pool 
 CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their exact size
 CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
 LARGE_BYTES = (64 * 1024, 16 * 1024, 4096, 2048, 1024, 640)
-ALONE_S = 0.1  # a step ends long before another thread may ask for its turn
+ALONE_S = 0.1  # a step ends long before another thread makes it give way
 _OBJECT_BYTES = bytes.__basicsize__
 _M_PERTURB, _M_ARENA_MAX = -6, -8  # malloc.h of glibc
 
@@ -76,7 +77,10 @@ def sweep() -> Iterator[None]:
     """
     _trim()
     yield
-    with _statm() as statm:
+    with _statm() as statm, _patient() as usual_s:
+        until = time.monotonic() + usual_s
+        while time.monotonic() < until:  # who waits already asks as soon as it would have before
+            yield
         yield from _sweep(statm)
     _trim()
 
@@ -114,19 +118,42 @@ def _objects(size_bytes: int, count: int) -> list[object]:
     return [b"\0" * length for _ in range(count)]
 
 
+class _Patience:
+    """How long a thread waits for the interpreter before it makes the one that has it let go."""
+
+    def __init__(self) -> None:
+        self._sweeps = 0  # under way
+        self._usual_s = 0.0
+
+    def begin(self) -> float:
+        """A sweep begins. What it is else."""
+        if not self._sweeps:
+            self._usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(ALONE_S)
+        self._sweeps += 1
+        return self._usual_s
+
+    def end(self) -> None:
+        """It is over."""
+        self._sweeps -= 1
+        if not self._sweeps:
+            sys.setswitchinterval(self._usual_s)
+
+
+_patience = _Patience()
+
+
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """No other thread of the interpreter runs. Nothing in it may give the interpreter up: who has
-    it then would keep it for as long."""
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(ALONE_S)
+def _patient() -> Iterator[float]:
+    """Who begins to wait for the interpreter does so for longer than a step takes. Nothing in a
+    step may give the interpreter up: who has it then would keep it for as long."""
+    usual_s = _patience.begin()
     try:
-        yield
+        yield usual_s
     finally:
-        sys.setswitchinterval(before_s)
+        _patience.end()
 
 
-@_alone()
 def _take_from_used_pools(size_bytes: int, statm: int) -> None:
     """Objects of one size, until some fill a pool from end to end: it was free as a whole, and such
     a pool is not begun while one in use has room. By the growth of the process where none does."""
@@ -145,7 +172,6 @@ def _take_from_used_pools(size_bytes: int, statm: int) -> None:
     taken += _take(size_bytes, SWEEP_BYTES_MAX - seen * size_bytes, statm)
 
 
-@_alone()
 def _take(size_bytes: int, bytes_max: int, statm: int) -> list[list[object]]:
     """Objects of one size, until they come from memory that is new to the process."""
     count = max(1, BATCH_BYTES // size_bytes)

@@ -10,7 +10,6 @@ or by an ERROR; an unexpected exception is logged and answered as INTERNAL, neve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Coroutine
@@ -81,7 +80,8 @@ class SessionHandler:
         self._backlog_bytes = 0  # of requests that wait for their turn on the loop
         self._holds = 0  # reasons not to read on
         self._unread = bytearray()  # came before it was asked to stop
-        self._awaits_turn = False  # to read on
+        self._turn: Unit[asyncio.Future[None]] | None = None  # to read on: waited for
+        self._answers: list[bytes] | None = None  # of what is being read: they leave together
         self._unpaid = self._unpaid_bytes = 0  # read since the last turn for it
         self._machine = ServerSession(now_ns=shard.parts.now_ns())
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,14 +101,24 @@ class SessionHandler:
         except ProtocolError as error:
             self._refuse(error)
 
-    def receive(self, raw: bytes | memoryview) -> None:
+    def receive(self, raw: bytes | bytearray | memoryview) -> None:
         """Take bytes of the host; a protocol error ends the connection."""
         if self._finished or self._machine.state is State.CLOSED:
             return
-        if self._awaits_turn:
+        if self._turn is not None:
             self._unread += raw
-        else:
+            return
+        self._answers = []
+        try:
             self._read(raw)
+        finally:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send the answers to what was read: in one piece, which costs about as much as one."""
+        answers, self._answers = self._answers, None
+        if answers:
+            self._write(answers[0] if len(answers) == 1 else b"".join(answers))
 
     def _read(self, raw: bytes | bytearray | memoryview) -> None:
         """Take what has come, message by message; for many of them the tenant's turns are taken.
@@ -144,24 +154,19 @@ class SessionHandler:
         loop_turns = self._shard.parts.turns.loop
         if loop_turns.enter(account, cost):
             return True
-
-        async def turn() -> None:
-            with contextlib.suppress(QuotaError):  # too much waits: then this does not
-                await loop_turns.take(account, cost)
-
-        self._awaits_turn = True
+        try:
+            self._turn = loop_turns.ask(account, cost)
+        except QuotaError:  # too much waits: then this does not
+            return True
         self._hold(1)
-        task = asyncio.get_running_loop().create_task(turn(), name="session reads on")
-        self._tasks.add(task)
-        task.add_done_callback(self._turn_to_read)
+        self._turn.item.add_done_callback(self._turn_to_read)
         return False
 
-    def _turn_to_read(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._awaits_turn = False
+    def _turn_to_read(self, _turn: object) -> None:
+        self._turn = None
         if not self._finished:
             raw, self._unread = self._unread, bytearray()
-            self._read(raw)
+            self.receive(raw)
         self._hold(-1)
 
     def say_goodbye(self, status: Status, message: str) -> None:
@@ -177,6 +182,9 @@ class SessionHandler:
             return
         self._finished = True
         self._machine.close()
+        if self._turn is not None:
+            self._turn.drop()
+            self._turn.item.cancel()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -197,6 +205,11 @@ class SessionHandler:
             "event=protocol_error tenant=%s status=%s reason=%s",
             self._tenant, error.status.label, error,
         )  # fmt: skip
+        self._end()
+
+    def _end(self) -> None:
+        """Close the connection, after what is answered already."""
+        self._flush()
         self._close()
 
     def _dispatch(self, received: Received) -> None:
@@ -212,9 +225,11 @@ class SessionHandler:
             error = EntresolError("draining", hint="ask another shard", status=Status.DRAINING)
             self._fail(request_id, message.TYPE, error)
             return
-        work: Work | None = None
-        trace = self._trace(request_id, message)
         account = self.session.account if self.session is not None else None
+        leave = self._arrive(request_id, message, account)
+        if leave is None:
+            return
+        trace = self._trace(request_id, message)
         cost, rank = cost_of(message)
         # A PING asks whether anybody is here: its answer waits for nothing.
         entered = (
@@ -224,25 +239,23 @@ class SessionHandler:
         )
         try:
             answer = self._answer_now(message, traced=trace is not None) if entered else None
-            if answer is None:
-                arrived_ns = self._shard.parts.now_ns()
-                work = functools.partial(self._work, request_id, message, arrived_ns, trace)
         except EntresolError as error:
+            leave(None)
             self._fail(request_id, message.TYPE, error)
             return
         except Exception:
+            leave(None)
             self._fail_unexpectedly(request_id, message.TYPE)
             return
         if answer is not None:
+            leave(None)
             self._send(answer, request_id)
             self._shard.parts.metrics.requests[message.TYPE, Status.OK].inc()
             if trace is not None:
                 trace.end(Status.OK)
             return
-        assert work is not None
-        leave = self._arrive(request_id, message, account)
-        if leave is None:
-            return
+        arrived_ns = self._shard.parts.now_ns()
+        work: Work = functools.partial(self._work, request_id, message, arrived_ns, trace)
         if not entered:
             assert account is not None
             try:
@@ -272,7 +285,7 @@ class SessionHandler:
         except EntresolError as error:
             self._fail(request_id, message.TYPE, error)
             return None
-        return lambda _task: door.depart(account)
+        return lambda _over: door.depart(account)
 
     async def _in_turn(
         self, asked: Unit[asyncio.Future[None]], size_bytes: int, work: Work
@@ -471,9 +484,13 @@ class SessionHandler:
         text = Exception.__str__(error)
         self._send(opening.ErrorReply(error.status, text, error.hint), request_id)
         if kind is FrameType.HELLO:
-            self._close()
+            self._end()
 
     def _send(self, message: Message, request_id: int) -> None:
         if self._finished or self._machine.state is State.CLOSED:
             return
-        self._write(self._machine.send(message, request_id))
+        raw = self._machine.send(message, request_id)
+        if self._answers is not None:
+            self._answers.append(raw)
+        else:
+            self._write(raw)
