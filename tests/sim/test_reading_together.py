@@ -1,0 +1,99 @@
+"""What is read together is answered together, and what is refused at the door costs no turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from entresol_daemon.shard.dispatch import READ_BYTES
+from entresol_proto.status import Status
+from entresol_proto.wire import data, opening
+from entresol_proto.wire.data import OpenAt
+from entresol_proto.wire.session import Received
+from tests.sim.shardlab import Host, World
+from tests.sim.test_shard_review import KEYS, joined, names, simulate
+
+
+def heard(host: Host, raw: bytes) -> list[Received]:
+    """What a host makes of bytes that came for it."""
+    return list(host._machine.receive(raw, host._now()))
+
+
+def pings(host: Host, count: int) -> bytes:
+    """Requests that are answered in place, in one piece."""
+    return b"".join(
+        host._machine.send(opening.Ping(bytes([number] * 8)))[1] for number in range(count)
+    )
+
+
+def test_answers_to_what_was_read_together_leave_together(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        written: list[bytes] = []
+        host._handler._write = written.append
+        host._handler.receive(pings(host, 3))
+        assert len(written) == 1
+        tokens = [item.message.token for item in heard(host, written[0])]
+        assert tokens == [bytes([number] * 8) for number in range(3)], "in their order"
+        host._handler.receive(pings(host, 1))
+        assert len(written) == 2, "and nothing is kept for the next"
+
+    simulate(tmp_path, story)
+
+
+def test_what_was_answered_leaves_before_a_connection_is_closed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        calls: list[Any] = []
+        host._handler._write = calls.append
+        host._handler._close = lambda: calls.append("closed")
+        host._handler.receive(pings(host, 64) + b"\xff" * READ_BYTES)
+        *answers, last = calls
+        assert last == "closed"
+        assert len(answers) == 1
+        assert heard(host, answers[0])[0].message.token == bytes(8)
+
+    simulate(tmp_path, story)
+
+
+def test_a_get_that_the_door_refuses_takes_no_turn(tmp_path: Path) -> None:
+    """A flood of them would else use up the round of the loop in which others could begin."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await asyncio.sleep(1)
+        handler, parts, door = host._handler, world.shard.parts, world.shard.gets.door
+        assert handler.session is not None
+        account = handler.session.account
+        written: list[bytes] = []
+        handler._write = written.append
+        loop_turns, before = parts.turns.loop, len(asyncio.all_tasks())
+        many = 10 * door.at_once
+        for _ in range(many):
+            door._present[account.name] += 1
+        fetch = data.Fetch(host.handle, OpenAt.HOST, False, 10**9, names(host, KEYS[:4]))
+        fetches = b"".join(host._machine.send(fetch)[1] for _ in range(20))
+        handler.receive(fetches)
+        answers = [item.message for item in heard(host, b"".join(written))]
+        assert [answer.status for answer in answers] == [Status.BUSY] * 20
+        assert loop_turns._begun == 0
+        assert loop_turns.waiting == 0
+        assert len(asyncio.all_tasks()) == before
+        for _ in range(many):
+            door.depart(account)
+
+    simulate(tmp_path, story)
+
+
+def test_a_get_that_is_answered_at_once_is_here_no_more(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        door = world.shard.gets.door
+        assert await host.get(KEYS[:4], OpenAt.HOST) == [Status.MISS] * 4
+        bad = data.Fetch(host.handle + 9, OpenAt.HOST, False, 10**9, names(host, KEYS[:4]))
+        host._handler.receive(host._machine.send(bad)[1])
+        await asyncio.sleep(1)
+        assert not door._present
+
+    simulate(tmp_path, story)
