@@ -56,7 +56,9 @@ KEY_THREADS = 2  # for what the keyring writes, which its lock lets happen one b
 DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
 SCRUB_FILE = "scrub.json"
-GC_OBJECTS_THRESHOLD = 20_000  # container objects made between two looks at the youngest
+# The collector holds up the loop by about a microsecond for each young object that lives.
+GC_OBJECTS_THRESHOLD = 1_000  # container objects made between two looks at the youngest
+GC_YOUNG_LOOKS = 200  # of these between two looks at what lived through one
 
 log = logging.getLogger("entresol.daemon")
 Closer = Callable[[], Awaitable[None]]
@@ -473,10 +475,10 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     if hung_up:
         daemon.on_hangup()
     # What was imported and built so far lives as long as the process: keep the collector from
-    # walking it again and again, and let it look at the rest less often than per 700 objects.
+    # walking it again and again, and let it look at what is not quite young less often.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_OBJECTS_THRESHOLD, 10, 10)
+    gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, 10)
     try:
         if on_ready is not None:
             on_ready(daemon)

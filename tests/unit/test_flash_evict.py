@@ -24,8 +24,9 @@ from flashlab import (
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
+from entresol_daemon.flash.evict import DROPPED_AT_ONCE_MAX
 from entresol_daemon.flash.index import PENDING
-from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX
+from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX, Removed
 from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
 from entresol_proto.status import DeviceError, Status
 
@@ -363,6 +364,45 @@ def test_what_evictions_keep_lies_apart_where_there_are_segments(
             assert await get(engine, (NS, index.key_of(slot))) == (
                 Status.OK, bytes(index.m_sealed_bytes[slot]),
             )  # fmt: skip
+        await engine.close()
+
+    simloop.run(life())
+
+
+def test_others_use_the_loop_while_a_full_segment_is_let_go() -> None:
+    """A thousand blocks were dropped in one go, which took 7 ms of everybody's loop. Until its turn
+    each is served, and one that its owner forgets meanwhile is told of once."""
+    count = 3 * DROPPED_AT_ONCE_MAX + 7
+    options = replace(OPTIONS, segment_bytes=16 * SEGMENT)
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(4, 16 * SEGMENT), sleep=asyncio.sleep)
+        engine = await open_engine(device, options)
+        slots = [put(engine, (NS, key_of(n)), b"x", stream=A)[0] for n in range(count)]
+        await engine.barrier()
+        (segment,) = {int(engine.index.m_segment[slot]) for slot in slots}
+        begun = asyncio.Event()
+        goes: list[int] = []
+        gone: list[tuple[int, RemoveReason]] = []
+
+        def told(removed: Sequence[Removed]) -> None:
+            begun.set()
+            goes.append(len(removed))
+            gone.extend((row.slot, row.reason) for row in removed)
+
+        engine.listen(told)
+        evicting = asyncio.ensure_future(engine.evict(segment, []))
+        await begun.wait()
+        last = slots[-1]
+        assert engine.index.find(NS, key_of(count - 1)) == last, "others come in between"
+        engine.remove(last, RemoveReason.FORGOTTEN)
+        evicted = await evicting
+        assert max(goes) <= DROPPED_AT_ONCE_MAX
+        assert sorted(slot for slot, _ in gone) == sorted(slots)
+        assert dict(gone)[last] is RemoveReason.FORGOTTEN
+        assert {row.slot for row in evicted} == set(slots) - {last}
+        assert engine.stats.evicted_blocks == count - 1
+        assert engine.segment_info(segment).state is SegmentState.FREE
         await engine.close()
 
     simloop.run(life())

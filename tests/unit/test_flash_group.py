@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import simloop
 
 from entresol_daemon.compute import InlineCompute
+from entresol_daemon.flash import group
+from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.group import GroupLength, Pending, PendingQueue, fill
 from entresol_daemon.flash.model import (
@@ -205,3 +208,28 @@ async def test_a_few_records_with_their_hashes_need_no_thread(records: int, thre
         await engine.close()
         images.append(bytes(device.image()))
     assert images[0] == images[1]
+
+
+def test_a_group_of_records_alone_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping was made for each, on the loop, where it waits for whoever finds pages."""
+    taken: list[int] = []
+
+    def counted(length_bytes: int) -> memoryview:
+        taken.append(length_bytes)
+        return aligned_buffer(length_bytes)
+
+    async def life() -> None:
+        device = SimDevice(flashlab.device_bytes(4), sleep=asyncio.sleep)
+        engine = await flashlab.open_engine(device)
+        name = (flashlab.NAMESPACES[0], flashlab.key_of(1))
+        _, opens = flashlab.put(engine, name, b"opens a segment")
+        assert await opens is Status.OK
+        monkeypatch.setattr(group, "aligned_buffer", counted)
+        for number in range(2, 5):
+            name = (flashlab.NAMESPACES[0], flashlab.key_of(number))
+            assert await flashlab.put(engine, name, b"goes into it")[1] is Status.OK
+            assert await flashlab.get(engine, name) == (Status.OK, b"goes into it")
+        assert not taken
+        await engine.close()
+
+    simloop.run(life())

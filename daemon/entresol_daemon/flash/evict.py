@@ -51,6 +51,7 @@ from entresol_proto.status import DeviceError, Status
 
 Keep = Callable[[Slots], "Slots | Sequence[int]"] | Sequence[int] | Slots
 TOMBSTONE_READ_TRIES_MAX = 3
+DROPPED_AT_ONCE_MAX = 64  # blocks let go of without a break, some 7 us each
 _FINISH_POLL_S = 0.0005
 
 
@@ -121,8 +122,8 @@ class Evictor:
         kept = np.asarray(chosen, np.int64)
         kept = kept[np.isin(kept, live)]
         dropped = live[~np.isin(live, kept)]
-        removed = self._drop(dropped, RemoveReason.EVICTED)
-        self._stats.evicted_blocks += len(dropped)
+        removed = await self._drop_in_portions(dropped, segment)
+        self._stats.evicted_blocks += len(removed)
         removed += await self._copy(segment, kept.tolist())
         if self._writer.failed or (segment.live_blocks and not last_try):
             segment.evict_tries += 1
@@ -162,10 +163,27 @@ class Evictor:
     def live_slots(self, segment: Segment) -> Slots:
         """Slots of the blocks that live in the segment, in the order of their places."""
         slots = np.unique(np.frombuffer(segment.slots, np.uint32).astype(np.int64))
-        here = (self._index.segment[slots] == segment.index) & (self._index.flags[slots] != 0)
-        slots = slots[here]
+        slots = self._still_in(segment, slots)
         ordered: Slots = slots[np.argsort(self._index.offset[slots], kind="stable")]
         return ordered
+
+    def _still_in(self, segment: Segment, slots: Slots) -> Slots:
+        """Those whose block lives in the segment: nothing new comes to one that is being emptied,
+        so that a slot with another block is one of another segment."""
+        index = self._index
+        here: Slots = slots[(index.segment[slots] == segment.index) & (index.flags[slots] != 0)]
+        return here
+
+    async def _drop_in_portions(self, slots: Slots, segment: Segment) -> list[Removed]:
+        """Evict blocks; others use the loop in between. Until its turn a block is served, and may
+        be removed by somebody else."""
+        removed: list[Removed] = []
+        for at in range(0, len(slots), DROPPED_AT_ONCE_MAX):
+            if at:
+                await asyncio.sleep(0)
+            portion = self._still_in(segment, slots[at : at + DROPPED_AT_ONCE_MAX])
+            removed += self._drop(portion, RemoveReason.EVICTED)
+        return removed
 
     def _drop(self, slots: Slots, reason: RemoveReason) -> list[Removed]:
         """Take durable blocks out of the index, without tombstones: their segment goes."""

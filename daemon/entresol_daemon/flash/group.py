@@ -107,7 +107,7 @@ async def writes_of(group: Group, superblock: Superblock, compute: Compute) -> l
     """All that a group writes, hashed and encoded: here what takes no longer than to hand it over
     to a thread would, else by a thread. Raises: DeviceError (no memory)."""
     headers, footers, size = group.tables()
-    scratch = aligned_buffer(size)
+    scratch = aligned_buffer(size) if size else memoryview(b"")  # most write records alone
     args = (superblock, group.records, headers, footers, scratch)
     hashed = all(p.payload_hash is not None for p in group.records)
     if hashed and not footers and len(group.records) + len(headers) <= FILLED_AT_ONCE_MAX:

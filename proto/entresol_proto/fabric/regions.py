@@ -40,6 +40,10 @@ T = TypeVar("T")
 POOL_THREADS = 2  # so that one long copy does not hold up another, or a mapping
 STEP_BYTES = 4 * limits.MIB  # copied between two looks at the stop flag
 POPULATE_BYTES = 32 * limits.MIB  # at a time: a slab may have a GiB, and copies wait for a thread
+_POPULATE_STEP_BYTES = 128 * limits.KIB  # of them in one call; see `populate`
+# Finding pages takes a processor for seconds, and nobody is in a hurry. It goes behind the daemon's
+# compute threads as well: they give way themselves, and hold the interpreter at times.
+_PAGES_NICE = 15
 _STAT_BLOCK_BYTES = 512  # stat(2)
 _BEYOND_BYTES_MAX = 32 * limits.MIB  # allocated past a file's end: of a huge page, honestly
 _MADV_POPULATE_READ = 22  # linux/mman.h, Linux 5.14: fault pages in now, errors instead of SIGBUS
@@ -74,10 +78,13 @@ class PeerRegion:
 
         In a worker: memory that its owner never touched is found and zeroed first, 1 to 2 s for a
         GiB. Where the kernel refuses (before Linux 5.14) the first read faults the pages in.
+        While a call runs, nobody of the process can map or unmap memory: who wants to, the event
+        loop of a daemon among them, waits for its end. So each is short.
         """
-        at = self.array[begin:end]
-        if len(at):
-            _libc.madvise(at.ctypes.data, len(at), _MADV_POPULATE_READ)
+        for at in range(begin, end, _POPULATE_STEP_BYTES):
+            step = self.array[at : min(at + _POPULATE_STEP_BYTES, end)]
+            if not len(step) or _libc.madvise(step.ctypes.data, len(step), _MADV_POPULATE_READ):
+                return
 
     def unmap(self) -> None:
         """Release the mapping; views given out keep it until they are gone. Idempotent."""
@@ -237,7 +244,7 @@ class SharedPool:
     def _make(self) -> tuple[Pool, Pool]:
         copies = Pool(POOL_THREADS, "entresol-shm")
         try:
-            return copies, Pool(1, "entresol-shm-pages")
+            return copies, Pool(1, "entresol-shm-pages", nice=_PAGES_NICE)
         except BaseException:
             copies.close(wait=False)
             raise
