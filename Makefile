@@ -8,7 +8,7 @@ SIZE   ?= commit
 LOCK   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-rdma test-pod-arm64 test-deploy test-container dist proof bench lint generate clean
+.PHONY: help demo test test-engines test-rdma test-pod-arm64 test-deploy test-deploy-arm64 test-container dist proof bench lint generate clean
 
 help: ## Show the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-pod-arm64: $(READY) ## An emulated ARM64 DPU serves an emulated x86 host ov
 
 test-deploy: $(READY) ## The package's whole life under a real systemd, in namespaces (root)
 	@$(BIN)/python -m tests.deploy $(ARGS)
+
+test-deploy-arm64: $(READY) ## The arm64 package by apt in an emulated Debian, without systemd (root)
+	@$(BIN)/python -m tests.deploy.emulated $(ARGS)
 
 test-container: $(READY) ## The container file, built by a real builder and run (root); ARGS="--arch arm64"
 	@$(BIN)/python -m tests.deploy.containers $(ARGS)

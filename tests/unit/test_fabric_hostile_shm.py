@@ -19,7 +19,7 @@ from shm_peer import SEALS, mapped, memfd, raw_session, soon
 
 from entresol_daemon.config import LimitsConfig
 from entresol_proto import limits, native
-from entresol_proto.fabric import regions, registry, shmlink
+from entresol_proto.fabric import registry, shmlink
 from entresol_proto.fabric.base import ConnectOptions, Offer, ReadOp, RemoteSpan
 from entresol_proto.fabric.memory import (
     F_SEAL_FUTURE_WRITE,
@@ -432,62 +432,6 @@ def test_copies_do_not_wait_for_pages_that_another_has_found_or_freed(
                 op = ReadOp(RemoteSpan(1, 0, 2 * MIB), memoryview(bytearray(2 * MIB)))
                 assert await endpoint.read([op], soon()) == [Status.OK]
                 go.set()
-
-    run(runner, scenario())
-
-
-def test_pages_are_found_a_few_at_a_time_behind_all_other_work(
-    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call for 32 MiB kept whoever maps memory from it for 160 ms, the event loop among them;
-    and a thread that gives way held the interpreter while this one had the processor."""
-    calls: list[tuple[int, int, int]] = []
-    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    class Libc:
-        @staticmethod
-        def madvise(address: int, length_bytes: int, advice: int) -> int:
-            nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-            calls.append((address, length_bytes, nice))
-            return libc.madvise(address, length_bytes, advice)
-
-    libc = regions._libc
-
-    async def scenario() -> None:
-        async with raw_session(tmp_path) as (_, peer):
-            monkeypatch.setattr(regions, "_libc", Libc)
-            await mapped(peer, 1, 3 * MIB + 4_096)
-            while sum(length for _, length, _ in calls) < 3 * MIB + 4_096:
-                await asyncio.sleep(0.001)
-            assert max(length for _, length, _ in calls) <= 128 * limits.KIB
-            starts = [at for at, _, _ in calls]
-            assert starts == sorted(set(starts))
-            assert all(nice >= min(usual + 15, 19) for _, _, nice in calls)
-
-    run(runner, scenario())
-
-
-def test_where_the_kernel_does_not_find_pages_it_is_asked_once(
-    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    class Libc:
-        @staticmethod
-        def madvise(_address: int, length_bytes: int, _advice: int) -> int:
-            asked.append(length_bytes)
-            return -1
-
-    async def scenario() -> None:
-        async with raw_session(tmp_path) as (endpoint, peer):
-            monkeypatch.setattr(regions, "_libc", Libc)
-            await mapped(peer, 1, 2 * MIB)
-            op = ReadOp(RemoteSpan(1, 0, 64), memoryview(bytearray(64)))
-            assert await endpoint.read([op], soon()) == [Status.OK]
-            while not asked:
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.02)
-            assert len(asked) == 1
 
     run(runner, scenario())
 
