@@ -13,6 +13,7 @@ neither a registry nor the builder's network settings are needed.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import shutil
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +115,7 @@ def base(arch: str) -> Path:
 
 def _build_base(arch: str, out: Path) -> list[str]:
     wanted = ["mmdebstrap"] + (["arch-test"] if os.uname().machine != MACHINES[arch] else [])
-    _install([name for name in wanted if shutil.which(name, path=SEARCH_PATH) is None])
+    install_here([name for name in wanted if shutil.which(name, path=SEARCH_PATH) is None])
     made = out / "base.tar"
     _step(
         [tool("mmdebstrap"), "--variant=minbase", "--quiet", f"--architectures={arch}",
@@ -143,7 +145,8 @@ def wheels(arch: str, into: Path) -> int:
     return len(list(into.iterdir()))
 
 
-def _install(packages: list[str]) -> None:
+def install_here(packages: list[str]) -> None:
+    """Have these on this machine. Raises: HarnessError."""
     if packages:
         _step(["apt-get", "update", "-qq"], "apt-get update")
         command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
@@ -163,8 +166,8 @@ def _step(
     return done.stdout
 
 
-def build_and_run(arch: str, folder: Path) -> None:
-    """All of it, a line each. Raises: HarnessError."""
+def teller() -> Callable[[str, str], None]:
+    """Says a step's name and outcome, and how long it took since the one before."""
     began_s = time.monotonic()
 
     def tell(name: str, text: str) -> None:
@@ -172,6 +175,25 @@ def build_and_run(arch: str, folder: Path) -> None:
         say(time.monotonic() - began_s, name, text)
         began_s = time.monotonic()
 
+    return tell
+
+
+def in_a_folder(prefix: str, work: Callable[[Path], None]) -> int:
+    """Do it in a folder of its own, say how it ended; the exit status."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        try:
+            work(Path(name))
+        except (HarnessError, AssertionError) as error:
+            print(f"BROKEN: {error}")
+            return RC_BROKEN
+    say(time.monotonic() - began_s, "all of it", "held")
+    return 0
+
+
+def build_and_run(arch: str, folder: Path) -> None:
+    """All of it, a line each. Raises: HarnessError."""
+    tell = teller()
     tar = base(arch)
     tell("base image", f"Debian {RELEASE}, {arch}, {tar.stat().st_size / 1e6:.0f} MB")
     (folder / "wheels").mkdir()
@@ -203,21 +225,13 @@ def main(arguments: list[str] | None = None) -> int:
     reason = why_not(chosen.arch)
     try:
         if not reason and shutil.which("buildah", path=SEARCH_PATH) is None:
-            _install(["buildah"])
+            install_here(["buildah"])
     except HarnessError as error:
         reason = str(error)
     if reason:
         print(f"not run here: {reason}")
         return RC_CANNOT
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="entresol-container-") as name:
-        try:
-            build_and_run(chosen.arch, Path(name))
-        except HarnessError as error:
-            print(f"BROKEN: {error}")
-            return RC_BROKEN
-    say(time.monotonic() - began_s, "all of it", "held")
-    return 0
+    return in_a_folder("entresol-container-", functools.partial(build_and_run, chosen.arch))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.deploy import containers, packages, rootfs
-from tests.deploy.containers import MACHINES, RC_BROKEN, RC_CANNOT, say
+from tests.deploy.containers import MACHINES, RC_CANNOT
 from tests.deploy.packages import Packages
 from tests.deploy.world import expect
 from tests.rdma.spec import HarnessError
@@ -162,23 +160,18 @@ def prepare(arch: str) -> Path:
     """
     wanted = []
     if os.uname().machine != MACHINES[arch]:
-        wanted += [name for name in ("arch-test",) if shutil.which(name, path=SEARCH_PATH) is None]
+        if shutil.which("arch-test", path=SEARCH_PATH) is None:
+            wanted.append("arch-test")
         compiler = f"gcc-{MACHINES[arch]}-linux-gnu"
         if shutil.which(f"{MACHINES[arch]}-linux-gnu-gcc", path=SEARCH_PATH) is None:
             wanted += [compiler.replace("_", "-"), f"libc6-dev-{arch}-cross"]
-    containers._install(wanted)
+    containers.install_here(wanted)
     return rootfs.image(arch)
 
 
 def live(arch: str, folder: Path, at: Path | None) -> None:
     """All of it, a line each. Raises: HarnessError, Broken."""
-    began_s = time.monotonic()
-
-    def tell(name: str, text: str) -> None:
-        nonlocal began_s
-        say(time.monotonic() - began_s, name, text)
-        began_s = time.monotonic()
-
+    tell = containers.teller()
     system = prepare(arch)
     tell("root file system", f"a minimal Debian, {arch}")
     built = packages.build(arch, at or folder)
@@ -200,15 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
     if reason:
         print(f"not run here: {reason}")
         return RC_CANNOT
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="entresol-emulated-") as name:
-        try:
-            live(chosen.arch, Path(name), chosen.packages)
-        except (HarnessError, AssertionError) as error:
-            print(f"BROKEN: {error}")
-            return RC_BROKEN
-    say(time.monotonic() - began_s, "all of it", "held")
-    return 0
+    return containers.in_a_folder(
+        "entresol-emulated-", lambda folder: live(chosen.arch, folder, chosen.packages)
+    )
 
 
 if __name__ == "__main__":
