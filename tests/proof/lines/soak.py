@@ -53,6 +53,7 @@ FORGET = 0.004  # of the gets that found everything
 KEYS = 1_600
 WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0  # to warm up; of one round
 QUIET_SECONDS_MAX = 20.0
+LATE_SECONDS_MAX = 60.0  # looked at what is left after that, to tell a leak from what is slow to go
 DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
 LOOK_S = 1.0
 LEASE_NS = 2_000_000_000
@@ -207,7 +208,18 @@ class Soak:
             steady = steady + 1 if same else 0
             found = now
         assert found is not None
+        if least and left_over(least, found):
+            found.went_s = self._late_by(least)
         return found
+
+    def _late_by(self, least: Rest) -> float:
+        """How long what is too much by now stays; 0: longer than anybody may take to notice."""
+        began = time.monotonic()
+        while (late_s := time.monotonic() - began) < LATE_SECONDS_MAX:
+            time.sleep(1.0)
+            if not left_over(least, rest_of(self.lab.pid, self.lab.metrics())):
+                return late_s
+        return 0.0
 
 
 def run(part: Slice) -> Tally:
