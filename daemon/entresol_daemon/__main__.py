@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entresol_daemon import receipt_command, setup_command
+from entresol_daemon import receipt_command, setup_command, slices
 from entresol_proto import __version__
 from entresol_proto.status import ConfigError, EntresolError
 
@@ -239,6 +239,7 @@ def _run_dev(arguments: argparse.Namespace) -> int:
 def _loop_run(coroutine: object) -> None:
     import uvloop
 
+    slices.shorten()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(coroutine)  # type: ignore[arg-type]
 

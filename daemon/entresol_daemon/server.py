@@ -57,8 +57,9 @@ DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
 SCRUB_FILE = "scrub.json"
 # The collector holds up the loop by about a microsecond for each young object that lives.
-GC_OBJECTS_THRESHOLD = 1_000  # container objects made between two looks at the youngest
-GC_YOUNG_LOOKS = 200  # of these between two looks at what lived through one
+GC_OBJECTS_THRESHOLD = 250  # container objects made between two looks at the youngest
+GC_YOUNG_LOOKS = 10  # of these between two looks at what lived through one
+GC_OLD_LOOKS = 800  # of those between two looks at all there is
 
 log = logging.getLogger("entresol.daemon")
 Closer = Callable[[], Awaitable[None]]
@@ -478,7 +479,7 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     # walking it again and again, and let it look at what is not quite young less often.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, 10)
+    gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, GC_OLD_LOOKS)
     try:
         if on_ready is not None:
             on_ready(daemon)

@@ -406,3 +406,28 @@ def test_others_use_the_loop_while_a_full_segment_is_let_go() -> None:
         await engine.close()
 
     simloop.run(life())
+
+
+def test_a_segments_blocks_are_told_in_the_order_of_their_places() -> None:
+    """Also where a slot was freed and had another block of the same segment afterwards, whose
+    place comes after that of younger slots."""
+    options = replace(OPTIONS, segment_bytes=16 * SEGMENT)
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(4, 16 * SEGMENT), sleep=asyncio.sleep)
+        engine = await open_engine(device, options)
+        slots = [put(engine, (NS, key_of(n)), b"x", stream=A)[0] for n in range(6)]
+        await engine.barrier()
+        (segment,) = {int(engine.index.m_segment[slot]) for slot in slots}
+        assert engine.segment_slots(segment).tolist() == slots
+        engine.remove(slots[1], RemoveReason.FORGOTTEN)
+        engine.remove(slots[4], RemoveReason.FORGOTTEN)
+        again = [put(engine, (NS, key_of(n)), b"y", stream=A)[0] for n in (6, 7)]
+        assert sorted(again) == [slots[1], slots[4]], "their slots came back"
+        found = engine.segment_slots(segment).tolist()
+        assert found == [slots[0], slots[2], slots[3], slots[5], *again]
+        places = [int(engine.index.m_offset[slot]) for slot in found]
+        assert places == sorted(places)
+        await engine.close()
+
+    simloop.run(life())

@@ -43,7 +43,7 @@ POPULATE_BYTES = 32 * limits.MIB  # at a time: a slab may have a GiB, and copies
 _POPULATE_STEP_BYTES = 128 * limits.KIB  # of them in one call; see `populate`
 # Finding pages takes a processor for seconds, and nobody is in a hurry. It goes behind the daemon's
 # compute threads as well: they give way themselves, and hold the interpreter at times.
-_PAGES_NICE = 15
+_PAGES_NICE = 19
 _STAT_BLOCK_BYTES = 512  # stat(2)
 _BEYOND_BYTES_MAX = 32 * limits.MIB  # allocated past a file's end: of a huge page, honestly
 _MADV_POPULATE_READ = 22  # linux/mman.h, Linux 5.14: fault pages in now, errors instead of SIGBUS
