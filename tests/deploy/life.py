@@ -104,6 +104,8 @@ def first_start(world: World) -> str:
 def restrictions(world: World) -> str:
     world.locks = found = locks.look(world.machine)
     expect(len(found.applied) >= 10, f"only {found.applied} hold here")
+    wrong = locks.contradicted(locks.claims(locks.PAGE.read_text()), found)
+    expect(not wrong, f"the page and this machine differ: {'; '.join(wrong)}")
     return f"{len(found.applied)} tried and held, {len(found.not_applied)} not applied (see below)"
 
 

@@ -2,11 +2,13 @@
 
 Invariant: a restriction counts as applied only if the same user could do it without and cannot do
 it with the unit's lines; one that cannot be told apart here, or that no probe tries, is said to be
-so.
+so. What the page says of a line (systemd/README.md) must be what was found.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tests.rdma.spec import HarnessError
 NOT_LOCKS = (
     "Type", "ExecStart", "ExecReload", "Restart", "RestartSec", "TimeoutStartSec",
     "TimeoutStopSec", "WatchdogSec", "User", "Group", "StateDirectory", "StateDirectoryMode",
-    "RuntimeDirectory", "RuntimeDirectoryMode", "LoadCredential", "LimitNOFILE",
+    "RuntimeDirectory", "RuntimeDirectoryMode", "LoadCredential",
     "AmbientCapabilities", "IPAddressAllow", "SocketBindAllow", "SystemCallErrorNumber",
 )  # fmt: skip
 _LIFE = (
@@ -26,6 +28,12 @@ _LIFE = (
 )  # fmt: skip
 _PYTHON = "/usr/lib/entresol/bin/python3 -IB /mnt/inside/probe.py"
 MARK = "entresol-probe-mark"
+IPC_SECONDS_MAX = 5.0  # for systemd to remove what a process left
+# What other steps of the life find out, which no probe could.
+BY_STEPS = {"ReadWritePaths": "engines of other users", "DevicePolicy": "other drives"}
+PAGE = Path(__file__).parents[2] / "systemd/README.md"
+_HELD, _NOT_APPLIED = "held", "**not applied**"
+_NOT_TOLD_APART, _NOT_TRIED = "not told apart", "not tried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,8 @@ def look(machine: Machine) -> Locks:
     service = unit.partition("[Service]\n")[2].partition("[Install]")[0]
     locks = [line for line in service.splitlines()
              if line and not line.startswith(("#", *_LIFE))]  # fmt: skip
-    for folder in ("/tmp", "/dev"):
+    machine.run("mkdir", "-p", "/usr/lib/modules")
+    for folder in ("/tmp", "/dev", "/usr/lib/modules"):
         machine.run("touch", f"{folder}/{MARK}")
     spaces = [
         machine.run("readlink", f"/proc/1/ns/{name}").stdout.strip() for name in ("mnt", "uts")
@@ -58,8 +67,41 @@ def look(machine: Machine) -> Locks:
         applied=[name for name in tried if without[name] and not with_locks[name]],
         not_applied=[name for name in tried if with_locks[name]],
         not_told_apart=[name for name in tried if not without[name]],
-        not_tried=[name for name in names if name not in with_locks and name not in NOT_LOCKS],
+        not_tried=[
+            name for name in names if name not in (*with_locks, *NOT_LOCKS, *BY_STEPS)
+        ],
     )
+
+
+def claims(page: str) -> dict[tuple[str, ...], str]:
+    """What the page says of the unit's lines: a row's settings, and its last cell."""
+    table = page.partition("## The unit, line by line")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return {tuple(re.findall(r"`([A-Z]\w+)=", row[0])): row[-1] for row in rows}
+
+
+def contradicted(said: dict[tuple[str, ...], str], locks: Locks) -> list[str]:
+    """Where the page says more than was found, or less than one is told of: a line that holds must
+    have been tried, and one that was tried must not be called untried. Of a row of several lines
+    each that is tried counts, and one must be."""
+    findings = []
+    for names, state in said.items():
+        if state.startswith(_HELD):
+            weak = [name for name in names if name in locks.not_applied + locks.not_told_apart]
+            tried = [name for name in names if name in (*locks.applied, *NOT_LOCKS, *BY_STEPS)]
+            if weak or not tried:
+                findings.append(f"{', '.join(weak or names)}: held, says the page, and is not")
+        elif state.startswith(_NOT_TRIED):
+            known = [name for name in names if name not in locks.not_tried]
+            if known:
+                findings.append(f"{', '.join(known)}: not tried, says the page, and is")
+        elif state.startswith(_NOT_TOLD_APART):
+            known = [name for name in names if name not in locks.not_told_apart]
+            if known:
+                findings.append(f"{', '.join(known)}: not told apart, says the page, and is")
+        elif not state.startswith((_NOT_APPLIED, "-", "`", "never reached")):
+            findings.append(f"{', '.join(names)}: the page says {state[:40]!r}, whatever that is")
+    return findings
 
 
 def _run(machine: Machine, name: str, lines: list[str], spaces: list[str]) -> dict[str, bool]:
@@ -77,8 +119,20 @@ def _run(machine: Machine, name: str, lines: list[str], spaces: list[str]) -> di
         words = line.split()
         if len(words) >= 2 and words[1] in ("yes", "no"):
             found[words[0]] = words[1] == "yes"
+    found["RemoveIPC"] = _left_behind(machine)
     if len(found) < 20:
         raise HarnessError(
             f"the probe said too little: {machine.journal(name + '.service')[-800:]}"
         )
     return found
+
+
+def _left_behind(machine: Machine) -> bool:
+    """Whether the shared memory of a probe that has ended stays. It goes here, if so."""
+    until = time.monotonic() + IPC_SECONDS_MAX
+    while (rows := machine.run("cat", "/proc/sysvipc/shm").stdout.splitlines()[1:]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.1)
+    machine.run("ipcrm", "--all=shm")
+    return bool(rows)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from entresol_daemon import formats
 from entresol_daemon.config import Config
 from entresol_daemon.server import DRAIN_NS
+from tests.deploy import locks
 from tests.proof.lines.sandbox import SCORE_MAX, score
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
@@ -128,6 +130,37 @@ def test_what_is_explained_is_what_is_set() -> None:
     about.read_string("".join(lines(UNIT)))
     missing = [name for name in about["Service"] if f"`{name}=" not in text]
     assert not missing
+
+
+def test_what_is_claimed_of_a_line_is_judged_by_what_a_life_finds() -> None:
+    """`make test-deploy` compares them (tests/deploy/locks.py): here, that it would notice."""
+    said = locks.claims(locks.PAGE.read_text())
+    about = configparser.ConfigParser(strict=False, interpolation=None)
+    about.optionxform = str  # type: ignore[assignment, method-assign]
+    about.read_string("".join(lines(UNIT)))
+    explained = {name for names in said for name in names}
+    assert set(about["Service"]) <= explained, "each line is of a row"
+    elsewhere = (*locks.NOT_LOCKS, *locks.BY_STEPS)
+
+    def of(state: str) -> list[str]:
+        found = [name for names, text in said.items() if text.startswith(state) for name in names]
+        return [name for name in found if name not in elsewhere]
+
+    found = locks.Locks(of("held"), of("**not applied**"), of("not told apart"), of("not tried"))
+    assert len(found.applied) > 20
+    assert locks.contradicted(said, found) == []
+    broken = replace(
+        found, applied=[name for name in found.applied if name != "PrivateTmp"],
+        not_applied=["PrivateTmp"],
+    )  # fmt: skip
+    assert locks.contradicted(said, broken) == ["PrivateTmp: held, says the page, and is not"]
+    untried = replace(found, applied=[name for name in found.applied if name != "LimitCORE"])
+    assert locks.contradicted(said, untried) == ["LimitCORE: held, says the page, and is not"]
+    for state in ("not told apart", "not tried"):
+        known = next(names for names, text in said.items() if text.startswith(state))
+        nothing = replace(found, not_told_apart=[], not_tried=[])
+        assert any(text.startswith(known[0]) for text in locks.contradicted(said, nothing))
+    assert "whatever that is" in locks.contradicted({("UMask",): "perhaps"}, found)[0]
 
 
 def test_every_script_is_a_shells() -> None:

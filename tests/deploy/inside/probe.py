@@ -18,7 +18,9 @@ from pathlib import Path
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWUSER, ADDR_NO_RANDOMIZE = 0x10000000, 0x0040000
-MARK = "entresol-probe-mark"  # a file of this name lies in /tmp and /dev
+IPC_PRIVATE, IPC_CREAT = 0, 0o1000
+TIMEX_BYTES = 208  # struct timex; all zero: only tell
+MARK = "entresol-probe-mark"  # a file of this name lies in /tmp, /dev and /usr/lib/modules
 STATE = Path(os.environ.get("STATE_DIRECTORY", "/tmp"))
 
 
@@ -74,6 +76,11 @@ def swap_limited() -> bool:
     return not (limit.exists() and limit.read_text().strip() == "0")
 
 
+def realtime() -> bool:
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    return True
+
+
 def status(name: str) -> str:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -88,6 +95,10 @@ PROBES: dict[str, Callable[[], bool]] = {
     "PrivateDevices": lambda: Path("/dev", MARK).exists(),
     "ProtectProc": lambda: Path("/proc/1/comm").exists(),
     "ProtectKernelTunables": lambda: writable("/proc/sys"),
+    "ProtectKernelModules": lambda: Path("/usr/lib/modules", MARK).exists(),
+    "ProtectKernelLogs": lambda: Path("/proc/kmsg").stat().st_mode & 0o777 != 0,
+    "ProtectClock": lambda: called(LIBC.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))),
+    "RestrictRealtime": realtime,
     "ProtectControlGroups": lambda: writable("/sys/fs/cgroup"),
     "PrivateUsers": lambda: len(Path("/proc/self/uid_map").read_text().split()[2]) > 6,
     "PrivateMounts": lambda: os.readlink("/proc/self/ns/mnt") == sys.argv[1],
@@ -107,6 +118,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "MemorySwapMax": swap_limited,
     "LimitCORE": lambda: resource.getrlimit(resource.RLIMIT_CORE)[1] != 0,
     "LimitMEMLOCK": lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != -1,
+    "LimitNOFILE": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 65_536,
     "UMask": lambda: bool(os.umask(0o077) != 0o077),
 }
 
@@ -122,6 +134,7 @@ def main() -> None:
         except (OSError, ValueError) as error:
             print(f"{name} no {type(error).__name__}: {error}", flush=True)
         os._exit(0)
+    LIBC.shmget(IPC_PRIVATE, mmap.PAGESIZE, IPC_CREAT | 0o600)  # is it there afterwards?
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ FORGET = 0.004  # of the gets that found everything
 KEYS = 1_600
 WARM_S, ADMITTED_S, OVERLOAD_S = 7.0, 5.0, 10.0  # to warm up; of one round
 QUIET_SECONDS_MAX = 20.0
+ASK_AGAIN_S = 5.0
 LATE_SECONDS_MAX = 60.0  # looked at what is left after that, to tell a leak from what is slow to go
 DRAM_BYTES, FLASH_BYTES = 256 << 20, 176 << 20
 LOOK_S = 1.0
@@ -190,14 +191,17 @@ class Soak:
 
     def rest(self, least: Rest | None) -> Rest:
         """Wait until nothing is under way, then look at what is held. More than `least` may only
-        be slow to go, as connections of gRPC are."""
+        be slow to go, as connections of gRPC are: a client's library notices when it is used again
+        that it is to close one."""
         pid = self.lab.pid
-        for what in ("add", "erase"):  # which also gives back to the system what was freed
-            self.lab.driver.ask("admin", what=what, tenant=GUEST, wait=True)
-        until = time.monotonic() + self._quiet_s
+        self._come_and_go()
+        began = asked = time.monotonic()
         found: Rest | None = None
         steady = 0
-        while steady < 3 and time.monotonic() < until:
+        while steady < 3 and (now_s := time.monotonic()) < began + self._quiet_s:
+            if now_s > asked + ASK_AGAIN_S:
+                self._come_and_go()
+                asked = now_s
             time.sleep(0.3)
             metrics = self.lab.metrics()
             now = rest_of(pid, metrics)
@@ -211,6 +215,11 @@ class Soak:
         if least and left_over(least, found):
             found.went_s = self._late_by(least)
         return found
+
+    def _come_and_go(self) -> None:
+        """A tenant, which also gives back to the system what was freed."""
+        for what in ("add", "erase"):
+            self.lab.driver.ask("admin", what=what, tenant=GUEST, wait=True)
 
     def _late_by(self, least: Rest) -> float:
         """How long what is too much by now stays; 0: longer than anybody may take to notice."""
