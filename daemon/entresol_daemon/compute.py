@@ -21,7 +21,7 @@ Ts = TypeVarTuple("Ts")
 COMPUTE_PENDING_MAX = 4_096  # jobs submitted and not finished, in one pool
 COMPUTE_THREADS_MAX = 256
 CLOSING_LOOK_S = 0.001  # while jobs end
-COMPUTE_NICE = 19  # where processors are short the event loop goes first
+COMPUTE_NICE = 14  # where processors are short the event loop goes first
 
 
 class ComputeError(EntresolError):
