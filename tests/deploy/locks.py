@@ -8,7 +8,6 @@ so. What the page says of a line (systemd/README.md) must be what was found.
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,6 @@ _LIFE = (
 )  # fmt: skip
 _PYTHON = "/usr/lib/entresol/bin/python3 -IB /mnt/inside/probe.py"
 MARK = "entresol-probe-mark"
-IPC_SECONDS_MAX = 5.0  # for systemd to remove what a process left
 # What other steps of the life find out, which no probe could.
 BY_STEPS = {"ReadWritePaths": "engines of other users", "DevicePolicy": "other drives"}
 PAGE = Path(__file__).parents[2] / "systemd/README.md"
@@ -61,15 +59,15 @@ def look(machine: Machine) -> Locks:
     with_locks = _run(machine, "entresold-probe", locks, spaces)
     plain = [line for line in locks if line.startswith(("User=", "Group="))]
     without = _run(machine, "entresold-probe-plain", plain, spaces)
+    machine.run("rm", f"/usr/lib/modules/{MARK}")
+    machine.run("rmdir", "--ignore-fail-on-non-empty", "/usr/lib/modules")
     names = dict.fromkeys(line.partition("=")[0] for line in locks)
     tried = [name for name in names if name in with_locks]
     return Locks(
         applied=[name for name in tried if without[name] and not with_locks[name]],
         not_applied=[name for name in tried if with_locks[name]],
         not_told_apart=[name for name in tried if not without[name]],
-        not_tried=[
-            name for name in names if name not in (*with_locks, *NOT_LOCKS, *BY_STEPS)
-        ],
+        not_tried=[name for name in names if name not in (*with_locks, *NOT_LOCKS, *BY_STEPS)],
     )
 
 
@@ -119,20 +117,8 @@ def _run(machine: Machine, name: str, lines: list[str], spaces: list[str]) -> di
         words = line.split()
         if len(words) >= 2 and words[1] in ("yes", "no"):
             found[words[0]] = words[1] == "yes"
-    found["RemoveIPC"] = _left_behind(machine)
     if len(found) < 20:
         raise HarnessError(
             f"the probe said too little: {machine.journal(name + '.service')[-800:]}"
         )
     return found
-
-
-def _left_behind(machine: Machine) -> bool:
-    """Whether the shared memory of a probe that has ended stays. It goes here, if so."""
-    until = time.monotonic() + IPC_SECONDS_MAX
-    while (rows := machine.run("cat", "/proc/sysvipc/shm").stdout.splitlines()[1:]) and (
-        time.monotonic() < until
-    ):
-        time.sleep(0.1)
-    machine.run("ipcrm", "--all=shm")
-    return bool(rows)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWUSER, ADDR_NO_RANDOMIZE = 0x10000000, 0x0040000
-IPC_PRIVATE, IPC_CREAT = 0, 0o1000
 TIMEX_BYTES = 208  # struct timex; all zero: only tell
 MARK = "entresol-probe-mark"  # a file of this name lies in /tmp, /dev and /usr/lib/modules
 STATE = Path(os.environ.get("STATE_DIRECTORY", "/tmp"))
@@ -134,7 +133,6 @@ def main() -> None:
         except (OSError, ValueError) as error:
             print(f"{name} no {type(error).__name__}: {error}", flush=True)
         os._exit(0)
-    LIBC.shmget(IPC_PRIVATE, mmap.PAGESIZE, IPC_CREAT | 0o600)  # is it there afterwards?
 
 
 if __name__ == "__main__":
