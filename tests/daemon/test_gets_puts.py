@@ -360,6 +360,7 @@ async def test_a_get_that_fails_and_is_cut_in_the_same_moment_holds_nothing(
         shard, keys = running.daemon.shard, keys_of(64)
         async with client_of(running) as client:
             await put(await client.namespace(DESCRIPTOR), keys, 500 * KIB, ack="durable")
+        await disconnected(running)
         async with raw_of(running) as raw:
             namespace = await raw.namespace()
             session = next(iter(shard.sessions.values()))
