@@ -56,7 +56,8 @@ KEY_THREADS = 2  # for what the keyring writes, which its lock lets happen one b
 DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
 SCRUB_FILE = "scrub.json"
-# The collector holds up the loop by about a microsecond for each young object that lives.
+# The collector holds up the loop by a quarter to half a microsecond for each object it looks at: it
+# does so often and briefly, but for all there is, which has hardly a cycle in it.
 GC_OBJECTS_THRESHOLD = 250  # container objects made between two looks at the youngest
 GC_YOUNG_LOOKS = 10  # of these between two looks at what lived through one
 GC_OLD_LOOKS = 800  # of those between two looks at all there is
@@ -476,7 +477,7 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     if hung_up:
         daemon.on_hangup()
     # What was imported and built so far lives as long as the process: keep the collector from
-    # walking it again and again, and let it look at what is not quite young less often.
+    # walking it again and again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, GC_OLD_LOOKS)

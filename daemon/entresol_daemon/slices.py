@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import struct
+import sys
 
 SLICE_NS = 100_000  # the shortest there is
 _SET_ATTR = {"x86_64": 314, "aarch64": 274}  # sched_setattr(2)
@@ -26,7 +27,7 @@ log = logging.getLogger("entresol.daemon")
 def shorten(slice_ns: int = SLICE_NS) -> bool:
     """Give the calling thread, and those that it starts from now on, a slice of so many
     nanoseconds; True if so. Kernels before 6.12 take no notice."""
-    number = _SET_ATTR.get(platform.machine())
+    number = _SET_ATTR.get(platform.machine()) if sys.platform == "linux" else None
     if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)

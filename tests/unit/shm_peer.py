@@ -29,6 +29,11 @@ def soon(seconds: float = 5.0) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 
 
+def run(runner: object, scenario: object) -> None:
+    assert isinstance(runner, asyncio.Runner)
+    runner.run(scenario)  # type: ignore[arg-type]
+
+
 class RawPeer:
     """A host made of a plain socket."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from shm_peer import SEALS, mapped, memfd, raw_session, soon
+from shm_peer import SEALS, mapped, memfd, raw_session, run, soon
 
 from entresol_daemon.config import LimitsConfig
 from entresol_proto import limits, native
@@ -41,11 +41,6 @@ MIB = limits.MIB
 def runner(request: pytest.FixtureRequest) -> object:
     with asyncio.Runner(loop_factory=request.param) as one:
         yield one
-
-
-def run(runner: object, scenario: object) -> None:
-    assert isinstance(runner, asyncio.Runner)
-    runner.run(scenario)  # type: ignore[arg-type]
 
 
 # -- what a peer passes -----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from shm_peer import mapped, raw_session, soon
+from shm_peer import mapped, raw_session, run, soon
 
 from entresol_proto import limits
 from entresol_proto.fabric import regions
@@ -23,11 +23,6 @@ MIB = limits.MIB
 def runner(request: pytest.FixtureRequest) -> object:
     with asyncio.Runner(loop_factory=request.param) as one:
         yield one
-
-
-def run(runner: object, scenario: object) -> None:
-    assert isinstance(runner, asyncio.Runner)
-    runner.run(scenario)  # type: ignore[arg-type]
 
 
 def test_pages_are_found_a_few_at_a_time_behind_all_other_work(

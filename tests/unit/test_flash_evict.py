@@ -25,7 +25,7 @@ from flashlab import (
 from entresol_daemon.flash.device import BLOCK, Check, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
 from entresol_daemon.flash.evict import DROPPED_AT_ONCE_MAX
-from entresol_daemon.flash.index import PENDING
+from entresol_daemon.flash.index import PENDING, Slots
 from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX, Removed
 from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
 from entresol_proto.status import DeviceError, Status
@@ -384,14 +384,20 @@ def test_others_use_the_loop_while_a_full_segment_is_let_go() -> None:
         begun = asyncio.Event()
         goes: list[int] = []
         gone: list[tuple[int, RemoveReason]] = []
+        turned = asyncio.Event()
+
+        def nothing(_live: Slots) -> list[int]:
+            asyncio.get_running_loop().call_soon(turned.set)
+            return []
 
         def told(removed: Sequence[Removed]) -> None:
+            assert turned.is_set(), "others come between the choice of what goes and the first"
             begun.set()
             goes.append(len(removed))
             gone.extend((row.slot, row.reason) for row in removed)
 
         engine.listen(told)
-        evicting = asyncio.ensure_future(engine.evict(segment, []))
+        evicting = asyncio.ensure_future(engine.evict(segment, nothing))
         await begun.wait()
         last = slots[-1]
         assert engine.index.find(NS, key_of(count - 1)) == last, "others come in between"
