@@ -205,7 +205,7 @@ def _data(now: Mapping[str, Any], before: Mapping[str, Any] | None, price: Price
 
 
 def _screen(args: argparse.Namespace, *, live: bool) -> Screen:
-    size = shutil.get_terminal_size((100, 50))
+    size = shutil.get_terminal_size((120, 50))
     encoding = (sys.stdout.encoding or "").lower()
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")
     return Screen(
