@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
 import struct
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def judge_package(package: Path, arch: str) -> list[str]:
     said = _dpkg("--field", str(package), "Architecture").decode().strip()
     if said != arch:
         wrong.append(f"says that it is for {said}")
-    if _dpkg("--info", str(package), "conffiles").split() != [b"/etc/entresol/entresold.toml"]:
+    if _conffiles(package) != [b"/etc/entresol/entresold.toml"]:
         wrong.append("dpkg would not keep the operator's configuration")
     names, machines = contents(package)
     wrong += [f"{name} is missing" for name in FILES if name not in names]
@@ -82,6 +83,16 @@ def contents(package: Path) -> tuple[set[str], collections.Counter[int]]:
             if head[:4] == b"\x7fELF":
                 machines[struct.unpack_from("<H", head, 18)[0]] += 1
     return names, machines
+
+
+def _conffiles(package: Path) -> list[bytes]:
+    """What dpkg would keep; [] also when the package names nothing."""
+    with tarfile.open(fileobj=io.BytesIO(_dpkg("--ctrl-tarfile", str(package)))) as archive:
+        try:
+            file = archive.extractfile("./conffiles")
+        except KeyError:
+            return []
+        return file.read().split() if file is not None else []
 
 
 def _dpkg(*words: str) -> bytes:
