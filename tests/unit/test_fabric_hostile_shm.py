@@ -28,7 +28,7 @@ from entresol_proto.fabric.memory import (
     HUGE_PAGE_BYTES,
     MemfdBuffer,
 )
-from entresol_proto.fabric.regions import POPULATE_BYTES, PeerRegion
+from entresol_proto.fabric.regions import POOL, POPULATE_BYTES, PeerRegion
 from entresol_proto.fabric.shm import ShmFabricServer
 from entresol_proto.fabric.shmendpoint import UNMAP_AT_ONCE_BYTES
 from entresol_proto.fabric.shmlink import Kind, Message
@@ -746,6 +746,30 @@ async def test_the_host_bounds_what_it_maps_of_the_daemon(tmp_path: Path) -> Non
         await daemon.revoke(exposure)
         await daemon.expose(too_much)
     await host.close()
+    await server.close()
+
+
+async def test_what_a_host_exposes_does_not_wait_for_the_thread_that_gives_way(
+    tmp_path: Path,
+) -> None:
+    """It runs when nobody else wants a processor, on a busy host for seconds never, and a host's
+    first put waits for its pages: others' puts of the same blocks were refused meanwhile."""
+    go = threading.Event()
+    server = ShmFabricServer(tmp_path / "run")
+    await server.start()
+    offer = server.offer()
+    host, _ = await registry.connect(offer, soon())
+    daemon = await server.accept(offer, b"", soon())
+    starved = POOL.submit_pages(go.wait, 10)
+    with MemfdBuffer(3 * MIB) as buffer:
+        assert buffer.seal_for_readers()
+        exposure = await asyncio.wait_for(host.expose(buffer), 5)
+        assert os.fstat(buffer.fd).st_blocks * 512 == 3 * MIB
+        go.set()
+        assert await starved.outcome()
+        await host.revoke(exposure)
+    await host.close()
+    await daemon.close()
     await server.close()
 
 

@@ -166,7 +166,9 @@ class ShmEndpoint:
     async def _fill(self, fd: int, length_bytes: int) -> None:
         """Have all pages, as a daemon wants it, or fail now. Raises: FabricError (BUSY)."""
         mine = os.dup(fd)  # the caller may be cancelled, and close its own
-        job = POOL.submit_pages(allocate, mine, length_bytes)
+        # Not by the thread for pages, which gives way to everybody: the first put waits for this,
+        # on a host whose processors an engine may have all to itself.
+        job = POOL.submit(allocate, mine, length_bytes)
         try:
             await job.outcome()
         except asyncio.CancelledError:

@@ -213,6 +213,7 @@ def test_the_tier_goes_on_where_kvbm_ends(
 ) -> None:
     """Both load into one request at the same time."""
     engine.generate(prompt(2))
+    wait_for(lambda: engine.counts()["worker"]["backlog_bytes"] == 0)  # its stores have ended
     engine.reset(kvbm=True)
     # KVBM alone sees these: the tier is not used for a tenant it does not know.
     engine.generate(prompt(2, 8 * BLOCK_TOKENS + 3), params={"entresol": {"tenant": "stranger"}})
