@@ -6,6 +6,7 @@ new message cannot go untested.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -54,6 +55,22 @@ _put_items = st.builds(
 )
 _reserved_items = st.builds(data.Reserved.Item, statuses, u32, u64, fixed(32), fixed(32), fixed(16))
 
+_misses = rows(st.tuples(u32, statuses))
+_carried = st.tuples(_grant_items, st.binary(min_size=1, max_size=40))
+
+
+def _carrying(
+    final: bool, blocks: tuple[tuple[data.GrantItem, bytes], ...], misses: Any
+) -> data.Grant:
+    """A grant with its blocks in it."""
+    items, at = [], 0
+    for item, sealed in blocks:
+        items.append(replace(item, span=RemoteSpan(0, at, len(sealed))))
+        at += len(sealed)
+    carried = b"".join(sealed for _, sealed in blocks)
+    return data.Grant(final, 0, 0, 0, tuple(items), misses, carried)
+
+
 _times = st.lists(st.integers(0, limits.DEADLINE_NS_MAX), min_size=5, max_size=5)
 _amounts = st.lists(u64, min_size=2, max_size=2).map(lambda two: sorted(two, reverse=True))
 
@@ -85,11 +102,11 @@ STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
     FrameType.PING: st.builds(opening.Ping, fixed(8)),
     FrameType.PONG: st.builds(opening.Pong, fixed(8)),
     FrameType.FETCH: st.builds(
-        data.Fetch, u32, st.sampled_from(data.OpenAt), flags, deadlines, keys
+        data.Fetch, u32, st.sampled_from(data.OpenAt), flags, deadlines, keys, flags
     ),
     FrameType.GRANT: st.builds(
-        data.Grant, flags, u64, u64, u64, rows(_grant_items), rows(st.tuples(u32, statuses))
-    ),
+        data.Grant, flags, u64, u64, u64, rows(_grant_items), _misses
+    ) | st.builds(_carrying, flags, rows(_carried).filter(bool), _misses),
     FrameType.RELEASE: st.builds(data.Release, rows(u64), rows(st.tuples(u64, u32, statuses))),
     FrameType.RESERVE: st.builds(
         data.Reserve, u32, st.sampled_from(data.Ack), deadlines, rows(_put_items, 4)
@@ -179,6 +196,16 @@ EXAMPLES: dict[FrameType, Message] = {
         bytes((data.Tier.MEMORY, data.Tier.MEMORY, data.Tier.FLASH, data.Tier.NONE)),
     ),
 }  # fmt: skip
+
+CARRYING = data.Grant(
+    True, 0, 0, 0,
+    (
+        data.GrantItem(0, data.Tier.MEMORY, RemoteSpan(0, 0, 6), 4, b"k" * 32, b"c" * 16),
+        data.GrantItem(1, data.Tier.FLASH, RemoteSpan(0, 6, 5), 3, b"K" * 32, b"C" * 16),
+    ),
+    ((2, Status.MISS),),
+    b"sealedblock",
+)  # fmt: skip
 
 any_message = st.one_of(list(STRATEGIES.values()))
 

@@ -38,6 +38,7 @@ RELEASE_DELAY_S = 0.001  # how long a finished lease may wait for company
 # From so much on leases go before the next request, which may need the room; fewer wait, because
 # the daemon would read them before the request.
 RELEASE_AHEAD_BYTES, RELEASE_AHEAD_COUNT = 256 * limits.KIB, 16
+RECEIVED_BYTES_MAX = limits.CARRIED_BYTES_MAX  # taken from the stream at once
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
 PINGS_ROOM = 1  # requests in flight that are kept for PING
 _NOTHING = RemoteSpan(0, 0, 0)
@@ -142,7 +143,7 @@ class GrantSink:
             self._waiter.set_result(None)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """The control stream. Made by `handshake.connect`; ends by itself when the stream does.
 
     Attributes:
@@ -171,15 +172,25 @@ class Connection(asyncio.Protocol):
         self._reports: list[Report] = []
         self._flush_due = False
         self._why_closed = "closed by the daemon"
+        # Of its own: for each read a loop would allocate as much, and give most of it back.
+        self._received = memoryview(bytearray(RECEIVED_BYTES_MAX))
 
-    # asyncio.Protocol ------------------------------------------------------------------------
+    # asyncio.BufferedProtocol ----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_QUEUE_BYTES_MAX)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """Where bytes are received, all that have come at once."""
+        return self._received
+
+    def buffer_updated(self, length_bytes: int) -> None:
+        self.data_received(self._received[:length_bytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        """Take bytes of the peer; nothing of them is kept."""
         now_ns = self.last_received_ns = time.monotonic_ns()
         try:
             for received in self.session.receive(data, now_ns):
@@ -438,7 +449,7 @@ class Connection(asyncio.Protocol):
             self.give_up([item.put_id for item in message.items if item.status is Status.OK])
 
     def _refuse(self, grant: Grant) -> None:
-        if grant.items:
+        if grant.items and not grant.carried:
             self.late_grants += 1
             self.release(grant.lease_id, held_bytes=grant.span_bytes)
 

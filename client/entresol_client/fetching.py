@@ -1,7 +1,9 @@
 """A get on one shard: FETCH, grants as they come, groups in flight, leases given back.
 
 Invariants: every granted lease is released exactly once, also when the caller is cancelled or the
-deadline passed; when `fetch_blocks` returns, no thread and no fabric writes into the buffers.
+deadline passed; when `fetch_blocks` returns, no thread and no fabric writes into the buffers; a
+block that came within a grant and does not open is fetched again under a lease, which can be
+reported.
 """
 
 from __future__ import annotations
@@ -15,21 +17,24 @@ from dataclasses import dataclass
 
 from entresol_client.connection import Report
 from entresol_client.opening import (
+    INLINE_BYTES_MAX,
     Granted,
     OpenContext,
     Wanted,
     open_at_once,
+    open_blocks,
     open_group,
     plan_groups,
 )
 from entresol_client.results import RequestFailedError
 from entresol_client.shard_link import Session, ShardLink
 from entresol_proto import limits
+from entresol_proto.fabric.base import FabricKind
 from entresol_proto.ids import engine_key_digest
 from entresol_proto.seal.block import HEADER_BYTES_MAX, META_BYTES_MAX, TAG_BYTES, KeyOf
 from entresol_proto.status import Status
-from entresol_proto.wire.data import Fetch, Grant, OpenAt, Tier
-from entresol_proto.wire.opening import NamespaceOpened
+from entresol_proto.wire.data import Fetch, Grant, GrantItem, OpenAt, Tier
+from entresol_proto.wire.opening import PROTOCOL_CARRY, NamespaceOpened
 
 log = logging.getLogger("entresol.client")
 
@@ -98,6 +103,8 @@ class _Get:
         self._deadline_ns = deadline_ns
         self._tally = tally
         self._unanswered = dict(enumerate(wanted))
+        self._carry = False
+        self.again: list[Wanted] = []  # came within a grant and did not open
         self._asked_ns = 0
         self._digests: list[bytes] = []  # of the engine keys, for what the daemon opened
         self._groups: set[asyncio.Task[list[Status]]] = set()
@@ -112,8 +119,9 @@ class _Get:
             key_of=key_of,
         )
 
-    async def run(self, prefix: bool) -> None:
-        """Raises: RequestFailedError after whatever came has been finished."""
+    async def run(self, prefix: bool, carry: bool) -> None:
+        """`carry`: blocks may come within the grant. Raises: RequestFailedError after whatever came
+        has been finished."""
         connection = self._session.connection
         now_ns = time.monotonic_ns()
         if now_ns >= self._deadline_ns:
@@ -124,7 +132,9 @@ class _Get:
             prefix,
             min(self._deadline_ns - now_ns, limits.DEADLINE_NS_MAX),
             b"".join(one.wire_key for one in self._wanted),
+            carry,
         )
+        self._carry = carry
         self._asked_ns = now_ns  # no lease of this request began before
         request_id, sink = await connection.fetch(fetch, self._deadline_ns)
         if self._context.at_daemon:  # while the daemon is at work
@@ -150,6 +160,9 @@ class _Get:
             wanted = self._answer(index)
             tally.statuses[wanted.position] = Status.MISS if status is Status.OK else status
         if not grant.items:
+            return
+        if grant.carried:
+            self._open_carried(grant)
             return
         until_ns = received_ns + grant.lease_ns
         assert session.endpoint is not None
@@ -179,7 +192,7 @@ class _Get:
                 usable.append(one)
             else:  # nothing is read or written
                 self._done(lease, [one], [Status.BAD_REQUEST])
-        groups = plan_groups(self._context, usable)
+        groups = plan_groups(self._context, usable, last=grant.final)
         for group in groups:
             statuses = open_at_once(self._context, group)
             if statuses is not None:
@@ -191,6 +204,33 @@ class _Get:
             task = asyncio.get_running_loop().create_task(open_group(self._context, group))
             self._groups.add(task)
             task.add_done_callback(functools.partial(self._group_done, lease, group))
+
+    def _open_carried(self, grant: Grant) -> None:
+        """Open what came within a grant: a few small blocks, here."""
+        if not self._carry:
+            self._session.connection.drop("a grant carries blocks, which was not asked for")
+            raise RequestFailedError(Status.DISCONNECTED)
+        carried, never_ns = memoryview(grant.carried), self._deadline_ns + limits.DEADLINE_NS_MAX
+        for item in grant.items:
+            wanted, span = self._answer(item.index), item.span
+            status = Status.BAD_REQUEST
+            if item.plain_bytes == len(wanted.into):
+                one = Granted(wanted, item, never_ns, never_ns)
+                source = carried[span.address : span.address + span.length_bytes]
+                (status,) = open_blocks(self._context, [one], [source], in_place=False)
+            if status in _REPORTED:
+                self.again.append(wanted)
+            else:
+                self._note(wanted, item, status)
+
+    def _note(self, wanted: Wanted, item: GrantItem, status: Status) -> None:
+        """The outcome of a block that was granted."""
+        tally = self._tally
+        tally.statuses[wanted.position] = status
+        if status is Status.OK:
+            tally.tiers[wanted.position] = item.tier
+            tally.plain_bytes += item.plain_bytes
+            tally.wire_bytes += item.span.length_bytes
 
     async def _open_last(self, lease: _Lease, group: list[Granted]) -> None:
         """Open the only group of the last grant here: nothing comes beside which a task would."""
@@ -230,16 +270,10 @@ class _Get:
             self._done(lease, group, task.result())
 
     def _done(self, lease: _Lease, group: list[Granted], statuses: list[Status]) -> None:
-        tally = self._tally
         for one, status in zip(group, statuses, strict=True):
-            position, item = one.wanted.position, one.item
-            tally.statuses[position] = status
-            if status is Status.OK:
-                tally.tiers[position] = item.tier
-                tally.plain_bytes += item.plain_bytes
-                tally.wire_bytes += item.span.length_bytes
-            elif status in _REPORTED:
-                lease.reports.append((lease.lease_id, item.index, status))
+            self._note(one.wanted, one.item, status)
+            if status in _REPORTED:
+                lease.reports.append((lease.lease_id, one.item.index, status))
         lease.left -= len(group)
         assert lease.left >= 0, "a block was finished twice"
         if lease.left == 0:
@@ -293,8 +327,11 @@ async def fetch_blocks(
             step = min(limits.BLOCKS_PER_FETCH_MAX, max(1, session.welcome.blocks_per_fetch_max))
             for at in range(0, len(wanted), step):
                 part = wanted[at : at + step]
-                get = _Get(link, session, namespace, part, open_at, deadline_ns, tally, key_of)
-                await get.run(prefix)
+                left, carry = part, _may_carry(session, part, open_at)
+                while left:  # a second time without `carry`, if at all
+                    get = _Get(link, session, namespace, left, open_at, deadline_ns, tally, key_of)
+                    await get.run(prefix, carry)
+                    left, carry = get.again, False
                 if prefix and any(tally.statuses[one.position] is not Status.OK for one in part):
                     tally.settle(positions, Status.GAP)
                     break
@@ -304,3 +341,15 @@ async def fetch_blocks(
                 link.note_deadline(session, begun_ns)
         tally.settle(positions, Status.MISS)
         session.check_data_path()
+
+
+def _may_carry(session: Session, wanted: Sequence[Wanted], open_at: OpenAt) -> bool:
+    """Whether blocks should come within the grant, where they are in memory: for few bytes a second
+    exchange, over the data path, takes longer. Not where the data path reads without the daemon."""
+    return (
+        open_at is OpenAt.HOST
+        and session.endpoint is not None
+        and session.endpoint.kind is FabricKind.TCP
+        and session.welcome.protocol >= PROTOCOL_CARRY
+        and sum([len(one.into) for one in wanted]) <= INLINE_BYTES_MAX
+    )

@@ -66,12 +66,15 @@ class OpenContext:
     key_of: KeyOf | None = None  # of a tenant that keeps its keys; else grants carry them
 
 
-def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[Granted]]:
+def plan_groups(
+    context: OpenContext, granted: Sequence[Granted], *, last: bool = True
+) -> list[list[Granted]]:
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
     A group takes its thread's share of half of what is left, at least 2 and at most 8 MiB, so that
     few hand-overs are made and yet all threads end at about the same time (guided self-scheduling,
-    Polychronopoulos and Kuck, 1987); several groups fit into the staging memory. A larger block is
+    Polychronopoulos and Kuck, 1987); of a batch that is not the `last` its whole share, since more
+    work follows. Several groups fit into the staging memory. A larger block is
     a group by itself. Small blocks are not spread over threads: opening one is mostly interpreter
     work, and threads would fight for the lock. Where the daemon opened the blocks there is nothing
     to overlap: an equal part for each thread. Where the fabric opens them as they land, it does all
@@ -84,7 +87,7 @@ def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[G
         context.staging.length_bytes,
         context.at_daemon,
     )
-    left = sum(g.item.span.length_bytes for g in granted)
+    whole = left = sum(g.item.span.length_bytes for g in granted)
     spread = left >= SPREAD_BLOCK_BYTES_MIN * len(granted)
     equal = max(GROUP_BYTES_MAX, -(-left // threads))
     most = equal if at_daemon else min(GROUP_BYTES_MAX, staging_bytes // 4)
@@ -93,7 +96,8 @@ def plan_groups(context: OpenContext, granted: Sequence[Granted]) -> list[list[G
     for one in granted:
         size = one.item.span.length_bytes
         if held >= goal or held + size > most:
-            share = left // (2 * threads) if spread and not at_daemon else most
+            share = left // (2 * threads) if last else whole // threads
+            share = share if spread and not at_daemon else most
             goal = min(most, max(GROUP_BYTES_MIN, share))
             groups.append([])
             held = 0

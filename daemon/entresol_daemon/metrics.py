@@ -117,6 +117,9 @@ class Metrics:
         self.first_grant_seconds = self._make.histogram(
             "first_grant_seconds", "From a fetch's last byte to its first grant."
         )
+        self.grants_carried = self._make.counter(
+            "grants_carried_total", "Grants that had their blocks in them; there is no lease."
+        )
         self.leases = self._make.gauge("leases", "Leases granted and neither released nor expired.")
         self.leased_bytes = self._make.gauge("leased_bytes", "Memory under those leases.")
         self.leases_expired = self._make.counter(

@@ -33,6 +33,7 @@ FRAME_PAYLOAD_BYTES_MAX = 4 * MIB  # checked before allocation
 FRAME_PAYLOAD_BYTES_BEFORE_OPEN_MAX = 16 * KIB  # until the session is open
 KEYS_PER_FRAME_MAX = 65_536  # exists, touch, explain
 BLOCKS_PER_FETCH_MAX = 4_096
+CARRIED_BYTES_MAX = 256 * KIB  # of sealed blocks in a GRANT
 BLOCKS_PER_PUT_MAX = 4_096
 REQUESTS_IN_FLIGHT_MAX = 256  # per session
 NAMESPACES_PER_SESSION_MAX = 64

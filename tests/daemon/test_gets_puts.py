@@ -99,6 +99,25 @@ async def test_second_put_moves_no_bytes_and_wrong_lengths_are_misses(
         assert (await get(namespace, keys, 64 * KIB)).ok, "asking with a wrong length did harm"
 
 
+@pytest.mark.parametrize("fabric", ["tcp", "tls", "shm"])
+async def test_small_blocks_in_memory_come_within_their_grant_over_tcp(
+    tmp_path: Path, fabric: str
+) -> None:
+    async with lab(tmp_path, fabric) as running, client_of(running, fabric=fabric) as client:
+        namespace = await client.namespace(DESCRIPTOR)
+        parts = running.daemon.shard.parts
+        carried = parts.metrics.grants_carried._value
+        keys = keys_of(8)
+        await put(namespace, keys, 16 * KIB)
+        assert (await get(namespace, keys, 16 * KIB)).ok  # its slab is shown to it
+        for count in (1, 8):
+            before = carried.get()
+            found = await get(namespace, keys[:count], 16 * KIB)
+            assert found.ok
+            assert found.tiers == [Tier.MEMORY] * count
+            assert carried.get() - before == (fabric != "shm")
+
+
 @pytest.mark.parametrize("fabric", ["shm", "tcp"])
 async def test_one_key_put_by_many_sessions_at_once(tmp_path: Path, fabric: str) -> None:
     """Contents differ by writer, so that a mixture would show."""

@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 
 from entresol_client.results import PutBlock, RequestFailedError
+from entresol_daemon.shard.turns import WINDOW_BLOCKS_IN_TURN
 from entresol_proto.fabric import registry
 from entresol_proto.fabric.base import ConnectOptions, Offer, RemoteSpan
 from entresol_proto.identity import client_ssl_context
@@ -30,6 +31,7 @@ from entresol_proto.wire.data import (
     Exists,
     Explain,
     Forget,
+    Grant,
     OpenAt,
     PutItem,
     Reason,
@@ -235,6 +237,37 @@ async def get_shm(room: Room, batch: Batch) -> Asked:
 async def get_tcp(room: Room, batch: Batch) -> Asked:
     """FETCH, opened by the host, over tcp (every other room: with TLS on it)."""
     return await _get(room, batch, (room.own.tcp, room.other.tcp), prefix=False)
+
+
+async def _carried(session: Session, names: bytes) -> Grant:
+    """A grant with these blocks in it; where the daemon had something before it, there is none."""
+    for _ in range(100):
+        (grant, *_others) = grants = await session.fetch(names, carry=True)
+        if grant.carried:
+            return grant
+        session.release(grants)
+        await asyncio.sleep(0.005)
+    raise AssertionError("no grant carries its blocks")
+
+
+async def get_carried(room: Room, batch: Batch) -> Asked:
+    """FETCH of a few blocks at a time, over tcp, that come within the grant."""
+    own_session, step = room.own.tcp, 16 * WINDOW_BLOCKS_IN_TURN
+    await read_back(own_session, batch)  # its slabs are shown to it, and all is in memory
+    own = 0
+    for at in range(0, len(batch.names), step):
+        grant = await _carried(own_session, batch.names[at : at + step])
+        for item in grant.items:
+            key, span = batch.keys[at // 16 + item.index], item.span
+            sealed = grant.carried[span.address : span.address + span.length_bytes]
+            own += opened(own_session, key, item, sealed) == content(key)
+    given = 0
+    for names in stolen_and_own(room.other.tcp, batch):
+        for at in range(0, len(names), step):
+            grants = await room.other.tcp.fetch(names[at : at + step], carry=True)
+            given += sum(len(grant.items) + len(grant.carried) for grant in grants)
+            given += sum(s not in (Status.MISS, Status.GAP) for g in grants for _, s in g.misses)
+    return Asked(own, batch.count, given, 2 * batch.count)
 
 
 async def get_prefix(room: Room, batch: Batch) -> Asked:
@@ -590,7 +623,8 @@ async def handles(room: Room, batch: Batch) -> Asked:
 PATHS: dict[str, Path] = {
     "watch": watched, "replay": replayed, "snapshot": snapshot, "relay": relayed,
     "exists": exists, "touch": touch, "stage": stage, "explain": explain,
-    "get_shm": get_shm, "get_tcp": get_tcp, "get_prefix": get_prefix, "get_opened": get_opened,
+    "get_shm": get_shm, "get_tcp": get_tcp, "get_carried": get_carried,
+    "get_prefix": get_prefix, "get_opened": get_opened,
     "shm_spans": shm_spans, "tcp_spans": tcp_spans, "shm_mapped": shm_mapped,
     "leases": leases, "reports": reports, "handles": handles, "tickets": tickets,
     "named": named_by_request, "admin": admin, "stat": stat, "metrics": metrics,

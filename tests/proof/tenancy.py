@@ -87,10 +87,15 @@ class Session:
         return await self.raw.ask(message)
 
     async def fetch(
-        self, keys: bytes, *, open_at: OpenAt = OpenAt.HOST, prefix: bool = False
+        self,
+        keys: bytes,
+        *,
+        open_at: OpenAt = OpenAt.HOST,
+        prefix: bool = False,
+        carry: bool = False,
     ) -> list[Grant]:
         """All grants; nothing is released."""
-        message = Fetch(self.space.handle, open_at, prefix, DEADLINE_NS, keys)
+        message = Fetch(self.space.handle, open_at, prefix, DEADLINE_NS, keys, carry)
         request_id, sink = await self.raw.connection.fetch(message, soon())
         grants: list[Grant] = []
         try:
@@ -110,7 +115,7 @@ class Session:
     def release(self, grants: Sequence[Grant]) -> None:
         """Give the leases back."""
         for grant in grants:
-            if grant.items:
+            if grant.lease_id:
                 self.raw.connection.release(grant.lease_id)
 
 

@@ -1,4 +1,4 @@
-"""Gets of a few blocks in memory are answered at once; whatever else there is goes the long way."""
+"""Gets of some blocks in memory are answered at once; whatever else there is goes the long way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from entresol_daemon.shard.resident import KEYS_BYTES_MAX
-from entresol_daemon.shard.turns import WINDOW_BLOCKS_IN_TURN
+from entresol_daemon.shard.resident import BLOCKS_MAX_ALONE
+from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
 from entresol_proto import limits
 from entresol_proto.status import Status
 from entresol_proto.wire import data
@@ -52,12 +52,12 @@ async def warm(world: World, count: int = 8) -> tuple[Host, list[str]]:
     return host, ways(world)
 
 
-def test_a_few_blocks_in_memory_are_answered_at_once(tmp_path: Path) -> None:
+def test_some_blocks_in_memory_are_answered_at_once(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        host, found = await warm(world)
-        assert await host.get(KEYS[:8], OpenAt.HOST) == [OK] * 8
-        assert await host.get(KEYS[3:4], OpenAt.HOST) == [OK]
-        assert found == ["now", "now"]
+        host, found = await warm(world, BLOCKS_MAX_ALONE)
+        for keys in (KEYS[:8], KEYS[3:4], KEYS[:BLOCKS_MAX_ALONE]):
+            assert await host.get(keys, OpenAt.HOST) == [OK] * len(keys)
+        assert found == ["now"] * 3
         await asyncio.sleep(0.1)
         (session,) = world.shard.sessions.values()
         assert (session.held_bytes, session.account.leases) == (0, 0)
@@ -82,18 +82,20 @@ def counted(world: World) -> dict[str, float]:
     }
 
 
-def test_both_ways_count_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [8, BLOCKS_MAX_ALONE])
+def test_both_ways_count_the_same(tmp_path: Path, blocks: int) -> None:
     async def story(world: World) -> None:
-        host, found = await warm(world)
+        host, found = await warm(world, blocks)
         index, index_use = world.shard.parts.engine.index, world.shard.parts.meters.usefulness
         grown, uses = [], []
         at_once = world.shard.gets.resident.fetch_now
         for way in (at_once, lambda *_: None):
             world.shard.gets.resident.fetch_now = way  # type: ignore[method-assign]
             before = counted(world)
-            slots = [index.find(host.namespace_id, name) for name in host._names(KEYS[:8])]
+            names = host._names(KEYS[:blocks])
+            slots = [index.find(host.namespace_id, name) for name in names]
             touched = index.last_touch[slots].copy()
-            assert await host.get(KEYS[:8], OpenAt.HOST) == [OK] * 8
+            assert await host.get(KEYS[:blocks], OpenAt.HOST) == [OK] * blocks
             await asyncio.sleep(0.1)
             after = counted(world)
             grown.append({name: after[name] - before.get(name, 0) for name in after})
@@ -105,15 +107,27 @@ def test_both_ways_count_the_same(tmp_path: Path) -> None:
         assert "entresol_request_seconds_count[('type', 'fetch')]" in changes[0]
         assert any(name.startswith("entresol_first_grant_seconds_count") for name in changes[0])
         assert uses[0][0] == uses[1][0], "recency"
-        assert [b - a for a, b in zip(uses[0][1], uses[1][1], strict=True)] in ([0] * 8, [1] * 8)
+        assert [b - a for a, b in zip(uses[0][1], uses[1][1], strict=True)] in (
+            [0] * blocks,
+            [1] * blocks,
+        )
 
     simulate(tmp_path, story)
 
 
 def _more_keys(world: World, host: Host) -> Callable[[], Any]:
-    count = WINDOW_BLOCKS_IN_TURN + 1
-    assert count * limits.WIRE_KEY_BYTES > KEYS_BYTES_MAX
-    return lambda: host.get(KEYS[:count], OpenAt.HOST)
+    return lambda: host.get(KEYS[: BLOCKS_MAX_ALONE + 1], OpenAt.HOST)
+
+
+def _contend(world: World) -> None:
+    """As if another tenant had a turn, for a second."""
+    loop_turns = world.shard.parts.turns.loop
+    loop_turns._contended_until = asyncio.get_running_loop().time() + 1
+
+
+def _more_than_a_turn_while_others_use_the_loop(world: World, host: Host) -> Callable[[], Any]:
+    _contend(world)
+    return lambda: host.get(KEYS[: WINDOW_BLOCKS_IN_TURN + 1], OpenAt.HOST)
 
 
 def _one_is_absent(world: World, host: Host) -> Callable[[], Any]:
@@ -169,14 +183,14 @@ def _quote(host: Host) -> Any:
 
 @pytest.mark.parametrize(
     "case",
-    [_more_keys, _one_is_absent, _one_is_on_flash, _no_room, _nobody_is_before_it_at_the_door,
-     _not_shown_yet, _being_timed],
+    [_more_keys, _more_than_a_turn_while_others_use_the_loop, _one_is_absent, _one_is_on_flash,
+     _no_room, _nobody_is_before_it_at_the_door, _not_shown_yet, _being_timed],
 )  # fmt: skip
 def test_whatever_has_to_wait_goes_the_long_way(
     tmp_path: Path, case: Callable[[World, Host], Callable[[], Any]]
 ) -> None:
     async def story(world: World) -> None:
-        host, found = await warm(world, 9)
+        host, found = await warm(world, BLOCKS_MAX_ALONE + 1)
         statuses = await case(world, host)()
         assert found == ["later"]
         assert set(statuses[:3]) == {OK}
@@ -184,6 +198,27 @@ def test_whatever_has_to_wait_goes_the_long_way(
         assert await host.get(KEYS[:3], OpenAt.HOST) == [OK] * 3
         expected = "later" if case is _being_timed else "now"
         assert found == ["later", expected]
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.parametrize("blocks", [1, WINDOW_BLOCKS_IN_TURN, BLOCKS_MAX_ALONE])
+def test_what_is_answered_at_once_is_paid_for(tmp_path: Path, blocks: int) -> None:
+    """Of a tenant's turns on the loop; as many as it has alone are not to be had beside others."""
+
+    async def story(world: World) -> None:
+        host, found = await warm(world, BLOCKS_MAX_ALONE)
+        loop_turns, more = world.shard.parts.turns.loop, []
+        count = loop_turns.count
+        loop_turns.count = (  # type: ignore[method-assign]
+            lambda account, cost: (more.append(cost), count(account, cost))
+        )
+        assert await host.get(KEYS[:blocks], OpenAt.HOST) == [OK] * blocks
+        assert found == ["now"]
+        assert sum(cost for cost in more if cost > 0) == BLOCK_COST * max(0, blocks - 8)
+        _contend(world)
+        assert await host.get(KEYS[:blocks], OpenAt.HOST) == [OK] * blocks
+        assert found[1] == ("now" if blocks <= WINDOW_BLOCKS_IN_TURN else "later")
 
     simulate(tmp_path, story)
 
@@ -206,5 +241,66 @@ def test_one_key_twice_is_leased_twice_and_let_go(tmp_path: Path) -> None:
         host, found = await warm(world)
         assert await host.get([KEYS[0], KEYS[0]], OpenAt.HOST) == [OK, OK]
         assert found == ["now"]
+
+    simulate(tmp_path, story)
+
+
+def test_blocks_come_within_their_grant_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Nothing is leased, held or pinned; another answer than a short one in memory is as ever."""
+
+    async def story(world: World) -> None:
+        host, found = await warm(world)
+        (session,) = world.shard.sessions.values()
+        carried = world.shard.parts.metrics.grants_carried
+        leases, sent = world.shard.parts.leases, []
+        grant = leases.grant
+        leases.grant = lambda *args: sent.append(args) or grant(*args)  # type: ignore[method-assign]
+        for count in (1, 8):
+            assert await host.get(KEYS[:count], OpenAt.HOST, carry=True) == [OK] * count
+        assert (found, sent) == (["now"] * 2, [])
+        assert carried._value.get() == 2
+        assert (session.held_bytes, session.account.leases) == (0, 0)
+        absent = b"nobody-stored-this"
+        assert await host.get([KEYS[0], absent], OpenAt.HOST, carry=True) == [OK, Status.MISS]
+        assert await host.get(KEYS[:2], OpenAt.HOST) == [OK, OK]
+        forget_memory(world)
+        assert await host.get(KEYS[:2], OpenAt.HOST, carry=True) == [OK, OK]
+        assert (found, len(sent)) == (["now"] * 2 + ["later", "now", "later"], 3)
+        assert carried._value.get() == 2
+        await asyncio.sleep(0.1)
+        assert (session.held_bytes, session.account.leases) == (0, 0)
+
+    simulate(tmp_path, story)
+
+
+def test_more_than_a_grant_carries_is_leased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(world: World) -> None:
+        host, found = await warm(world)
+        slot = world.shard.parts.engine.index.find(host.namespace_id, host._names(KEYS[:1])[0])
+        sealed_bytes = int(world.shard.parts.engine.index.sealed_bytes[slot])
+        for most in (sealed_bytes - 1, sealed_bytes):
+            monkeypatch.setattr(limits, "CARRIED_BYTES_MAX", most)
+            assert await host.get(KEYS[:1], OpenAt.HOST, carry=True) == [OK]
+        assert found == ["now", "now"]
+        assert world.shard.parts.metrics.grants_carried._value.get() == 1
+
+    simulate(tmp_path, story)
+
+
+def test_what_is_carried_is_paid_for_by_its_length(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, _ = await warm(world)
+        loop_turns, more = world.shard.parts.turns.loop, []
+        count = loop_turns.count
+        loop_turns.count = (  # type: ignore[method-assign]
+            lambda account, cost: (more.append(cost), count(account, cost))
+        )
+        index = world.shard.parts.engine.index
+        slots = [index.find(host.namespace_id, name) for name in host._names(KEYS[:8])]
+        assert await host.get(KEYS[:8], OpenAt.HOST, carry=True) == [OK] * 8
+        sealed_bytes = sum(int(index.sealed_bytes[slot]) for slot in slots)
+        assert sum(more) == sealed_bytes >> CARRY_COST_SHIFT
 
     simulate(tmp_path, story)

@@ -68,6 +68,7 @@ class Faults:
     garbage: bool = False  # answer the next request with noise
     grant_one_by_one: bool = False
     hold_final: bool = False  # the final GRANT never comes
+    carry_unasked: bool = False  # blocks come within the grant, whatever was asked for
     grant_late_s: float = 0.0  # what a GRANT is on its way; its lease has begun
     hold_put_done: bool = False
     refuse: dict[type, Status] = field(default_factory=dict)  # request type -> ERROR
@@ -93,6 +94,7 @@ class Peer:
         self.name = name
         self.faults = Faults()
         self.seal_at_host = seal_at_host
+        self.protocol = 1  # from 4 on blocks come within the grant where that is asked for
         self.codec_id = codecs.PLANE
         self.store: dict[bytes, Stored] = {}
         self.seen: list[Any] = []  # every request, in order
@@ -271,8 +273,9 @@ class PeerSession(asyncio.Protocol):
         self.offers = [fabric.offer() for fabric in self.peer.fabrics]
         self.send(
             opening.Welcome(
-                1, bytes(16), 7, 10**10, limits.FRAME_PAYLOAD_BYTES_MAX, limits.BLOCK_BYTES_MAX,
-                limits.BLOCKS_PER_FETCH_MAX, limits.REQUESTS_IN_FLIGHT_MAX, same_host_id(),
+                self.peer.protocol, bytes(16), 7, 10**10, limits.FRAME_PAYLOAD_BYTES_MAX,
+                limits.BLOCK_BYTES_MAX, limits.BLOCKS_PER_FETCH_MAX,
+                limits.REQUESTS_IN_FLIGHT_MAX, same_host_id(),
                 self.peer.name, "acme", tuple(self.offers),
             ),
             request_id,
@@ -311,6 +314,10 @@ class PeerSession(asyncio.Protocol):
                 gap = message.prefix
                 continue
             items.append(self._item(index, key, message.open_at))
+        if faults.carry_unasked or (message.carry and peer.protocol >= opening.PROTOCOL_CARRY):
+            await asyncio.sleep(faults.grant_late_s)
+            self.send(self._carried(items, misses), request_id)
+            return
         if faults.bad_index:
             items = [replace(item, index=item.index + 1000) for item in items]
         parts = [[item] for item in items] if faults.grant_one_by_one else [items]
@@ -328,6 +335,17 @@ class PeerSession(asyncio.Protocol):
             if faults.grant_late_s:
                 await asyncio.sleep(faults.grant_late_s)
             self.send(grant, request_id)
+
+    def _carried(self, items: list[data.GrantItem], misses: list[tuple[int, Status]]) -> data.Grant:
+        parts: list[bytes] = []
+        carried: list[data.GrantItem] = []
+        for item in items:
+            span, at = item.span, sum(map(len, parts))
+            parts.append(
+                bytes(self.peer.slab.view[span.address : span.address + span.length_bytes])
+            )
+            carried.append(replace(item, span=RemoteSpan(0, at, span.length_bytes)))
+        return data.Grant(True, 0, 0, 0, tuple(carried), tuple(misses), b"".join(parts))
 
     def _item(self, index: int, key: bytes, open_at: data.OpenAt) -> data.GrantItem:
         faults, peer = self.peer.faults, self.peer

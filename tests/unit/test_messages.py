@@ -6,12 +6,14 @@ import dataclasses
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import wire_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_messages import EXAMPLES, STRATEGIES, decode
+from wire_messages import CARRYING, EXAMPLES, STRATEGIES, decode
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer, RemoteSpan
@@ -111,6 +113,64 @@ def test_garbage_is_refused_with_the_documented_error(kind: FrameType) -> None:
             assert message.encode() == raw
 
     check()
+
+
+# Blocks within a grant ----------------------------------------------------------------------------
+
+
+def test_a_grant_that_carries_its_blocks_has_one_encoding() -> None:
+    raw = CARRYING.encode()
+    assert data.Grant.decode(raw) == CARRYING
+    others = [raw[:size] for size in range(len(raw))] + [raw + b"\0"]
+    for bit in range(8 * len(raw)):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        others.append(bytes(flipped))
+    for other in others:
+        try:
+            grant = data.Grant.decode(other)
+        except ProtocolError:
+            continue
+        assert len(other) == len(raw), "a cut, or a byte more, got through"
+        assert grant != CARRYING
+        assert grant.encode() == other
+
+
+BAD_CARRIED: dict[str, dict[str, Any]] = {
+    "of a lease": {"lease_id": 1},
+    "with a lease's time": {"lease_ns": 1},
+    "with a lease's end": {"expires_ns": 1},
+    "more than its items": {"carried": b"sealedblock."},
+    "less than its items": {"carried": b"sealedbloc"},
+    "nothing": {"carried": b"", "items": ()},
+    "no item": {"items": ()},
+    "elsewhere": {"span": RemoteSpan(0, 5, 5)},
+    "of memory": {"span": RemoteSpan(1, 6, 5)},
+    "an empty block": {"span": RemoteSpan(0, 6, 0), "carried": b"sealed"},
+}
+
+
+@pytest.mark.parametrize("how", list(BAD_CARRIED))
+def test_what_a_grant_carries_is_what_its_items_say(how: str) -> None:
+    change = dict(BAD_CARRIED[how])
+    if (span := change.pop("span", None)) is not None:
+        change["items"] = (CARRYING.items[0], replace(CARRYING.items[1], span=span))
+    raw = bytearray(replace(CARRYING, **change).encode())
+    raw[1] = 1  # an empty run is written as none
+    with pytest.raises(ProtocolError, match="carries"):
+        data.Grant.decode(bytes(raw))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_grant_carries_no_more_than_the_limit(more: int) -> None:
+    size = limits.CARRIED_BYTES_MAX + more
+    item = replace(CARRYING.items[0], span=RemoteSpan(0, 0, size))
+    raw = data.Grant(True, 0, 0, 0, (item,), (), bytes(size)).encode()
+    if not more:
+        assert data.Grant.decode(raw).span_bytes == size
+        return
+    with pytest.raises(ProtocolError, match="carries"):
+        data.Grant.decode(raw)
 
 
 # Counts -------------------------------------------------------------------------------------------

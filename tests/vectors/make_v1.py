@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import simloop
 from flashlab import FORGOTTEN, NAMESPACES, OPTIONS, device_bytes, get_all, key_of, open_engine, put
 from keyring_lab import KEK, SALTY
-from wire_messages import EXAMPLES
+from wire_messages import CARRYING, EXAMPLES
 
 from entresol_client.tenant_key import KeyVersion, TenantKey
 from entresol_daemon.config import Config
@@ -120,6 +120,8 @@ def session(protocol: int) -> list[dict[str, str]]:
         if kind is F.FETCH:
             answer(replace(EXAMPLES[F.GRANT], final=False), request_id)
         answer(EXAMPLES[ANSWERS[kind]], request_id)
+    if protocol >= opening.PROTOCOL_CARRY:
+        answer(CARRYING, say(replace(EXAMPLES[F.FETCH], carry=True)))
     say(EXAMPLES[F.RELEASE])
     late = say(EXAMPLES[F.FETCH])
     answer(EXAMPLES[F.GOODBYE])

@@ -365,15 +365,15 @@ class GetPath:
                 job.owed -= 1
 
     async def _grant_ready(self, job: Job, rest: list[tuple[int, Resident]]) -> None:
-        """Grant what is in memory, and with it what has landed; of a large window the first part at
-        once."""
+        """Grant what is in memory, and with it what has landed; of the first window, if it is
+        large, a part at once: afterwards the host has work while the next is prepared."""
         more = WINDOW_BLOCKS_MAX - len(rest)
         landed = job.take_landed(more, GRANT_BYTES_MAX) if more > 0 else []
         self._parts.turns.loop.count(job.session.account, len(landed) * BLOCK_COST)
         rest = landed + rest
         job.owed += 1
         try:
-            if first := granted_ahead(rest):
+            if not job.hits and (first := granted_ahead(rest)):
                 ahead, rest = rest[:first], rest[first:]
                 await self.granting.grant(job, ahead, final=False)
                 await asyncio.sleep(0)  # the frame leaves while the rest is prepared

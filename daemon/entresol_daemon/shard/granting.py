@@ -90,6 +90,25 @@ class Granting:
         lease_id = self._lease(leased, expires_ns)
         return Grant(True, lease_id, lease_ns, expires_ns, tuple(items), ())
 
+    def carry_now(self, session: Session, residents: Sequence[Resident]) -> Grant:
+        """Give their host blocks that are in memory and usable, in the grant itself: there is no
+        lease, and nothing to be read. It is the caller that counts them."""
+        deks, items, parts, at = session.tenant.deks, [], [], 0
+        for index, resident in enumerate(residents):
+            key, sealed_bytes = NO_KEY, resident.sealed_bytes
+            if not resident.host_sealed:
+                key = derive_block_key(deks[resident.dek_version], resident.salt)
+            span = RemoteSpan(0, at, sealed_bytes)
+            items.append(
+                GrantItem(
+                    index, _tier_of(resident), span, resident.plain_bytes, key.key, key.commitment
+                )
+            )
+            begin = RECORD_HEADER_BYTES
+            parts.append(resident.extent.view[begin : begin + sealed_bytes])
+            at += sealed_bytes
+        return Grant(True, 0, 0, 0, tuple(items), (), b"".join(parts))
+
     def _lease(self, leased: Leased, expires_ns: int) -> int:
         """Enter a lease; its id."""
         session = leased.session
@@ -191,9 +210,14 @@ def usable(session: Session, namespace: OpenedNamespace, resident: Resident) -> 
 def _item(index: int, resident: Resident, exposure: Exposure, block_key: BlockKey) -> GrantItem:
     """A block as its host is told of it."""
     address = exposure.address + resident.extent.offset_bytes + RECORD_HEADER_BYTES
-    tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
-    resident.from_flash = False
     return GrantItem(
-        index, tier, RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
+        index, _tier_of(resident), RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
         resident.plain_bytes, block_key.key, block_key.commitment,
     )  # fmt: skip
+
+
+def _tier_of(resident: Resident) -> Tier:
+    """Where it was found, which is flash once for each time that it was read from there."""
+    tier = Tier.FLASH if resident.from_flash else Tier.MEMORY
+    resident.from_flash = False
+    return tier

@@ -1,4 +1,4 @@
-"""A get of a few blocks that are all in memory: answered where it is read, without a task.
+"""A get of some blocks that are all in memory: answered where it is read, without a task.
 
 Whatever is not ready to be answered in this very moment goes the way of every get (`gets`), which
 does the same and waits. What is counted is the same on both.
@@ -14,13 +14,14 @@ from entresol_daemon.shard.door import Door
 from entresol_daemon.shard.granting import Granting, usable
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
-from entresol_daemon.shard.turns import WINDOW_BLOCKS_IN_TURN
+from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
 from entresol_proto import limits
 from entresol_proto.ids import TenantName
 from entresol_proto.wire.data import Fetch, Grant, GrantItem, OpenAt
 from entresol_proto.wire.frames import FrameType
 
-KEYS_BYTES_MAX = WINDOW_BLOCKS_IN_TURN * limits.WIRE_KEY_BYTES  # paid with the request's turn
+BLOCKS_MAX_ALONE = 32  # while no other tenant uses the loop
+_KEY = limits.WIRE_KEY_BYTES
 
 
 class ResidentGets:
@@ -37,30 +38,50 @@ class ResidentGets:
 
         Raises: EntresolError as `GetPath.fetch`.
         """
-        if request.open_at is not OpenAt.HOST or len(request.keys) > KEYS_BYTES_MAX:
+        blocks = len(request.keys) // _KEY
+        if request.open_at is not OpenAt.HOST or blocks > self._blocks_max:
             return None
         parts = self._parts
         begun_ns = parts.now_ns()
         session.data_path()
         namespace = session.namespace(request.handle)
-        slots: list[int] = parts.engine.index.lookup(namespace.namespace_id, request.keys).tolist()
-        residents = self._residents(session, namespace, slots)
+        residents = self._residents(session, namespace, request.keys)
         if residents is None or not self._may_hold(session, residents):
             return None
         if not self._door.passes(session.account):
             return None
-        for resident in residents:
-            parts.residency.pin(resident)
-        held_bytes = sum(resident.extent.length_bytes for resident in residents)
-        session.held_bytes += held_bytes
-        parts.held.hold(session.account, held_bytes)
-        grant = self._granting.grant_now(session, namespace, residents)
+        cost = (blocks - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
+        sealed_bytes = sum([resident.sealed_bytes for resident in residents])
+        if request.carry and sealed_bytes <= limits.CARRIED_BYTES_MAX:
+            cost = max(0, cost) + (sealed_bytes >> CARRY_COST_SHIFT)
+            parts.turns.loop.count(session.account, cost)
+            grant = self._granting.carry_now(session, residents)
+            parts.metrics.grants_carried.inc()
+        else:
+            parts.turns.loop.count(session.account, cost)
+            self._hold(session, residents)
+            grant = self._granting.grant_now(session, namespace, residents)
         took_ns = parts.now_ns() - begun_ns
         # While the answer is on its way: it leaves before the loop's next turn.
         asyncio.get_running_loop().call_soon(
             self._count, session.account.name, grant.items, residents, took_ns
         )
         return grant
+
+    def _hold(self, session: Session, residents: Sequence[Resident]) -> None:
+        """They are the session's until its lease of them ends."""
+        for resident in residents:
+            self._parts.residency.pin(resident)
+        held_bytes = sum([resident.extent.length_bytes for resident in residents])
+        session.held_bytes += held_bytes
+        self._parts.held.hold(session.account, held_bytes)
+
+    @property
+    def _blocks_max(self) -> int:
+        """Of a get that is answered without a break; WINDOW_BLOCKS_IN_TURN are paid already."""
+        loop_turns = self._parts.turns.loop
+        alone = not loop_turns.contended and not loop_turns.waiting
+        return BLOCKS_MAX_ALONE if alone else WINDOW_BLOCKS_IN_TURN
 
     def _count(
         self,
@@ -81,20 +102,24 @@ class ResidentGets:
         parts.valued.used(slots)
 
     def _residents(
-        self, session: Session, namespace: OpenedNamespace, slots: list[int]
+        self, session: Session, namespace: OpenedNamespace, keys: bytes
     ) -> list[Resident] | None:
-        """All of them in memory, their keys at hand and their slabs shown; or None."""
-        found = []
-        for slot in slots:
-            resident = self._parts.residency.get(slot) if slot >= 0 else None
-            if (
-                resident is None
-                or resident.state is not ResidentState.READY
-                or resident.extent.slab.number not in session.exposures
-                or not usable(session, namespace, resident)
-            ):
-                return None
-            found.append(resident)
+        """All of them in memory, their keys at hand and their slabs shown; or None. Where the first
+        is not, the others are not looked up."""
+        found: list[Resident] = []
+        lookup, get = self._parts.engine.index.lookup, self._parts.residency.get
+        exposures = session.exposures
+        for some in (keys[:_KEY], keys[_KEY:]) if len(keys) > _KEY else (keys,):
+            for slot in lookup(namespace.namespace_id, some).tolist():
+                resident = get(slot) if slot >= 0 else None
+                if (
+                    resident is None
+                    or resident.state is not ResidentState.READY
+                    or resident.extent.slab.number not in exposures
+                    or not usable(session, namespace, resident)
+                ):
+                    return None
+                found.append(resident)
         return found
 
     def _may_hold(self, session: Session, residents: list[Resident]) -> bool:
@@ -102,5 +127,5 @@ class ResidentGets:
         parts, account = self._parts, session.account
         room = parts.config.limits.inflight_bytes_per_session_max - session.held_bytes
         room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
-        wanted = sum(resident.extent.length_bytes for resident in residents)
+        wanted = sum([resident.extent.length_bytes for resident in residents])
         return 0 < wanted <= room and self._granting.may_lease(session)

@@ -60,6 +60,7 @@ KEY_COST_SHIFT = 2  # a key looked up: a quarter
 QUOTE_KEY_COST_SHIFT = 1  # a key looked up and quoted: a half
 BLOCK_COST = 20  # a block looked at for a get, and granted; granted when it was read: as much again
 WINDOW_COST = 50  # of a get, beside its blocks
+CARRY_COST_SHIFT = 11  # 2 KiB sealed, copied and sent with its grant: one
 WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 ITEM_COST = 25  # an item of a RESERVE decided
 COMMIT_COST = 3  # an item of a COMMIT checked

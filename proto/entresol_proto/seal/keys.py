@@ -20,6 +20,7 @@ KEY_BYTES = 32
 COMMITMENT_BYTES = 16
 KEY_LABEL = b"entresol/v1/block"
 _BYTES = KEY_BYTES + COMMITMENT_BYTES
+_SHA256 = SHA256()
 _ZEROS = bytes(_BYTES)
 _WIPED = bytes(DEK_BYTES)
 HOST_KEY_LABEL = b"entresol/v1/host-block"  # of keys that only the tenant has
@@ -54,7 +55,7 @@ def derive_block_key(dek: bytes, salt: bytes, label: bytes = KEY_LABEL) -> Block
         raise SealError("the data key was destroyed", status=Status.ERASED)
     raw = bytearray(_BYTES)
     whole = memoryview(raw)
-    HKDFExpand(SHA256(), _BYTES, label + salt).derive_into(dek, raw)
+    HKDFExpand(_SHA256, _BYTES, label + salt).derive_into(dek, raw)
     key = BlockKey(bytes(whole[:KEY_BYTES]), bytes(whole[KEY_BYTES:]))
     raw[:] = _ZEROS  # no second copy stays in freed memory
     return key

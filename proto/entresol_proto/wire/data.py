@@ -77,32 +77,40 @@ def open_at_of(value: int) -> OpenAt:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Host: lease me these blocks. `deadline_ns` counts from receipt. `prefix` stops at a gap."""
+    """Host: lease me these blocks. `deadline_ns` counts from receipt. `prefix` stops at a gap.
+
+    `carry`: the answer may have the blocks in it, if they are few and in memory (from protocol 4).
+    """
 
     TYPE: ClassVar[FrameType] = FrameType.FETCH
-    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IBBHQ")
+    _FIXED: ClassVar[struct.Struct] = struct.Struct("<IBBBBQ")
 
     handle: int
     open_at: OpenAt
     prefix: bool
     deadline_ns: int
     keys: bytes
+    carry: bool = False
 
     def encode(self) -> bytes:
-        fixed = self._FIXED.pack(self.handle, self.open_at, self.prefix, 0, self.deadline_ns)
+        fixed = self._FIXED.pack(
+            self.handle, self.open_at, self.prefix, self.carry, 0, self.deadline_ns
+        )
         return fixed + self.keys
 
     @classmethod
     def decode(cls, raw: bytes) -> Fetch:
         cursor = Cursor(raw, "FETCH")
-        handle, open_at, prefix, reserved, deadline_ns = cursor.unpack(cls._FIXED)
+        handle, open_at, prefix, carry, reserved, deadline_ns = cursor.unpack(cls._FIXED)
         cursor.zero(reserved)
         _check_deadline(deadline_ns)
         keys = take_keys(cursor, limits.BLOCKS_PER_FETCH_MAX)
-        return cls(handle, open_at_of(open_at), cursor.flag(prefix), deadline_ns, keys)
+        flag = cursor.flag
+        return cls(handle, open_at_of(open_at), flag(prefix), deadline_ns, keys, flag(carry))
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes three times as long.
+@dataclass(slots=True)
 class GrantItem:
     """One leased block: where to read it and, for host-opened reads, its single-use key.
 
@@ -127,6 +135,9 @@ class Grant:
 
     One lease covers all items of the frame and lasts `lease_ns` from the daemon's sending; the host
     counts it from receipt less the time the frame may have travelled, by using it early.
+
+    `carried`: where the FETCH allowed it, the sealed blocks themselves, end to end; `address` of
+    each span is its place there, and there is no lease: all numbers of one are 0.
     """
 
     TYPE: ClassVar[FrameType] = FrameType.GRANT
@@ -140,6 +151,7 @@ class Grant:
     expires_ns: int  # daemon's monotonic clock; meaningful to a host under the same kernel (shm)
     items: tuple[GrantItem, ...]
     misses: tuple[tuple[int, Status], ...]
+    carried: bytes = field(default=b"", repr=False)
 
     @property
     def span_bytes(self) -> int:
@@ -152,8 +164,8 @@ class Grant:
         at = self._FIXED.size
         raw = bytearray(at + len(self.items) * item_bytes + len(self.misses) * miss_bytes)
         self._FIXED.pack_into(
-            raw, 0, self.final, 0, len(self.items), len(self.misses), self.lease_id, self.lease_ns,
-            self.expires_ns,
+            raw, 0, self.final, bool(self.carried), len(self.items), len(self.misses),
+            self.lease_id, self.lease_ns, self.expires_ns,
         )  # fmt: skip
         pack = self._ITEM.pack_into
         for i in self.items:
@@ -165,13 +177,12 @@ class Grant:
         for index, status in self.misses:
             miss(raw, at, index, status)
             at += miss_bytes
-        return bytes(raw)
+        return b"".join((raw, self.carried))
 
     @classmethod
     def decode(cls, raw: bytes) -> Grant:
         cursor = Cursor(raw, "GRANT")
-        final, reserved, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
-        cursor.zero(reserved)
+        final, carries, count, missed, lease_id, lease_ns, expires_ns = cursor.unpack(cls._FIXED)
         items = tuple(
             GrantItem(index, _tier(tier), RemoteSpan(rkey, address, size), plain, key, commitment)
             for index, tier, rkey, address, size, plain, key, commitment in cursor.table(
@@ -182,8 +193,23 @@ class Grant:
             (index, status_of(status))
             for index, status in cursor.table(cls._MISS, missed, limits.BLOCKS_PER_FETCH_MAX)
         )
+        carried = b""
+        if cursor.flag(carries):
+            carried = cursor.rest()
+            _check_carried(items, carried, lease_id or lease_ns or expires_ns)
         cursor.done()
-        return cls(cursor.flag(final), lease_id, lease_ns, expires_ns, items, misses)
+        return cls(cursor.flag(final), lease_id, lease_ns, expires_ns, items, misses, carried)
+
+
+def _check_carried(items: tuple[GrantItem, ...], carried: bytes, lease: int) -> None:
+    """Raises: ProtocolError unless the items are what is carried, all of it, and not leased."""
+    at = 0
+    for item in items:
+        if item.span.rkey or item.span.address != at or not item.span.length_bytes:
+            raise ProtocolError("GRANT carries a block that is not where it should be")
+        at += item.span.length_bytes
+    if at != len(carried) or not 0 < at <= limits.CARRIED_BYTES_MAX or lease:
+        raise ProtocolError(f"GRANT carries {len(carried)} bytes, its items are of {at}")
 
 
 _TIERS = tuple(Tier)  # by wire value; an enum call costs as much as the rest of a grant item

@@ -126,28 +126,38 @@ class FrameDecoder:
             raise
 
     def _feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        self._buffer += data
-        frames: list[Frame] = []
-        at = 0
-        held = len(self._buffer)
-        while held - at >= limits.FRAME_HEADER_BYTES:
-            kind, request_id, length = self._header(at)
-            end = at + limits.FRAME_HEADER_BYTES + length
-            if end > held:
-                break
-            payload = bytes(self._buffer[at + limits.FRAME_HEADER_BYTES : end])
-            frames.append(Frame(kind, request_id, payload))
-            at = end
-        if at:
-            del self._buffer[:at]
+        held = self._buffer
+        if held:
+            held += data
+            frames, at = self._frames(memoryview(held))
+            if at:
+                del held[:at]
+        else:  # as a rule nothing is left of what came before: then nothing is copied twice
+            frames, at = self._frames(memoryview(data))
+            if at < len(data):
+                held += data[at:]
         return frames
 
-    def _header(self, at: int) -> tuple[FrameType, int, int]:
-        magic, version, kind, request_id, length = _HEADER.unpack_from(self._buffer, at)
-        (crc,) = _CRC.unpack_from(self._buffer, at + _HEADER.size)
+    def _frames(self, data: memoryview) -> tuple[list[Frame], int]:
+        """The whole frames at the beginning, and where they end. `data` is let go of."""
+        frames: list[Frame] = []
+        at, size = 0, len(data)
+        with data:
+            while size - at >= limits.FRAME_HEADER_BYTES:
+                kind, request_id, length = self._header(data, at)
+                begin = at + limits.FRAME_HEADER_BYTES
+                if begin + length > size:
+                    break
+                at = begin + length
+                frames.append(Frame(kind, request_id, bytes(data[begin:at])))
+        return frames, at
+
+    def _header(self, data: memoryview, at: int) -> tuple[FrameType, int, int]:
+        magic, version, kind, request_id, length = _HEADER.unpack_from(data, at)
+        (crc,) = _CRC.unpack_from(data, at + _HEADER.size)
         if magic != MAGIC:
             raise ProtocolError("not an Entresol frame (wrong magic)")
-        if crc != zlib.crc32(self._buffer[at : at + _HEADER.size]):
+        if crc != zlib.crc32(data[at : at + _HEADER.size]):
             raise ProtocolError("frame header checksum does not match")
         if version != VERSION:
             raise ProtocolError(

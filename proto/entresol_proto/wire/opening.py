@@ -17,9 +17,10 @@ from entresol_proto.wire.cursor import NAME_BYTES_MAX, Cursor, text16
 from entresol_proto.wire.frames import FrameType
 
 PROTOCOL_MIN = 1
-PROTOCOL_MAX = 3
+PROTOCOL_MAX = 4
 PROTOCOL_HOST_SEALED = 2  # the first with namespaces whose keys the tenant keeps
 PROTOCOL_QUOTE = 3  # the first with QUOTE
+PROTOCOL_CARRY = 4  # the first in which a GRANT may carry the blocks
 OFFERS_MAX = 16
 NO_FABRIC = 0  # a control-only session: exists, explain, touch, forget
 

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from entresol_proto.wire.frames import Frame, FrameDecoder, FrameType, encode_fr
 from entresol_proto.wire.session import ClientSession, ServerSession, State
 from tests.fuzz.mutate import INTERESTING
 from tests.fuzz.target import Parser, Target
-from tests.wire_messages import EXAMPLES
+from tests.wire_messages import CARRYING, EXAMPLES
 
 HEADER = limits.FRAME_HEADER_BYTES
 HELD_BYTES_MAX = HEADER + limits.FRAME_PAYLOAD_BYTES_BEFORE_OPEN_MAX
@@ -122,8 +123,10 @@ def _trusts_lengths(self: FrameDecoder, *_: object) -> None:
     self._broken = False
 
 
-def _skips_the_checksum(self: FrameDecoder, at: int) -> tuple[FrameType, int, int]:
-    magic, _, kind, request_id, length = struct.unpack_from("<HBBII", self._buffer, at)
+def _skips_the_checksum(
+    self: FrameDecoder, data: memoryview, at: int
+) -> tuple[FrameType, int, int]:
+    magic, _, kind, request_id, length = struct.unpack_from("<HBBII", data, at)
     if magic != 0x5345 or kind not in KINDS or length > self._payload_bytes_max:
         raise ProtocolError("refused")
     return FrameType(kind), request_id, length
@@ -137,8 +140,10 @@ def _keeps_broken_streams(self: FrameDecoder, data: bytes) -> list[Frame]:
 
 
 def message_seeds() -> list[bytes]:
-    """An example of each type behind the type's byte."""
-    return [bytes([kind]) + PAYLOADS[kind] for kind in KINDS]
+    """An example of each type behind the type's byte, and a get whose blocks are carried."""
+    asks = replace(EXAMPLES[FrameType.FETCH], carry=True).encode()
+    carrying = [bytes([FrameType.FETCH]) + asks, bytes([FrameType.GRANT]) + CARRYING.encode()]
+    return [bytes([kind]) + PAYLOADS[kind] for kind in KINDS] + carrying
 
 
 def messages_parser() -> Parser:
