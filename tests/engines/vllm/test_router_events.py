@@ -202,9 +202,14 @@ def test_what_a_real_engine_stores_is_scored_by_a_router(site: Site, tiny_llama:
                     index.read(topic, payload)
                 return index.scores(words, "tiny").get("pod0", 0.0)
 
-            eventually(
-                lambda: score() == 10.0 and not index.missing, "ten blocks, and none missing"
-            )
+            try:
+                eventually(
+                    lambda: score() == 10.0 and not index.missing, "ten blocks, and none missing"
+                )
+            except AssertionError as error:
+                error.add_note(f"scores {score()}, missing {index.missing}, told {index.requests}")
+                error.add_note(f"the engine {site.b.counts()}, the relay {relay.status()}")
+                raise
             told = {
                 row["engine_keys"][0]: row["tokens"]
                 for row in events(site.daemon)
