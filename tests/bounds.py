@@ -214,6 +214,16 @@ def blocks_per_fetch() -> None:
     refused(lambda: data.Explain.decode(data.Explain(1, keys).encode()))
 
 
+def carried_bytes() -> None:
+    def grant(size: int) -> bytes:
+        item = data.GrantItem(0, data.Tier.MEMORY, RemoteSpan(0, 0, size), 1, bytes(32), bytes(16))
+        return data.Grant(True, 0, 0, 0, (item,), (), bytes(size)).encode()
+
+    most = limits.CARRIED_BYTES_MAX
+    data.Grant.decode(grant(most))
+    refused(lambda: data.Grant.decode(grant(most + 1)))
+
+
 def blocks_per_put() -> None:
     most = limits.BLOCKS_PER_PUT_MAX
     item = data.PutItem(bytes(16), bytes(8), 1, 0, b"", ())
@@ -398,7 +408,8 @@ CHECKS: dict[str, Check] = {
     "FRAME_HEADER_BYTES": frame_header_bytes, "FRAME_PAYLOAD_BYTES_MAX": frame_payload_bytes,
     "FRAME_PAYLOAD_BYTES_BEFORE_OPEN_MAX": frame_payload_bytes_before_open,
     "KEYS_PER_FRAME_MAX": keys_per_frame, "BLOCKS_PER_FETCH_MAX": blocks_per_fetch,
-    "BLOCKS_PER_PUT_MAX": blocks_per_put, "REQUESTS_IN_FLIGHT_MAX": requests_in_flight,
+    "CARRIED_BYTES_MAX": carried_bytes, "BLOCKS_PER_PUT_MAX": blocks_per_put,
+    "REQUESTS_IN_FLIGHT_MAX": requests_in_flight,
     "NAMESPACES_PER_SESSION_MAX":
         Test("tests/daemon/test_quota_full.py::test_sessions_and_namespaces_at_their_limits"),
     "DESCRIPTOR_BYTES_MAX": descriptor_bytes, "DESCRIPTOR_TEXT_BYTES_MAX": descriptor_text_bytes,

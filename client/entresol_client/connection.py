@@ -206,6 +206,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc else self._why_closed)
+        self._transport = None  # a transport keeps its protocol's methods: both would stay
 
     # Requests --------------------------------------------------------------------------------
 
