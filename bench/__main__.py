@@ -136,4 +136,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; what was measured before is in bench/results.json", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -20,7 +20,7 @@ from entresol_proto.seal.dtypes import DType
 
 PLACES_MAX = 1024
 TRIES = 4
-SKIPPED_MAX = 32
+SKIPPED_MAX = 64
 
 
 class Bypass:
