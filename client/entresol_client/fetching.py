@@ -217,7 +217,11 @@ class _Get:
             if item.plain_bytes == len(wanted.into):
                 one = Granted(wanted, item, never_ns, never_ns)
                 source = carried[span.address : span.address + span.length_bytes]
-                (status,) = open_blocks(self._context, [one], [source], in_place=False)
+                try:
+                    (status,) = open_blocks(self._context, [one], [source], in_place=False)
+                except Exception:  # it has been zeroed
+                    log.exception("event=bug where=open_carried")
+                    status = Status.INTERNAL
             if status in _REPORTED:
                 self.again.append(wanted)
             else:

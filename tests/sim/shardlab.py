@@ -440,7 +440,7 @@ class Host:
 
     async def open(self, salt: str = "s") -> None:
         """Open session, data path and one namespace."""
-        welcome = await self._call(opening.Hello(1, 1, bytes(16), 2, "sim"))
+        welcome = await self._call(opening.Hello(1, opening.PROTOCOL_MAX, bytes(16), 2, "sim"))
         offer = welcome.offers[0]
         self.world.fabric.bring(offer, self.wire)
         await self._call(opening.Attach(offer.kind))

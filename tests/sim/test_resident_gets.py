@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from entresol_daemon.shard import resident
+from entresol_daemon.shard.dispatch import CARRIED_AHEAD_BYTES_MAX
 from entresol_daemon.shard.resident import BLOCKS_MAX_ALONE
 from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
-from entresol_proto import limits
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import OpenAt
@@ -28,8 +29,8 @@ def ways(world: World) -> list[str]:
     gets, found = world.shard.gets, []
     at_once, long_way = gets.resident.fetch_now, gets.fetch
 
-    def fetch_now(*args: Any) -> data.Grant | None:
-        grant = at_once(*args)
+    def fetch_now(*args: Any, **named: Any) -> data.Grant | None:
+        grant = at_once(*args, **named)
         if grant is not None:
             found.append("now")
         return grant
@@ -89,7 +90,7 @@ def test_both_ways_count_the_same(tmp_path: Path, blocks: int) -> None:
         index, index_use = world.shard.parts.engine.index, world.shard.parts.meters.usefulness
         grown, uses = [], []
         at_once = world.shard.gets.resident.fetch_now
-        for way in (at_once, lambda *_: None):
+        for way in (at_once, lambda *_, **__: None):
             world.shard.gets.resident.fetch_now = way  # type: ignore[method-assign]
             before = counted(world)
             names = host._names(KEYS[:blocks])
@@ -255,7 +256,7 @@ def test_blocks_come_within_their_grant_where_that_is_asked_for(tmp_path: Path) 
         leases, sent = world.shard.parts.leases, []
         grant = leases.grant
         leases.grant = lambda *args: sent.append(args) or grant(*args)  # type: ignore[method-assign]
-        for count in (1, 8):
+        for count in (1, 6):
             assert await host.get(KEYS[:count], OpenAt.HOST, carry=True) == [OK] * count
         assert (found, sent) == (["now"] * 2, [])
         assert carried._value.get() == 2
@@ -273,6 +274,36 @@ def test_blocks_come_within_their_grant_where_that_is_asked_for(tmp_path: Path) 
     simulate(tmp_path, story)
 
 
+def test_who_does_not_take_its_answers_gets_no_blocks_in_them(tmp_path: Path) -> None:
+    """What waits to be sent is charged to nobody: many sessions that read nothing must not hold
+    much of it."""
+
+    async def story(world: World) -> None:
+        host, _ = await warm(world)
+        carried = world.shard.parts.metrics.grants_carried._value
+        handler = host._handler
+        assert handler is not None
+
+        async def carries() -> bool:
+            before = carried.get()
+            assert await host.get(KEYS[:1], OpenAt.HOST, carry=True) == [OK]
+            return bool(carried.get() - before)
+
+        assert await carries()
+        handler._queued_bytes = lambda: 1
+        assert not await carries()
+        handler._queued_bytes = lambda: 0
+        assert await carries()
+        for more in (0, 1):  # answers that leave together
+            handler._answers = [bytes(CARRIED_AHEAD_BYTES_MAX), bytes(more)]
+            assert handler._may_carry() is (more == 0)
+        handler._answers = None
+        handler._protocol = 3  # the byte is reserved in it
+        assert not await carries()
+
+    simulate(tmp_path, story)
+
+
 def test_more_than_a_grant_carries_is_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +312,7 @@ def test_more_than_a_grant_carries_is_leased(
         slot = world.shard.parts.engine.index.find(host.namespace_id, host._names(KEYS[:1])[0])
         sealed_bytes = int(world.shard.parts.engine.index.sealed_bytes[slot])
         for most in (sealed_bytes - 1, sealed_bytes):
-            monkeypatch.setattr(limits, "CARRIED_BYTES_MAX", most)
+            monkeypatch.setattr(resident, "CARRY_BYTES_MAX", most)
             assert await host.get(KEYS[:1], OpenAt.HOST, carry=True) == [OK]
         assert found == ["now", "now"]
         assert world.shard.parts.metrics.grants_carried._value.get() == 1
@@ -298,8 +329,8 @@ def test_what_is_carried_is_paid_for_by_its_length(tmp_path: Path) -> None:
             lambda account, cost: (more.append(cost), count(account, cost))
         )
         index = world.shard.parts.engine.index
-        slots = [index.find(host.namespace_id, name) for name in host._names(KEYS[:8])]
-        assert await host.get(KEYS[:8], OpenAt.HOST, carry=True) == [OK] * 8
+        slots = [index.find(host.namespace_id, name) for name in host._names(KEYS[:6])]
+        assert await host.get(KEYS[:6], OpenAt.HOST, carry=True) == [OK] * 6
         sealed_bytes = sum(int(index.sealed_bytes[slot]) for slot in slots)
         assert sum(more) == sealed_bytes >> CARRY_COST_SHIFT
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
-from entresol_client import AsyncClient, Namespace
+from entresol_client import AsyncClient, Namespace, connection, fetching
 from entresol_client.opening import INLINE_BYTES_MAX
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.status import Status
@@ -164,6 +165,45 @@ async def test_what_nobody_asked_to_be_carried_ends_the_session(tmp_path: Path) 
         got = await ns.get_into([key(0)], [into])
         assert got.statuses == [Status.DISCONNECTED]
         assert into == empty(1)[0]
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+@pytest.mark.parametrize("most", [1, 100, 5_000])
+def test_an_answer_longer_than_is_received_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Any, most: int
+) -> None:
+    """Over TLS, of either loop."""
+    monkeypatch.setattr(connection, "RECEIVED_BYTES_MAX", most)
+
+    async def story() -> None:
+        async with opened(tmp_path) as (peer, ns):
+            size = 3_000 if most == 1 else BLOCK_BYTES
+            add(peer, 0, size)
+            for _ in range(3):
+                (into,) = empty(1, size)
+                assert (await ns.get_into([key(0)], [into])).ok
+                assert bytes(into) == content(0, size)
+            assert fetches(peer) == [True] * 3
+            assert leased(peer) == 0
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(story())
+
+
+async def test_an_error_of_ours_while_one_is_opened_is_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> list[Status]:
+        raise RuntimeError("a bug")
+
+    async with opened(tmp_path) as (peer, ns):
+        add(peer, 0)
+        monkeypatch.setattr(fetching, "open_blocks", broken)
+        got = await ns.get_into([key(0)], empty(1))
+        assert got.statuses == [Status.INTERNAL]
+        assert "event=bug where=open_carried" in caplog.text
+        monkeypatch.undo()
+        assert (await ns.get_into([key(0)], empty(1))).ok
 
 
 async def test_one_that_comes_too_late_gives_nothing_back(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ class _Connection(asyncio.Protocol):
             transport.abort()
             return
         self.handler = SessionHandler(
-            shard, tenant, write=transport.write, close=self.close, read_on=self._handler_reads
-        )
+            shard, tenant, write=transport.write, close=self.close, read_on=self._handler_reads,
+            queued_bytes=transport.get_write_buffer_size,
+        )  # fmt: skip
         self._listener.connections.add(self)
         loop = asyncio.get_running_loop()
         self._watch_handshake()

@@ -34,6 +34,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 """Begins when it is called: a task that ends before its first step has begun nothing."""
 
 BACKLOG_BYTES_MAX = 256 * limits.KIB  # of one session's requests that wait for their turn
+CARRIED_AHEAD_BYTES_MAX = 128 * limits.KIB  # answers on their way beside which blocks are carried
 READ_FREE_COST = 64  # of messages read: whenever it is more, that takes a turn on the loop
 READ_COST_SHIFT = 10  # about a microsecond for a KiB
 READ_BYTES = 1 * limits.KIB  # looked at together, unless they are of one message
@@ -55,6 +56,11 @@ def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
 
 
+def _none_queued() -> int:
+    """For a caller whose answers leave at once."""
+    return 0
+
+
 def _gone(*_: object) -> None:
     """In the place of a connection that is no more."""
 
@@ -70,13 +76,17 @@ class SessionHandler:
         write: Callable[[bytes], None],
         close: Callable[[], None],
         read_on: Callable[[bool], None] = _always,
+        queued_bytes: Callable[[], int] = _none_queued,
     ) -> None:
-        """`read_on(False)` asks for no more bytes until `read_on(True)`: enough work waits."""
+        """`read_on(False)` asks for no more bytes until `read_on(True)`: enough work waits.
+        `queued_bytes`: of answers that the peer has not taken."""
         self._shard = shard
         self._tenant = tenant
         self._write = write
         self._close = close
         self._read_on = read_on
+        self._queued_bytes = queued_bytes
+        self._protocol = opening.PROTOCOL_MIN  # until it is chosen
         self._backlog_bytes = 0  # of requests that wait for their turn on the loop
         self._holds = 0  # reasons not to read on
         self._unread = bytearray()  # came before it was asked to stop
@@ -197,6 +207,7 @@ class SessionHandler:
             # They are the connection's, which has this: with its buffers, both would stay until
             # the collector looks at what is old, which is seldom.
             self._write = self._close = self._read_on = _gone
+            self._queued_bytes = _none_queued
 
     def _refuse(self, error: ProtocolError) -> None:
         metrics = self._shard.parts.metrics
@@ -320,12 +331,20 @@ class SessionHandler:
             gets, quoting = self._shard.gets, self._shard.quoting
             if traced or quoting.times(session):  # which look at the way that every get goes
                 return None
-            return gets.resident.fetch_now(session, message)
+            carry = message.carry and self._may_carry()
+            return gets.resident.fetch_now(session, message, carry=carry)
         if isinstance(message, data.Exists) and lookups.at_once(self._shard.parts, message.keys):
             return lookups.exists_now(self._shard.parts, session, message)
         if isinstance(message, data.Touch) and lookups.touches_at_once(self._shard.parts, message):
             return data.Done(lookups.touch_now(self._shard.parts, session, message))
         return None
+
+    def _may_carry(self) -> bool:
+        """Whether an answer may have blocks in it. What waits to be sent is charged to nobody, so
+        that of one session is not much, however many it asks for and does not read."""
+        if self._protocol < opening.PROTOCOL_CARRY or self._queued_bytes():
+            return False
+        return sum(map(len, self._answers or ())) <= CARRIED_AHEAD_BYTES_MAX
 
     def _trace(self, request_id: int, message: Any) -> Trace | None:
         """The trace of a request, if it is to have one."""
@@ -417,6 +436,7 @@ class SessionHandler:
                 hint="upgrade the older side",
                 status=Status.UNSUPPORTED,
             )
+        self._protocol = version
         known = shard.parts.accounts.by_name.get(self._tenant)
         weight = known.weight if known is not None else 1
         try:

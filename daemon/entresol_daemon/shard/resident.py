@@ -21,6 +21,8 @@ from entresol_proto.wire.data import Fetch, Grant, GrantItem, OpenAt
 from entresol_proto.wire.frames import FrameType
 
 BLOCKS_MAX_ALONE = 32  # while no other tenant uses the loop
+CARRY_BYTES_MAX = 144 * limits.KIB  # 128 KiB of blocks, sealed
+assert CARRY_BYTES_MAX <= limits.CARRIED_BYTES_MAX
 _KEY = limits.WIRE_KEY_BYTES
 
 
@@ -32,9 +34,10 @@ class ResidentGets:
         self._granting = granting
         self._door = door
 
-    def fetch_now(self, session: Session, request: Fetch) -> Grant | None:
+    def fetch_now(self, session: Session, request: Fetch, *, carry: bool = False) -> Grant | None:
         """The whole answer, leased; None when something of it is to be waited for or missed. The
-        turn that `costing.cost_of` tells has begun.
+        turn that `costing.cost_of` tells has begun. `carry`: the blocks may be in it, and are if
+        they are short; then nothing is leased.
 
         Raises: EntresolError as `GetPath.fetch`.
         """
@@ -52,15 +55,15 @@ class ResidentGets:
             return None
         cost = (blocks - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
         sealed_bytes = sum([resident.sealed_bytes for resident in residents])
-        if request.carry and sealed_bytes <= limits.CARRIED_BYTES_MAX:
+        if carry and sealed_bytes <= CARRY_BYTES_MAX:
             cost = max(0, cost) + (sealed_bytes >> CARRY_COST_SHIFT)
             parts.turns.loop.count(session.account, cost)
             grant = self._granting.carry_now(session, residents)
             parts.metrics.grants_carried.inc()
         else:
             parts.turns.loop.count(session.account, cost)
-            self._hold(session, residents)
             grant = self._granting.grant_now(session, namespace, residents)
+            self._hold(session, residents)  # until its lease ends, which was not a moment ago
         took_ns = parts.now_ns() - begun_ns
         # While the answer is on its way: it leaves before the loop's next turn.
         asyncio.get_running_loop().call_soon(
@@ -69,7 +72,7 @@ class ResidentGets:
         return grant
 
     def _hold(self, session: Session, residents: Sequence[Resident]) -> None:
-        """They are the session's until its lease of them ends."""
+        """They are the session's until a lease of them ends."""
         for resident in residents:
             self._parts.residency.pin(resident)
         held_bytes = sum([resident.extent.length_bytes for resident in residents])

@@ -154,14 +154,6 @@ def _is_whole(fd: int, file_bytes: int) -> bool:
     return allocated_bytes() >= file_bytes
 
 
-def allocate(fd: int, length_bytes: int) -> None:
-    """Have every page of a memfd, and close this descriptor of it. In a worker. Raises: OSError."""
-    try:
-        os.posix_fallocate(fd, 0, length_bytes)
-    finally:
-        os.close(fd)
-
-
 def _map_for_reading(fd: int, length_bytes: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):  # does not keep a duplicate of the descriptor
         return mmap.mmap(fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ, trackfd=False)
@@ -222,7 +214,8 @@ class SharedPool:
     """The worker threads of every shm endpoint of this process; they end with the last of them.
 
     Finding and freeing pages has a thread of its own: peers can ask for as much of that as they
-    like, and nobody's copies wait behind it.
+    like, and nobody's copies wait behind it. Only what a host itself exposes, once, is filled by
+    the threads for copies, in pieces.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,6 @@ from entresol_proto.fabric.regions import (
     CopyJob,
     PeerRegion,
     Piece,
-    allocate,
     map_region,
     unmap_all,
 )
@@ -166,21 +165,21 @@ class ShmEndpoint:
     async def _fill(self, fd: int, length_bytes: int) -> None:
         """Have all pages, as a daemon wants it, or fail now. Raises: FabricError (BUSY)."""
         mine = os.dup(fd)  # the caller may be cancelled, and close its own
-        # Not by the thread for pages, which gives way to everybody: the first put waits for this,
-        # on a host whose processors an engine may have all to itself.
-        job = POOL.submit(allocate, mine, length_bytes)
         try:
-            await job.outcome()
-        except asyncio.CancelledError:
-            if not job.begun:
-                os.close(mine)
-            raise
+            # Not by the thread for pages, which gives way to everybody: the first put waits for
+            # this, on a host whose processors an engine may have all to itself. Nor in one piece:
+            # copies wait for the same threads.
+            for at in range(0, length_bytes, POPULATE_BYTES):
+                more = min(POPULATE_BYTES, length_bytes - at)
+                await POOL.submit(os.posix_fallocate, mine, at, more).outcome()
         except OSError as error:
             raise FabricError(
                 f"no memory for what the daemon is to read: {error.strerror}",
                 hint="lower staging_bytes_max, or allow this process more memory",
                 status=Status.BUSY,
             ) from None
+        finally:
+            os.close(mine)  # no thread is at it: see `Job.outcome`
 
     async def revoke(self, exposure: Exposure) -> None:
         """See `base.Endpoint.revoke`. Waits for the peer's answer, at most REVOKE_DEADLINE_NS."""
