@@ -18,13 +18,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from entresol_proto import __version__
+from entresol_proto import __version__, limits
 from entresol_proto.status import ConfigError, Status
 from entresol_proto.tracing import ids_of, sampled
+from entresol_proto.wire import data, quote
 from entresol_proto.wire.data import Grant, Tier
 
 if TYPE_CHECKING:
     from entresol_daemon.config import Config
+    from entresol_daemon.shard.sessions import Session
 
 log = logging.getLogger("entresol.traces")
 
@@ -34,6 +36,10 @@ QUEUE_SPANS_MAX = 2048
 BATCH_SPANS_MAX = 512
 EVERY_MS = 2_000
 PACKAGE_HINT = "pip install 'entresol[otel]'"
+_TRACED = (
+    data.Fetch, data.Stage, data.Exists, data.Touch, data.Reserve, data.Commit, data.Forget,
+    data.Explain, quote.Quote,
+)  # fmt: skip
 _BAD = frozenset({Status.CORRUPT, Status.INTERNAL, Status.IO_ERROR, Status.FABRIC_ERROR})
 
 
@@ -103,6 +109,21 @@ class Traces:
             return None
         trace = Trace(self, name, ids, now_ns)
         trace.attributes["entresol.tenant"] = tenant
+        return trace
+
+    def of_request(
+        self, session: Session, tenant: str, request_id: int, message: Any,
+        now_ns: Callable[[], int],
+    ) -> Trace | None:  # fmt: skip
+        """The same of any message of a session; None for a kind that is never traced."""
+        if not isinstance(message, _TRACED):
+            return None
+        name = message.TYPE.name.lower()
+        trace = self.begin(session.session_id, request_id, name, tenant, now_ns)
+        if trace is not None:
+            blocks = len(getattr(message, "keys", b"")) // limits.WIRE_KEY_BYTES
+            trace.attributes["entresol.blocks"] = blocks or len(getattr(message, "items", ()))
+            trace.attributes["entresol.fabric"] = session.fabric
         return trace
 
     def write(self, trace: Trace, ids: tuple[int, int], status: Status, ended_ns: int) -> None:

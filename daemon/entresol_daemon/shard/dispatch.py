@@ -42,10 +42,6 @@ READ_BYTES = 1 * limits.KIB  # looked at together, unless they are of one messag
 log = logging.getLogger("entresol.session")
 
 _NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
-_TRACED = (
-    data.Fetch, data.Stage, data.Exists, data.Touch, data.Reserve, data.Commit, data.Forget,
-    data.Explain, quote.Quote,
-)  # fmt: skip
 
 
 def _nothing(_task: object) -> None:
@@ -54,11 +50,6 @@ def _nothing(_task: object) -> None:
 
 def _always(_reading: bool) -> None:
     """For a caller that cannot hold bytes back."""
-
-
-def _none_queued() -> int:
-    """For a caller whose answers leave at once."""
-    return 0
 
 
 def _gone(*_: object) -> None:
@@ -76,7 +67,7 @@ class SessionHandler:
         write: Callable[[bytes], None],
         close: Callable[[], None],
         read_on: Callable[[bool], None] = _always,
-        queued_bytes: Callable[[], int] = _none_queued,
+        queued_bytes: Callable[[], int] = int,  # none
     ) -> None:
         """`read_on(False)` asks for no more bytes until `read_on(True)`: enough work waits.
         `queued_bytes`: of answers that the peer has not taken."""
@@ -207,7 +198,7 @@ class SessionHandler:
             # They are the connection's, which has this: with its buffers, both would stay until
             # the collector looks at what is old, which is seldom.
             self._write = self._close = self._read_on = _gone
-            self._queued_bytes = _none_queued
+            self._queued_bytes = int
 
     def _refuse(self, error: ProtocolError) -> None:
         metrics = self._shard.parts.metrics
@@ -342,23 +333,16 @@ class SessionHandler:
     def _may_carry(self) -> bool:
         """Whether an answer may have blocks in it. What waits to be sent is charged to nobody, so
         that of one session is not much, however many it asks for and does not read."""
-        if self._protocol < opening.PROTOCOL_CARRY or self._queued_bytes():
-            return False
-        return sum(map(len, self._answers or ())) <= CARRIED_AHEAD_BYTES_MAX
+        ahead_bytes = sum(map(len, self._answers or ()))
+        knows, free = self._protocol >= opening.PROTOCOL_CARRY, not self._queued_bytes()
+        return knows and free and ahead_bytes <= CARRIED_AHEAD_BYTES_MAX
 
     def _trace(self, request_id: int, message: Any) -> Trace | None:
         """The trace of a request, if it is to have one."""
-        parts = self._shard.parts
-        traces, session = parts.meters.traces, self.session
-        if traces is None or session is None or not isinstance(message, _TRACED):
+        parts, session = self._shard.parts, self.session
+        if (traces := parts.meters.traces) is None or session is None:
             return None
-        name = message.TYPE.name.lower()
-        trace = traces.begin(session.session_id, request_id, name, self._tenant, parts.unix_ns)
-        if trace is not None:
-            blocks = len(getattr(message, "keys", b"")) // limits.WIRE_KEY_BYTES
-            trace.attributes["entresol.blocks"] = blocks or len(getattr(message, "items", ()))
-            trace.attributes["entresol.fabric"] = session.fabric
-        return trace
+        return traces.of_request(session, self._tenant, request_id, message, parts.unix_ns)
 
     async def _guard(
         self, request_id: int, kind: FrameType, work: Work, trace: Trace | None
