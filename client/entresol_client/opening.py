@@ -74,11 +74,10 @@ def plan_groups(
     A group takes its thread's share of half of what is left, at least 2 and at most 8 MiB, so that
     few hand-overs are made and yet all threads end at about the same time (guided self-scheduling,
     Polychronopoulos and Kuck, 1987); of a batch that is not the `last` its whole share, since more
-    work follows. Several groups fit into the staging memory. A larger block is
-    a group by itself. Small blocks are not spread over threads: opening one is mostly interpreter
-    work, and threads would fight for the lock. Where the daemon opened the blocks there is nothing
-    to overlap: an equal part for each thread. Where the fabric opens them as they land, it does all
-    of this itself.
+    work follows. Several groups fit into the staging memory. A larger block is a group by itself.
+    Small blocks are not spread over threads: opening one is mostly interpreter work, and threads
+    would fight for the lock. Where the daemon opened the blocks there is nothing to overlap: an
+    equal part for each thread. Where the fabric opens them as they land, it does all this itself.
     """
     if granted and _can_land(context, granted):
         return [list(granted)]

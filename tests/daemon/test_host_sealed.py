@@ -390,6 +390,30 @@ async def test_a_host_with_another_key_of_that_number_misses_and_drops_nothing(
         await assert_idle(running.daemon)
 
 
+async def test_they_come_within_their_grant_as_others_do(running: Running, key_file: Path) -> None:
+    """Over tcp, small ones. Who has another key of that number drops nothing here either."""
+    other = key_file.with_name("other.key")
+    shutil.copy(key_file, other)
+    for path in (key_file, other):
+        TenantKey.load(path).rotated(2).save(path)
+    keys = keys_of(4, "carried")
+    carried = running.daemon.shard.parts.metrics.grants_carried._value
+    async with (
+        client_of(running, fabric="tcp", tenant_key=key_file) as one,
+        client_of(running, fabric="tcp", tenant_key=other) as two,
+    ):
+        space, stranger = await one.namespace(DESCRIPTOR), await two.namespace(DESCRIPTOR)
+        assert all_are(await put(space, keys, 16 * KIB), Status.OK)
+        for reader, status in ((space, Status.OK), (stranger, Status.LOCKED)):
+            await get(reader, keys, 16 * KIB)  # the slab is shown to it
+            before = carried.get()
+            assert all_are(await get(reader, keys, 16 * KIB), status)
+            assert carried.get() == before + 1
+        assert all_are(await get(space, keys, 16 * KIB), Status.OK)
+        assert running.daemon.shard.parts.meters.totals.corrupt_where == {}
+        await assert_idle(running.daemon)
+
+
 async def test_the_daemons_own_keys_do_not_touch_them(running: Running, key_file: Path) -> None:
     """Forced rotation drops what the daemon sealed, and erasing drops everything."""
     keys, others = keys_of(5, "host"), keys_of(5, "daemon")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from entresol_daemon.shard import resident
+from entresol_daemon.core import planning
+from entresol_daemon.shard import gets, resident
 from entresol_daemon.shard.dispatch import CARRIED_AHEAD_BYTES_MAX
 from entresol_daemon.shard.resident import BLOCKS_MAX_ALONE
 from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
@@ -333,5 +334,31 @@ def test_what_is_carried_is_paid_for_by_its_length(tmp_path: Path) -> None:
         assert await host.get(KEYS[:6], OpenAt.HOST, carry=True) == [OK] * 6
         sealed_bytes = sum(int(index.sealed_bytes[slot]) for slot in slots)
         assert sum(more) == sealed_bytes >> CARRY_COST_SHIFT
+
+    simulate(tmp_path, story)
+
+
+def test_of_a_long_get_only_the_first_window_is_granted_in_two_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has work, then, while the next window is prepared."""
+    monkeypatch.setattr(planning, "FIRST_GRANT_BYTES", 64 * 1024)
+    monkeypatch.setattr(gets, "WINDOW_BLOCKS_MAX", 24)
+
+    async def story(world: World) -> None:
+        host, found = await warm(world, 48)
+        sent: list[int] = []
+        grant = world.shard.gets.granting.grant
+
+        async def granting(job: Any, entries: Any, *, final: bool) -> None:
+            sent.append(len(entries))
+            await grant(job, entries, final=final)
+
+        world.shard.gets.granting.grant = granting  # type: ignore[method-assign]
+        assert await host.get(KEYS[:48], OpenAt.HOST) == [OK] * 48
+        assert found == ["later"]
+        first, rest, second = sent
+        assert 0 < first < rest
+        assert (first + rest, second) == (24, 24)
 
     simulate(tmp_path, story)

@@ -63,7 +63,7 @@ class ResidentGets:
         else:
             parts.turns.loop.count(session.account, cost)
             grant = self._granting.grant_now(session, namespace, residents)
-            self._hold(session, residents)  # until its lease ends, which was not a moment ago
+            self._hold(session, residents)  # nothing has been awaited since the lease was made
         took_ns = parts.now_ns() - begun_ns
         # While the answer is on its way: it leaves before the loop's next turn.
         asyncio.get_running_loop().call_soon(

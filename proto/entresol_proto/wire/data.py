@@ -1,6 +1,7 @@
 """Messages that move and manage blocks inside an open session.
 
-Same rules as `opening`: frozen dataclasses, one encoding, named limits, ProtocolError for the rest.
+Same rules as `opening`: frozen dataclasses (but for the items of a GRANT), one encoding, named
+limits, ProtocolError for the rest.
 Keys travel as one run of 16-byte wire keys (`keys`), in prefix order.
 """
 
