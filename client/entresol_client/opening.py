@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -77,9 +78,10 @@ def plan_groups(
     work follows. Several groups fit into the staging memory. A larger block is a group by itself.
     Small blocks are not spread over threads: opening one is mostly interpreter work, and threads
     would fight for the lock. Where the daemon opened the blocks there is nothing to overlap: an
-    equal part for each thread. Where the fabric opens them as they land, it does all this itself.
+    equal part for each thread. Where blocks are opened in the daemon's memory, or by the fabric as
+    they land, threads share a batch by themselves.
     """
-    if granted and _can_land(context, granted):
+    if granted and (_maps(context) or _can_land(context, granted)):
         return [list(granted)]
     threads, staging_bytes, at_daemon = (
         context.workers.threads,
@@ -108,11 +110,16 @@ def plan_groups(
 
 def open_at_once(context: OpenContext, group: list[Granted]) -> list[Status] | None:
     """Open a small group where it is, if it needs nothing to be waited for; else None."""
-    if context.at_daemon or not context.endpoint.capabilities.maps:
+    if not _maps(context):
         return None
     if sum(one.item.plain_bytes for one in group) > INLINE_BYTES_MAX:
         return None
     return open_blocks(context, group, _mapped(context, group), in_place=True)
+
+
+def _maps(context: OpenContext) -> bool:
+    """Whether sealed blocks are opened where they lie in the daemon's memory."""
+    return not context.at_daemon and context.endpoint.capabilities.maps
 
 
 def _mapped(context: OpenContext, group: list[Granted]) -> list[memoryview | Status]:
@@ -126,8 +133,8 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
     cause."""
     if context.at_daemon:
         return await _read_plain(context, group)
-    if context.endpoint.capabilities.maps:
-        return await _open(context, group, _mapped(context, group), in_place=True)
+    if _maps(context):
+        return await _open_shared(context, group, _mapped(context, group))
     if _can_land(context, group):
         return await _open_landing(context, group)
     if sum(one.item.span.length_bytes for one in group) <= GROUP_BYTES_MAX or len(group) == 1:
@@ -230,37 +237,78 @@ def open_blocks(
     voids blocks opened in place, and explains damage of copied ones. A grant that was long on its
     way explains it too: the lease began with it, at the daemon.
     """
+    return [_open_block(context, *pair, in_place) for pair in zip(group, sources, strict=True)]
+
+
+def _open_block(
+    context: OpenContext, one: Granted, source: memoryview | Status, in_place: bool
+) -> Status:
     now_ns = time.monotonic_ns
-    statuses = []
-    for one, source in zip(group, sources, strict=True):
-        if type(source) is Status:
-            statuses.append(source)
-            continue
-        assert type(source) is memoryview
-        if now_ns() >= context.deadline_ns:
-            statuses.append(Status.DEADLINE)
-            continue
-        wanted, item = one.wanted, one.item
-        try:
-            status = open_into(
-                source,
-                wanted.into,
-                namespace_id=context.namespace_id,
-                wire_key=wanted.wire_key,
-                engine_key=wanted.engine_key,
-                block_key=context.key_of or BlockKey(item.key, item.commitment),
-            )
-        except EntresolError as error:  # open_into has zeroed
-            status = error.status
-        if status is Status.CORRUPT and _under_another_key(context, wanted, source):
-            status = Status.LOCKED
-        if in_place or status is not Status.OK:
-            until_ns = one.lease_until_ns if status is Status.OK else one.doubtful_ns
-            if now_ns() >= until_ns:
-                status = Status.LEASE_EXPIRED
-                zero(wanted.into)
-        statuses.append(status)
-    return statuses
+    if type(source) is Status:
+        return source
+    assert type(source) is memoryview
+    if now_ns() >= context.deadline_ns:
+        return Status.DEADLINE
+    wanted, item = one.wanted, one.item
+    try:
+        status = open_into(
+            source,
+            wanted.into,
+            namespace_id=context.namespace_id,
+            wire_key=wanted.wire_key,
+            engine_key=wanted.engine_key,
+            block_key=context.key_of or BlockKey(item.key, item.commitment),
+        )
+    except EntresolError as error:  # open_into has zeroed
+        status = error.status
+    if status is Status.CORRUPT and _under_another_key(context, wanted, source):
+        status = Status.LOCKED
+    if in_place or status is not Status.OK:
+        until_ns = one.lease_until_ns if status is Status.OK else one.doubtful_ns
+        if now_ns() >= until_ns:
+            status = Status.LEASE_EXPIRED
+            zero(wanted.into)
+    return status
+
+
+class _Sharing:
+    """A group that threads open together, each taking the next block: all end at about the same
+    time, whatever each had to wait for, and the loop hears once."""
+
+    __slots__ = ("_context", "_group", "_left", "_sources", "statuses")
+
+    def __init__(
+        self, context: OpenContext, group: list[Granted], sources: list[memoryview | Status]
+    ) -> None:
+        self._context, self._group, self._sources = context, group, sources
+        self._left = deque(range(len(group)))
+        self.statuses = [Status.DISCONNECTED] * len(group)  # of what no thread came to
+
+    def open_some(self) -> bool:
+        """On a worker thread: open blocks, at most a turn's worth; whether there are more."""
+        opened_bytes = 0
+        while opened_bytes < GROUP_BYTES_MAX:
+            try:
+                at = self._left.popleft()
+            except IndexError:
+                return False
+            one = self._group[at]
+            self.statuses[at] = _open_block(self._context, one, self._sources[at], in_place=True)
+            opened_bytes += one.item.plain_bytes
+        return bool(self._left)
+
+
+async def _open_shared(
+    context: OpenContext, group: list[Granted], sources: list[memoryview | Status]
+) -> list[Status]:
+    """Open in the daemon's memory, on as many threads as the bytes are worth waking."""
+    held = sum(one.item.span.length_bytes for one in group)
+    spread = held >= SPREAD_BLOCK_BYTES_MIN * len(group)
+    threads = held // GROUP_BYTES_MIN if spread else held // GROUP_BYTES_MAX
+    threads = max(1, min(threads, context.workers.threads))
+    sharing = _Sharing(context, group, sources)
+    await context.workers.share(sharing.open_some, threads=threads, until_ns=context.deadline_ns)
+    return sharing.statuses
 
 
 def _under_another_key(context: OpenContext, wanted: Wanted, sealed: memoryview) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 from entresol_client.results import RequestFailedError
 from entresol_proto.status import Status
-from entresol_proto.threads import Pool
+from entresol_proto.threads import Job, Pool
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -36,6 +36,15 @@ class Workers(Protocol):
         hand-over costs tens of microseconds.
 
         Raises: RequestFailedError: DISCONNECTED once closed, DEADLINE.
+        """
+        ...
+
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
+        """Have up to so many threads call `fn` side by side, until it returns false in one of them
+        (see `Pool.submit_shared`). When the caller is cancelled or the workers are closed, calls
+        that run come to their end and no other begins.
+
+        Raises: as `run`, if no call has begun.
         """
         ...
 
@@ -73,12 +82,26 @@ class ThreadWorkers:
             job = self._pool.submit(fn, *args)
         except RuntimeError:
             raise _closed_error() from None
+        return await self._outcome(job, until_ns)
+
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
+        """See `Workers.share`."""
+        try:
+            job = self._pool.submit_shared(fn, threads=threads)
+        except RuntimeError:
+            raise _closed_error() from None
+        await self._outcome(job, until_ns, job.stop)
+
+    async def _outcome(
+        self, job: Job[R], until_ns: int, on_cancel: Callable[[], None] | None = None
+    ) -> R:
+        """Raises: as `run`, and what the job raised."""
         timer: asyncio.TimerHandle | None = None
         if until_ns:
             left_s = (until_ns - time.monotonic_ns()) / 1e9
             timer = asyncio.get_running_loop().call_later(left_s, job.cancel)
         try:
-            return await job.outcome()
+            return await job.outcome(on_cancel)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -113,6 +136,11 @@ class InlineWorkers:
         if self._closed:
             raise _closed_error()
         return fn(*args)
+
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
+        """See `Workers.share`."""
+        while await self.run(fn):
+            pass
 
     def close(self) -> None:
         """See `Workers.close`."""

@@ -26,7 +26,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from entresol_proto.status import EntresolError, Status
 
@@ -97,11 +97,11 @@ class Job(Generic[R]):
             return False
         return True
 
-    def _run(self) -> None:
-        """In a thread of the pool."""
+    def _run(self) -> bool:
+        """In a thread of the pool; whether it should come again."""
         if not self._taken():
             self._home.ended(self)  # cancelled meanwhile
-            return
+            return False
         self._begun = True
         assert self._fn is not None
         try:
@@ -113,6 +113,7 @@ class Job(Generic[R]):
             self._error = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
         self._fn, self._args = None, ()
         self._home.ended(self)
+        return False
 
     def _give_up(self) -> None:
         """In a thread: its pool was closed."""
@@ -134,6 +135,77 @@ class Job(Generic[R]):
             self._again.set_result(None)
 
 
+class Shared(Job[None]):
+    """A call that several threads are in at a time; see `Pool.submit_shared`. It ends when no
+    thread is in it and none will be, whether or not all that were asked for ever came."""
+
+    __slots__ = ("_lock", "_open", "_over", "_running")
+
+    def __init__(self, home: _Home, fn: Callable[..., bool], args: tuple[Any, ...]) -> None:
+        """Use `Pool.submit_shared`."""
+        super().__init__(home, cast(Any, fn), args)
+        self._lock = threading.Lock()
+        self._open = True  # a thread that comes has something to do
+        self._running = 0
+        self._over = False
+
+    def cancel(self) -> bool:
+        """See `Job.cancel`."""
+        if not super().cancel():
+            return False
+        self._home.ended(self)  # now: no thread need come by
+        return True
+
+    def stop(self) -> None:
+        """On its loop: no further thread begins it, and none comes again."""
+        self._leave(came=False, more=False)
+
+    def _taken(self) -> bool:
+        with self._lock:
+            if self._begun or self._over:
+                return False
+            self._open, self._over = False, True
+            return True
+
+    def _run(self) -> bool:
+        """In a thread of the pool; whether it should come again."""
+        with self._lock:
+            if not self._open:
+                return False
+            assert self._fn is not None
+            self._running += 1
+            self._begun = True
+            fn, args = cast(Callable[..., bool], self._fn), self._args
+        more = False
+        try:
+            more = fn(*args)
+        except BaseException as error:
+            with self._lock:
+                # Without this frame, as in `Job._run`.
+                self._error = self._error or error.with_traceback(
+                    getattr(error.__traceback__, "tb_next", None)
+                )
+        del fn, args
+        return self._leave(came=True, more=more)
+
+    def _give_up(self) -> None:
+        self._leave(came=False, more=False)
+
+    def _leave(self, *, came: bool, more: bool) -> bool:
+        """One thread less is in it, or whoever says that there is no more; true if it goes on."""
+        with self._lock:
+            self._running -= came
+            self._open = self._open and more
+            going_on = self._open
+            ended = not going_on and not self._running and not self._over
+            if ended:
+                self._over = True
+                self._fn, self._args = None, ()
+        if ended:
+            self._home.ended(self)
+        return going_on
+
+
 class _Posted:
     """A call that nobody waits for."""
 
@@ -143,11 +215,12 @@ class _Posted:
         self._fn = fn
         self._args = args
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
         try:
             self._fn(*self._args)
         except Exception:
             log.exception("event=bug where=posted_call")
+        return False
 
     def _give_up(self) -> None:
         """Its pool was closed."""
@@ -290,6 +363,24 @@ class Pool:
             self._queue.put(job)
         return job
 
+    def submit_shared(self, fn: Callable[..., bool], *args: Any, threads: int) -> Shared:
+        """Have `fn(*args)` called in up to so many threads at a time, as they have nothing else to
+        do, until one call returns false: what there was to do together is done or under way. One
+        that returns true gives others of the pool a turn and comes again. The loop hears once,
+        when all calls have returned; the first error counts, and no call begins after one.
+
+        On an event loop. Raises: RuntimeError when the pool is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            home = _home_of(self)
+            job = Shared(home, fn, args)
+            self._homes.add(home)
+            for _ in range(min(threads, len(self._threads))):
+                self._queue.put(job)
+        return job
+
     def post(self, fn: Callable[..., object], *args: Any) -> None:
         """Have this called in a thread; nobody is told, and what it raises is logged. Needs no
         loop. Raises: RuntimeError when the pool is closed."""
@@ -331,11 +422,20 @@ class Pool:
     def _work(self, nice: int) -> None:
         _give_way(nice)
         while (job := self._queue.get()) is not None:
-            if self._dropped:
-                job._give_up()
-            else:
-                job._run()
+            while True:
+                if self._dropped:
+                    job._give_up()
+                elif job._run() and not self._put_back(job):
+                    continue
+                break
             del job  # and with it what it was given
+
+    def _put_back(self, job: Job[Any] | _Posted) -> bool:
+        """Behind what else is queued; false if nobody will look there any more."""
+        with self._lock:
+            if not self._closed:
+                self._queue.put(job)
+            return not self._closed
 
 
 async def all_outcomes(jobs: Sequence[Job[R]]) -> list[R]:
