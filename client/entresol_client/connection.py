@@ -28,7 +28,7 @@ from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.status import ProtocolError, Status
 from entresol_proto.transports import abort
-from entresol_proto.wire.data import Commit, Grant, Release, Reserved
+from entresol_proto.wire.data import Commit, Fetch, Grant, Release, Reserved
 from entresol_proto.wire.opening import ErrorReply, Goodbye, NamespaceOpened, OpenNamespace, Ping
 from entresol_proto.wire.session import ClientSession, Message, Received, State
 
@@ -38,6 +38,7 @@ RELEASE_DELAY_S = 0.001  # how long a finished lease may wait for company
 # From so much on leases go before the next request, which may need the room; fewer wait, because
 # the daemon would read them before the request.
 RELEASE_AHEAD_BYTES, RELEASE_AHEAD_COUNT = 256 * limits.KIB, 16
+RELEASE_BEHIND_BYTES_MAX = 48 * limits.MIB  # a session may hold more than twice as much
 RECEIVED_BYTES_MAX = limits.CARRIED_BYTES_MAX  # taken from the stream at once
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
 PINGS_ROOM = 1  # requests in flight that are kept for PING
@@ -290,8 +291,8 @@ class Connection(asyncio.BufferedProtocol):
     def release(
         self, lease_id: int, reports: Iterable[Report] = (), *, held_bytes: int = 0
     ) -> None:
-        """Give back a lease that holds so much; sent after RELEASE_DELAY_S, or before the next
-        request if that comes sooner and it is much."""
+        """Give back a lease that holds so much; sent after RELEASE_DELAY_S, or with the next
+        request if that comes sooner and it is much: behind a FETCH that needs no room of it."""
         self._release_ids.append(lease_id)
         self._release_bytes += held_bytes
         self._reports.extend(reports)
@@ -406,7 +407,11 @@ class Connection(asyncio.BufferedProtocol):
             or len(self._release_ids) >= RELEASE_AHEAD_COUNT
             or self._reports
         ):
-            raw = self._encode_releases() + raw
+            behind = isinstance(message, Fetch) and not self._reports
+            if behind and self._release_bytes <= RELEASE_BEHIND_BYTES_MAX:
+                raw += self._encode_releases()  # it is answered first
+            else:
+                raw = self._encode_releases() + raw
         self._write(raw)
         return request_id
 

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from entresol_client.connection import Report
 from entresol_client.opening import (
@@ -38,8 +39,18 @@ from entresol_proto.wire.opening import PROTOCOL_CARRY, NamespaceOpened
 
 log = logging.getLogger("entresol.client")
 
-# Wire keys depend on the shard's namespace secret, so the blocks are named once it is known.
-WantedOf = Callable[[Sequence[int], NamespaceOpened], list[Wanted]]
+
+class Batch(Protocol):
+    """The blocks of one get, by their place in it."""
+
+    def wire_keys(self, positions: Sequence[int], namespace: NamespaceOpened) -> bytes:
+        """End to end: they depend on the shard's namespace secret."""
+        ...
+
+    def wanted(self, positions: Sequence[int], wire_keys: bytes) -> list[Wanted]: ...
+
+    def plain_bytes(self, positions: Sequence[int]) -> int: ...
+
 
 # What the daemon wants to hear of; other causes (deadline, expired lease) it can see itself.
 _REPORTED = frozenset({Status.CORRUPT, Status.CONFLICT, Status.FABRIC_ERROR, Status.BAD_REQUEST})
@@ -88,7 +99,7 @@ class _Get:
         link: ShardLink,
         session: Session,
         namespace: NamespaceOpened,
-        wanted: Sequence[Wanted],
+        wire_keys: bytes,
         open_at: OpenAt,
         deadline_ns: int,
         tally: GetTally,
@@ -98,11 +109,11 @@ class _Get:
         self._link = link
         self._session = session
         self._handle = namespace.handle
-        self._wanted = wanted
+        self._wire_keys = wire_keys
         self._open_at = open_at
         self._deadline_ns = deadline_ns
         self._tally = tally
-        self._unanswered = dict(enumerate(wanted))
+        self._unanswered: dict[int, Wanted] = {}
         self._carry = False
         self.again: list[Wanted] = []  # came within a grant and did not open
         self._asked_ns = 0
@@ -119,9 +130,9 @@ class _Get:
             key_of=key_of,
         )
 
-    async def run(self, prefix: bool, carry: bool) -> None:
-        """`carry`: blocks may come within the grant. Raises: RequestFailedError after whatever came
-        has been finished."""
+    async def run(self, wanted_of: Callable[[], list[Wanted]], prefix: bool, carry: bool) -> None:
+        """`wanted_of`: the blocks, to be made while the daemon is at work. `carry`: blocks may come
+        within the grant. Raises: RequestFailedError after whatever came has been finished."""
         connection = self._session.connection
         now_ns = time.monotonic_ns()
         if now_ns >= self._deadline_ns:
@@ -131,15 +142,16 @@ class _Get:
             self._open_at,
             prefix,
             min(self._deadline_ns - now_ns, limits.DEADLINE_NS_MAX),
-            b"".join(one.wire_key for one in self._wanted),
+            self._wire_keys,
             carry,
         )
         self._carry = carry
         self._asked_ns = now_ns  # no lease of this request began before
         request_id, sink = await connection.fetch(fetch, self._deadline_ns)
-        if self._context.at_daemon:  # while the daemon is at work
-            asyncio.get_running_loop().call_soon(self._digest_keys)
         try:
+            self._unanswered = dict(enumerate(wanted_of()))
+            if self._context.at_daemon:
+                self._digest_keys()
             while grants := await sink.next(self._deadline_ns):
                 for grant, received_ns in grants:
                     self._accept(grant, received_ns)
@@ -150,8 +162,8 @@ class _Get:
             await self._finish_groups()
 
     def _digest_keys(self) -> None:
-        if not self._digests:
-            self._digests = [engine_key_digest(one.engine_key) for one in self._wanted]
+        wanted = self._unanswered.values()
+        self._digests = [engine_key_digest(one.engine_key) for one in wanted]
 
     def _accept(self, grant: Grant, received_ns: int) -> None:
         """Note misses, start groups for what is leased."""
@@ -172,8 +184,6 @@ class _Get:
         lease = _Lease(grant)
         usable: list[Granted] = []
         at_daemon = self._context.at_daemon
-        if at_daemon:
-            self._digest_keys()
         for item in grant.items:
             wanted = self._answer(item.index)
             room, span_bytes = len(wanted.into), item.span.length_bytes
@@ -301,7 +311,7 @@ class _Get:
 async def fetch_blocks(
     link: ShardLink,
     canonical: bytes,
-    wanted_of: WantedOf,
+    batch: Batch,
     positions: Sequence[int],
     *,
     open_at: OpenAt,
@@ -310,7 +320,7 @@ async def fetch_blocks(
     tally: GetTally,
     key_of: KeyOf | None = None,
 ) -> None:
-    """Get the blocks at `positions` from their shard into the caller's buffers.
+    """Get the blocks at `positions` of the batch from their shard into the caller's buffers.
 
     `key_of` is given by a tenant that keeps its keys: then keys in grants are not looked at.
     Outcomes go into `tally`; nothing is raised for an outage.
@@ -327,16 +337,18 @@ async def fetch_blocks(
             if session.endpoint is None:
                 raise RequestFailedError(Status.FABRIC_ERROR, "no data path")
             namespace = await session.connection.namespace(canonical, deadline_ns)
-            wanted = wanted_of(positions, namespace)
+            names, size = batch.wire_keys(positions, namespace), limits.WIRE_KEY_BYTES
             step = min(limits.BLOCKS_PER_FETCH_MAX, max(1, session.welcome.blocks_per_fetch_max))
-            for at in range(0, len(wanted), step):
-                part = wanted[at : at + step]
-                left, carry = part, _may_carry(session, part, open_at)
-                while left:  # a second time without `carry`, if at all
-                    get = _Get(link, session, namespace, left, open_at, deadline_ns, tally, key_of)
-                    await get.run(prefix, carry)
-                    left, carry = get.again, False
-                if prefix and any(tally.statuses[one.position] is not Status.OK for one in part):
+            for at in range(0, len(positions), step):
+                part, run = positions[at : at + step], names[at * size : (at + step) * size]
+                carry = _may_carry(session, open_at) and batch.plain_bytes(part) <= INLINE_BYTES_MAX
+                wanted_of = functools.partial(batch.wanted, part, run)
+                while run:  # a second time without `carry`, if at all
+                    get = _Get(link, session, namespace, run, open_at, deadline_ns, tally, key_of)
+                    await get.run(wanted_of, prefix, carry)
+                    run = b"".join([one.wire_key for one in get.again])
+                    wanted_of, carry = functools.partial(list, get.again), False
+                if prefix and any(tally.statuses[place] is not Status.OK for place in part):
                     tally.settle(positions, Status.GAP)
                     break
         except RequestFailedError as error:
@@ -347,7 +359,7 @@ async def fetch_blocks(
         session.check_data_path()
 
 
-def _may_carry(session: Session, wanted: Sequence[Wanted], open_at: OpenAt) -> bool:
+def _may_carry(session: Session, open_at: OpenAt) -> bool:
     """Whether blocks should come within the grant, where they are in memory: for few bytes a second
     exchange, over the data path, takes longer. Not where the data path reads without the daemon."""
     return (
@@ -355,5 +367,4 @@ def _may_carry(session: Session, wanted: Sequence[Wanted], open_at: OpenAt) -> b
         and session.endpoint is not None
         and session.endpoint.kind is FabricKind.TCP
         and session.welcome.protocol >= PROTOCOL_CARRY
-        and sum([len(one.into) for one in wanted]) <= INLINE_BYTES_MAX
     )

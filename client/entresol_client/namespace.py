@@ -118,18 +118,13 @@ class Namespace:
         until_ns = self._until(deadline_ns)
         place = self._place(open_at)
         tally = GetTally([None] * len(keys), [Tier.NONE] * len(keys))
-
-        def wanted_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Wanted]:
-            names = _each_wire_key(namespace.secret, keys, positions)
-            return [
-                Wanted(p, name, keys[p], views[p]) for p, name in zip(positions, names, strict=True)
-            ]
+        batch = _Batch(keys, views)
 
         async def one(link: ShardLink, positions: Sequence[int]) -> None:
             await fetch_blocks(
                 link,
                 self.canonical,
-                wanted_of,
+                batch,
                 positions,
                 open_at=place,
                 prefix=prefix,
@@ -414,6 +409,28 @@ class Namespace:
 
         failed = await self._ask(checked, limits.KEYS_PER_FRAME_MAX, until_ns, ask)
         return CountResult(total, complete=not failed)
+
+
+class _Batch:
+    """See `fetching.Batch`."""
+
+    __slots__ = ("_keys", "_views")
+
+    def __init__(self, keys: Sequence[EngineKey], views: Sequence[memoryview]) -> None:
+        self._keys, self._views = keys, views
+
+    def wire_keys(self, positions: Sequence[int], namespace: NamespaceOpened) -> bytes:
+        return _wire_keys(namespace.secret, self._keys, positions)
+
+    def wanted(self, positions: Sequence[int], wire_keys: bytes) -> list[Wanted]:
+        keys, views, size = self._keys, self._views, limits.WIRE_KEY_BYTES
+        return [
+            Wanted(place, wire_keys[at : at + size], keys[place], views[place])
+            for place, at in zip(positions, range(0, len(wire_keys), size), strict=True)
+        ]
+
+    def plain_bytes(self, positions: Sequence[int]) -> int:
+        return sum([self._views[place].nbytes for place in positions])
 
 
 async def _as_coroutine(awaitable: Awaitable[None]) -> None:

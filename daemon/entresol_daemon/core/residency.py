@@ -7,14 +7,15 @@ come about only when nearly all of them are gone, and an owner gives way to anot
 Then one slab is chosen, of those that hold the oldest, and what goes is in it.
 
 Invariants: an extent is freed exactly once, when its resident has left the table and its last pin
-is gone; a slot has at most one resident. One allocation evicts, and looks at, a bounded number.
+is gone; a slot has at most one resident. One allocation evicts, and looks at, a bounded number. The
+key of a block is wiped when its extent is freed.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,11 +24,13 @@ import numpy.typing as npt
 
 from entresol_daemon.memory.ranges import align_up, cheapest_run
 from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
+from entresol_proto.seal.wiping import wipe
 
 IN_VAIN = 2  # times what is asked for is evicted in order before a run is looked for
 IN_VAIN_MAX = 1024  # and so many blocks
 EVICTIONS_MAX = 8192  # of one slab, or of an owner over its limit, in one allocation
 OLDEST_SHIFT, OLDEST_MAX = 3, 256  # of an owner's blocks say which slab is the oldest: an eighth
+KEYS_IN_TURN = 1024  # are wiped at once
 PIECES_MAX = 16_384  # of memory are looked at for a run, and the rest of a slab
 
 
@@ -54,6 +57,13 @@ class Resident:
     dek_version: int = 0  # of the tenant's keys here, or of its own where it is host-sealed
     host_sealed: bool = False
     from_flash: bool = False  # for the tier of the first answer
+    block_key: bytes = field(default=b"", repr=False)  # derived once, with its commitment behind
+
+    def forget_key(self) -> None:
+        """Wipe the key; whoever needs it derives it again, if there is what from."""
+        secret, self.block_key = self.block_key, b""
+        if secret:
+            wipe(secret)
 
 
 def _equal(_owner: bytes) -> int:
@@ -136,7 +146,7 @@ class Residency:
         if resident.pins:
             return
         if resident.state is ResidentState.DEAD:
-            self.pool.free(resident.extent)
+            self._free(resident)
         else:
             self._rest(resident)
 
@@ -156,7 +166,18 @@ class Residency:
             if not here:
                 del self._in_slab[slab]
         if resident.pins == 0:
-            self.pool.free(resident.extent)
+            self._free(resident)
+
+    def _free(self, resident: Resident) -> None:
+        self.pool.free(resident.extent)
+        resident.forget_key()
+
+    def forget_keys(self) -> Iterator[None]:
+        """Wipe the keys of all blocks; pauses, for others to have a turn."""
+        for number, resident in enumerate(list(self._by_slot.values()), 1):
+            resident.forget_key()
+            if number % KEYS_IN_TURN == 0:
+                yield
 
     def holds(self, resident: Resident) -> bool:
         """True while this very block is the one in memory for its slot (slots are reused)."""

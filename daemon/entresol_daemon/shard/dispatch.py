@@ -114,11 +114,12 @@ class SessionHandler:
             self._read(raw)
         finally:
             self._flush()
+            self._answers = None
 
     def _flush(self) -> None:
         """Send the answers to what was read: in one piece, which costs about as much as one."""
-        answers, self._answers = self._answers, None
-        if answers:
+        if answers := self._answers:
+            self._answers = []
             self._write(answers[0] if len(answers) == 1 else b"".join(answers))
 
     def _read(self, raw: bytes | bytearray | memoryview) -> None:
@@ -217,6 +218,7 @@ class SessionHandler:
     def _dispatch(self, received: Received) -> None:
         message, request_id = received.message, received.request_id
         if isinstance(message, data.Release):
+            self._flush()  # what was asked for before it waits for an answer; this does not
             if self.session is not None:
                 self._shard.gets.release(self.session, message)
             return
@@ -474,8 +476,7 @@ class SessionHandler:
 
     def _fail_unexpectedly(self, request_id: int, kind: FrameType) -> None:
         log.exception("event=request_failed type=%s", kind.name.lower())
-        bug = EntresolError("internal error", hint="see the daemon's log")
-        self._fail(request_id, kind, bug)
+        self._fail(request_id, kind, EntresolError("internal error", hint="see the daemon's log"))
 
     def _fail(self, request_id: int, kind: FrameType, error: EntresolError) -> None:
         self._shard.parts.metrics.requests[kind, error.status].inc()
@@ -494,7 +495,5 @@ class SessionHandler:
         if self._finished or self._machine.state is State.CLOSED:
             return
         raw = self._machine.send(message, request_id)
-        if self._answers is not None:
-            self._answers.append(raw)
-        else:
-            self._write(raw)
+        send = self._write if self._answers is None else self._answers.append
+        send(raw)

@@ -9,7 +9,7 @@ undone, and what a lease keeps is let go once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
 from entresol_daemon.core.residency import Resident
@@ -20,11 +20,11 @@ from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
 from entresol_proto.fabric.base import Exposure, RemoteSpan
-from entresol_proto.seal.block import BlockKey, derive_block_key
+from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_block_key
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
 
-NO_KEY = BlockKey(bytes(32), bytes(16))  # granted where only the tenant has it
+NO_KEY = bytes(KEY_BYTES + COMMITMENT_BYTES)  # granted where only the tenant has it
 
 
 class Granting:
@@ -77,14 +77,11 @@ class Granting:
         leased = Leased(session, namespace)
         leased.sealed = dict(enumerate(residents))
         leased.held_bytes = sum(resident.extent.length_bytes for resident in residents)
-        deks, items = session.tenant.deks, []
-        for index, resident in enumerate(residents):
-            key = NO_KEY
-            if not resident.host_sealed:
-                key = derive_block_key(deks[resident.dek_version], resident.salt)
-            items.append(
-                _item(index, resident, session.exposures[resident.extent.slab.number], key)
-            )
+        deks, exposures = session.tenant.deks, session.exposures
+        items = [
+            _item(index, resident, exposures[resident.extent.slab.number], _key_of(resident, deks))
+            for index, resident in enumerate(residents)
+        ]
         lease_ns = parts.config.limits.lease_ns
         expires_ns = parts.now_ns() + lease_ns
         lease_id = self._lease(leased, expires_ns)
@@ -95,15 +92,13 @@ class Granting:
         lease, and nothing to be read. It is the caller that counts them."""
         deks, items, parts, at = session.tenant.deks, [], [], 0
         for index, resident in enumerate(residents):
-            key, sealed_bytes = NO_KEY, resident.sealed_bytes
-            if not resident.host_sealed:
-                key = derive_block_key(deks[resident.dek_version], resident.salt)
-            span = RemoteSpan(0, at, sealed_bytes)
+            key, sealed_bytes = _key_of(resident, deks), resident.sealed_bytes
             items.append(
                 GrantItem(
-                    index, _tier_of(resident), span, resident.plain_bytes, key.key, key.commitment
+                    index, _tier_of(resident), RemoteSpan(0, at, sealed_bytes),
+                    resident.plain_bytes, key[:KEY_BYTES], key[KEY_BYTES:],
                 )
-            )
+            )  # fmt: skip
             begin = RECORD_HEADER_BYTES
             parts.append(resident.extent.view[begin : begin + sealed_bytes])
             at += sealed_bytes
@@ -149,10 +144,8 @@ class Granting:
     async def _sealed_items(self, job: Job, entries: list[tuple[int, Resident]]) -> list[GrantItem]:
         items, session = [], job.session
         deks = session.tenant.deks
-        keys = [  # before anything is waited for: then a version may be destroyed, and wiped
-            NO_KEY if r.host_sealed else derive_block_key(deks[r.dek_version], r.salt)
-            for _, r in entries
-        ]
+        # Copies, before anything is waited for: then a version may be destroyed, and wiped.
+        keys = [bytes(bytearray(_key_of(resident, deks))) for _, resident in entries]
         for (index, resident), block_key in zip(entries, keys, strict=True):
             extent = resident.extent
             exposure = session.exposures.get(extent.slab.number)
@@ -207,12 +200,22 @@ def usable(session: Session, namespace: OpenedNamespace, resident: Resident) -> 
     return namespace.host_sealed or resident.dek_version in session.tenant.deks
 
 
-def _item(index: int, resident: Resident, exposure: Exposure, block_key: BlockKey) -> GrantItem:
+def _key_of(resident: Resident, deks: Mapping[int, bytes]) -> bytes:
+    """Its key and, behind it, the commitment; to be copied before anything is waited for."""
+    if resident.host_sealed:
+        return NO_KEY
+    if not resident.block_key:
+        derived = derive_block_key(deks[resident.dek_version], resident.salt)
+        resident.block_key = derived.key + derived.commitment
+    return resident.block_key
+
+
+def _item(index: int, resident: Resident, exposure: Exposure, block_key: bytes) -> GrantItem:
     """A block as its host is told of it."""
     address = exposure.address + resident.extent.offset_bytes + RECORD_HEADER_BYTES
     return GrantItem(
         index, _tier_of(resident), RemoteSpan(exposure.rkey, address, resident.sealed_bytes),
-        resident.plain_bytes, block_key.key, block_key.commitment,
+        resident.plain_bytes, block_key[:KEY_BYTES], block_key[KEY_BYTES:],
     )  # fmt: skip
 
 

@@ -60,8 +60,16 @@ async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
 
     No session may hold them any more. Lets others run in between.
     """
-    parts.keyring.wipe_destroyed(name)
+    await _wipe_destroyed(parts, name)
     await _sweep(parts)
+
+
+async def _wipe_destroyed(parts: Parts, name: TenantName) -> None:
+    """Where they are held; keys of blocks, which were derived from them, first: those of others are
+    derived again when they are asked for."""
+    for _ in parts.residency.forget_keys():
+        await asyncio.sleep(0)
+    parts.keyring.wipe_destroyed(name)
 
 
 async def _sweep(parts: Parts) -> None:
@@ -257,7 +265,7 @@ class KeyCare:
             await self._parts.keys.run(self._parts.keyring.retire, name, version)
             self.versions_ended += 1
         self._renew_sessions(name)
-        self._parts.keyring.wipe_destroyed(name)
+        await _wipe_destroyed(self._parts, name)
         self._ended_ns = self._ended_ns or self._parts.now_ns()  # one sweep for all of a while
 
     async def _sweep(self) -> None:
