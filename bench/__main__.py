@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import contract, kv, results
+from bench.peers.running import NAMES
 from bench.results import CANONICAL, Line, Section
-from bench.sections import SECTIONS, SIZES, Plan
+from bench.sections import NO_PEERS, SECTIONS, SIZES, Plan
 
 RDMA = "rdma: READs beside ib_read_bw run in an emulated guest: make test-rdma"
 
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="commit")
     parser.add_argument("--quick", action="store_true", help="the same as --size quick")
     parser.add_argument("--only", default="", help=f"of: {', '.join(SECTIONS)}")
-    parser.add_argument("--peers", default="", help="these peers only")
+    parser.add_argument("--peers", default="", help="these peers only; none: nobody")
     parser.add_argument(
         "--kv", type=Path, metavar="DIR", default=kv.beside("kv"),
         help=".npy files of bf16 KV, for codec and flash (default: %(default)s)",
@@ -126,6 +127,8 @@ def main(argv: list[str] | None = None) -> int:
 
         plots.check()  # before minutes of measuring
     only = tuple(name for name in asked.peers.split(",") if name)
+    if unknown := sorted(set(only) - set(NAMES)) if only != NO_PEERS else []:
+        parser.error(f"no peer {unknown[0]!r}; there are {', '.join(NAMES)}, or none of them: none")
     plan = Plan("quick" if asked.quick else asked.size, only, asked.kv, asked.traces)
     if not asked.json:
         return _report(names, plan, asked.plots)

@@ -19,6 +19,7 @@ from bench.results import Line, Section
 
 T = TypeVar("T")
 SIZES = ("quick", "commit", "full")
+NO_PEERS = ("none",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Plan:
     Attributes:
         size: `quick` looks whether the benches run: few rounds, nothing is installed, no verdict;
             `commit` takes some minutes; `full` is for numbers to quote.
-        only_peers: names of peers, all when empty.
+        only_peers: names of peers, all when empty; ("none",) for none.
         kv: a folder with KV as .npy files, see `bench.kv`.
         traces: a folder with traces of requests, see `bench.policy`.
     """
@@ -51,7 +52,7 @@ class Plan:
         """Peers that take part; none at the quick size."""
         from bench.peers.running import NAMES
 
-        return () if self.quick else self.only_peers or NAMES
+        return () if self.quick or self.only_peers == NO_PEERS else self.only_peers or NAMES
 
 
 def flash(plan: Plan) -> Section:

@@ -3,7 +3,8 @@
     python -m bench.peers.race [--sizes 1MiBx32,...] [--rounds 5] [--only NAME,...]
 
 Per size of blocks: our tcp (sealed, verified, opened on the host) and shm, the loopback ceilings,
-and every peer that runs here. A round gives each its turn, of as many batches; the order rotates.
+and every peer that runs here. A round gives each its turn, of as many batches as fit into a quarter
+of a second and at least four, after some that are not counted; the order rotates.
 What arrives is compared byte by byte by this process before the first round and after the last.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from bench import contract, daemon, fabric, scratch
+from bench import contract, daemon, fabric, gets, scratch
 from bench.ours import Ours
 from bench.peers.base import Work
 from bench.peers.running import NAMES, RunningPeer, peers, running
@@ -31,7 +33,8 @@ from entresol_proto.wire.data import Tier
 
 SIZES = ((64 * KIB, 64), (MIB, 32), (8 * MIB, 8))
 CANONICAL_SIZE = (MIB, 32)
-BURST_BYTES = 128 * MIB  # moved per turn: less measures the scheduler
+TURN_S, TURN_BATCHES_MIN = gets.TURN_S, 4  # at least so many: less measures the scheduler
+LEAD_SHARE = gets.LEAD_S / gets.TURN_S  # of a turn, before it and not counted
 GENERATIONS = 3
 
 
@@ -46,6 +49,12 @@ class Variant:
     gets_gbps: list[float] = field(default_factory=list)
     puts_gbps: list[float] = field(default_factory=list)
     gets_cpu_s_per_gb: list[float] = field(default_factory=list)
+    batch_s: float = TURN_S  # that a get took in the last turn
+
+    @property
+    def turn(self) -> int:
+        """Batches of the next turn."""
+        return max(TURN_BATCHES_MIN, round(TURN_S / self.batch_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,6 @@ async def run(
     variants: dict[str, Variant], region: Region, rounds: int, not_run: dict[str, str]
 ) -> None:
     """`rounds` rounds after one that warms up and is not counted, each of all that still run."""
-    times = max(1, BURST_BYTES // region.plain_bytes)
     for round_ in range(rounds + 1):
         names = list(variants)
         turn = round_ % len(names)
@@ -108,6 +116,8 @@ async def run(
             variant = variants[name]
             try:
                 put_s = await _put(variant, region, round_, rounds)
+                times = variant.turn
+                await variant.get(round_, math.ceil(times * LEAD_SHARE))
                 before = variant.cpu_s() if variant.cpu_s else 0.0
                 get_s = await variant.get(round_, times)
                 used = variant.cpu_s() - before if variant.cpu_s else 0.0
@@ -115,6 +125,7 @@ async def run(
                 not_run[name] = f"stopped in round {round_}: {error}"
                 del variants[name]
                 continue
+            variant.batch_s = get_s / times
             if round_:
                 moved_gb = times * region.plain_bytes / 1e9
                 variant.gets_gbps.append(moved_gb / get_s)

@@ -39,7 +39,7 @@ from entresol_daemon.events.types import Reason as EventReason
 from entresol_daemon.keys.keyring import DEK_VERSIONS_PER_TENANT_MAX
 from entresol_daemon.keys.providers import FileKek
 from entresol_daemon.server import Daemon
-from entresol_daemon.shard import keycare
+from entresol_daemon.shard import granting, keycare
 from entresol_proto.fabric.memory import MemfdBuffer
 from entresol_proto.ids import TenantName
 from entresol_proto.limits import KIB
@@ -241,6 +241,62 @@ async def test_a_forced_rotation_drops_what_was_there(running: Running) -> None:
         assert all_are(await put(space, keys, SIZE, ack="durable"), Status.OK)
         assert all_are(await get(space, keys, SIZE), Status.OK)
     await assert_idle(running.daemon)
+
+
+def block_keys(running: Running) -> list[bytes]:
+    """Of the blocks in memory; the very objects."""
+    residents = running.daemon.shard.parts.residency._by_slot.values()
+    return [resident.block_key for resident in residents if resident.block_key]
+
+
+async def test_a_blocks_key_is_derived_once_while_it_is_in_memory(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(40)  # some gets of so many take the long way
+    async with client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys, SIZE)
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+        assert len(set(block_keys(running))) == len(keys)
+
+        def never(*_args: object) -> Any:
+            raise AssertionError("derived again")
+
+        monkeypatch.setattr(granting, "derive_block_key", never)
+        for some in (keys[:1], keys[:8], keys):
+            assert all_are(await get(space, some, SIZE), Status.OK)
+    await assert_idle(running.daemon)
+
+
+@pytest.mark.parametrize("how", ["rotation", "erasure", "retirement"])
+async def test_no_key_of_a_block_outlives_what_it_was_derived_from(
+    running: Running, how: str
+) -> None:
+    keys, admin = keys_of(6), running.daemon.admin
+    async with client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys, SIZE, ack="durable")
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+        secrets = block_keys(running)
+        assert len(secrets) == len(keys)
+        assert bytes(48) not in secrets
+        if how == "rotation":
+            await admin.tenant_rotate(DEV, force=True)
+        elif how == "erasure":
+            await admin.tenant_erase(DEV)
+        else:  # of an older version under which nothing is: these blocks stay
+            await admin.tenant_rotate(DEV)
+            await space.forget(keys)
+            await put(space, keys, SIZE, ack="durable")
+            assert all_are(await get(space, keys, SIZE), Status.OK)
+            secrets += block_keys(running)
+            await eventually(
+                lambda: running.daemon.shard.keycare.versions_ended >= 1, what="its retirement"
+            )
+        await eventually(lambda: set(secrets) == {bytes(48)}, what="their keys to be wiped")
+        if how == "retirement":
+            assert all_are(await get(space, keys, SIZE), Status.OK)
+            assert len(block_keys(running)) == len(keys)
 
 
 def holds(keyring: Any, name: str, *, before: bool) -> tuple[threading.Event, threading.Event]:

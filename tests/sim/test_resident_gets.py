@@ -362,3 +362,41 @@ def test_of_a_long_get_only_the_first_window_is_granted_in_two_parts(
         assert (first + rest, second) == (24, 24)
 
     simulate(tmp_path, story)
+
+
+def test_a_get_is_answered_before_leases_that_came_with_it_are_let_go(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, found = await warm(world, 2)
+        handler, machine = host._handler, host._machine
+        seen: list[str] = []
+        write, release = handler._write, world.shard.gets.release
+
+        def written(raw: bytes) -> None:
+            seen.append("written")
+            write(raw)
+
+        def released(*args: Any) -> None:
+            seen.append("released")
+            release(*args)
+
+        handler._write = written
+        world.shard.gets.release = released  # type: ignore[method-assign]
+        wanted = b"".join(host._names(KEYS[:2]))
+        asked = [
+            machine.send(data.Fetch(host.handle, OpenAt.HOST, False, 10**9, wanted))
+            for _ in range(3)
+        ]
+        for request, _ in asked:
+            host._waiting[request] = asyncio.Queue()
+        gone = machine.send(data.Release((1 << 40,)))[1]  # of no lease: that is no error
+        handler.receive(asked[0][1] + asked[1][1] + gone + asked[2][1])
+        assert found == ["now"] * 3
+        assert seen == ["written", "released", "written"]
+        for request, _ in asked:
+            grant = await asyncio.wait_for(host._waiting[request].get(), 5)
+            assert len(grant.items) == 2
+            host._send(data.Release((grant.lease_id,)))
+        await asyncio.sleep(0.1)
+        assert handler._answers is None
+
+    simulate(tmp_path, story)

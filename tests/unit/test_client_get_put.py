@@ -567,11 +567,13 @@ def order(peer: Peer) -> list[str]:
     ]
 
 
-async def test_a_small_lease_goes_after_the_next_request_a_large_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("behind_bytes_max", [0, connection.RELEASE_BEHIND_BYTES_MAX])
+async def test_a_large_lease_goes_with_the_next_request_a_small_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind_bytes_max: int
 ) -> None:
     """The daemon reads in order: what comes before a request makes it wait."""
     monkeypatch.setattr(connection, "RELEASE_DELAY_S", 2.0)
+    monkeypatch.setattr(connection, "RELEASE_BEHIND_BYTES_MAX", behind_bytes_max)
     async with opened(tmp_path) as (peer, ns):
         fill(peer, 8)
         for _ in range(2):
@@ -580,11 +582,23 @@ async def test_a_small_lease_goes_after_the_next_request_a_large_one_before(
         assert (await ns.get_into([key(n) for n in range(8)], empty(8))).ok  # much
         assert order(peer) == ["fetch"] * 3
         assert (await ns.get_into([key(0)], empty(1))).ok
-        assert order(peer) == ["fetch"] * 3 + ["release 3", "fetch"]
+        last = ["fetch", "release 3"] if behind_bytes_max else ["release 3", "fetch"]
+        assert order(peer) == ["fetch"] * 3 + last
         await all_released(peer)
 
 
-async def test_many_small_leases_go_before_the_next_request(
+async def test_what_was_found_damaged_is_told_before_the_next_request(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        fill(peer, 8)
+        peer.faults.flip = {wire_key(SECRET, key(3))}
+        got = await ns.get_into([key(n) for n in range(8)], empty(8))
+        assert got.statuses[3] is CORRUPT
+        assert (await ns.get_into([key(0)], empty(1))).ok
+        assert order(peer) == ["fetch", "release 1", "fetch"]
+        await all_released(peer)
+
+
+async def test_many_small_leases_go_with_the_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "RELEASE_DELAY_S", 2.0)
@@ -593,5 +607,5 @@ async def test_many_small_leases_go_before_the_next_request(
         peer.add(wire_key(SECRET, key(0)), key(0), bytes(64))
         for _ in range(3):
             assert (await ns.get_into([key(0)], [bytearray(64)])).ok
-        assert order(peer) == ["fetch", "fetch", "release 2", "fetch"]
+        assert order(peer) == ["fetch", "fetch", "fetch", "release 2"]
         await all_released(peer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,18 +13,22 @@ from entresol_client.opening import (
     GROUP_BYTES_MIN,
     Granted,
     OpenContext,
+    open_group,
     plan_groups,
 )
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.limits import MIB
+from entresol_proto.limits import KIB, MIB
+from entresol_proto.status import Status
 from entresol_proto.wire.data import GrantItem, Tier
 
 
-def context(threads: int) -> OpenContext:
-    endpoint = SimpleNamespace(capabilities=SimpleNamespace(maps=True, lands=False))
+def context(threads: int, *, maps: bool = False, workers: Any = None) -> OpenContext:
+    endpoint = SimpleNamespace(
+        capabilities=SimpleNamespace(maps=maps, lands=False), map_span=lambda _: Status.CORRUPT
+    )
     given: dict[str, Any] = {
         "endpoint": endpoint,
-        "workers": SimpleNamespace(threads=threads),
+        "workers": workers or SimpleNamespace(threads=threads),
         "staging": SimpleNamespace(length_bytes=64 * MIB),
     }
     return OpenContext(namespace_id=bytes(16), at_daemon=False, deadline_ns=1, **given)
@@ -62,3 +67,47 @@ def test_the_last_batch_ends_with_small_groups_and_others_do_not() -> None:
 def test_a_first_part_gives_each_thread_work() -> None:
     assert sizes(plan_groups(context(2), batch(3, MIB), last=False)) == [2, 1]
     assert sizes(plan_groups(context(4), batch(16, MIB), last=False)) == [4, 4, 4, 4]
+
+
+class Told:
+    """Workers that note how many threads a group is worth, and open `calls` times."""
+
+    def __init__(self, threads: int, calls: int) -> None:
+        self.threads, self.calls, self.asked = threads, calls, 0
+
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
+        self.asked = threads
+        self.more = [fn() for _ in range(self.calls)]
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_what_is_opened_in_the_daemons_memory_is_one_group(last: bool) -> None:
+    """Its threads cut it themselves, block by block."""
+    granted = batch(61, MIB)
+    assert plan_groups(context(2, maps=True), granted, last=last) == [granted]
+    assert plan_groups(context(2, maps=True), [], last=last) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "threads"),
+    [(1, MIB, 1), (3, MIB, 1), (4, MIB, 2), (8, MIB, 4), (32, MIB, 4), (1, 16 * MIB, 4),
+     (128, 16 * KIB, 1), (2048, 16 * KIB, 4), (1024, 16 * KIB, 2)],
+)  # fmt: skip
+async def test_as_many_threads_as_the_bytes_are_worth(count: int, size: int, threads: int) -> None:
+    told = Told(4, calls=1)
+    statuses = await open_group(context(4, maps=True, workers=told), batch(count, size))
+    assert told.asked == threads
+    assert statuses[0] is Status.CORRUPT, "it was opened, or would have been"
+
+
+async def test_a_turn_is_bounded_and_what_no_thread_came_to_is_told() -> None:
+    blocks = batch(20, MIB)
+    first = Told(2, calls=1)
+    assert (
+        await open_group(context(2, maps=True, workers=first), blocks)
+        == [Status.CORRUPT] * 8 + [Status.DISCONNECTED] * 12
+    )
+    every = Told(2, calls=4)
+    statuses = await open_group(context(2, maps=True, workers=every), blocks)
+    assert statuses == [Status.CORRUPT] * 20
+    assert every.more == [True, True, False, False]

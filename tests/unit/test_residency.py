@@ -133,6 +133,38 @@ def test_a_block_killed_while_pinned_is_freed_with_its_last_pin() -> None:
         table.pool.free(block.extent)
 
 
+def test_the_key_of_a_block_is_wiped_with_its_memory() -> None:
+    table = residency()
+    resting, read = put(table, 1), put(table, 2, pins=1)
+    secrets = [bytes(bytearray(range(48))) for _ in (resting, read)]
+    resting.block_key, read.block_key = secrets
+    table.kill(resting)
+    table.kill(read)
+    assert secrets[0] == bytes(48)
+    assert secrets[1] != bytes(48), "whoever reads it has its key"
+    table.unpin(read)
+    assert secrets[1] == bytes(48)
+    assert (resting.block_key, read.block_key) == (b"", b"")
+
+
+def test_all_keys_are_wiped_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "KEYS_IN_TURN", 2)
+    table = residency()
+    blocks = [put(table, slot, owner) for slot, owner in enumerate((A, B, A, B, A))]
+    secrets = [bytes(bytearray(range(48))) for _ in blocks]
+    for resident, secret in zip(blocks, secrets, strict=True):
+        resident.block_key = secret
+    pauses = 0
+    for _ in table.forget_keys():
+        if not pauses:
+            table.kill(blocks[-1])  # others have their turn
+        pauses += 1
+    assert pauses == 2
+    assert secrets == [bytes(48)] * 5
+    assert not any(resident.block_key for resident in blocks)
+    assert len(table) == 4, "the blocks stay"
+
+
 def test_a_slot_can_be_used_again_while_its_old_block_is_still_read() -> None:
     table = residency()
     old = put(table, 7, pins=1)

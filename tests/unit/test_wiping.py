@@ -294,7 +294,9 @@ async def test_what_only_a_cycle_keeps_goes_with_a_tenant_however_old_it_is() ->
     gc.collect(1)
     assert seen() is not None, "it is old"
     parts: Any = SimpleNamespace(
-        keyring=SimpleNamespace(wipe_destroyed=lambda name: None), sweep=lambda: iter(())
+        keyring=SimpleNamespace(wipe_destroyed=lambda name: None),
+        residency=SimpleNamespace(forget_keys=lambda: iter(())),
+        sweep=lambda: iter(()),
     )
     await wipe_from_memory(parts, TenantName("acme"))
     assert seen() is None

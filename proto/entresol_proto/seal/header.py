@@ -28,6 +28,7 @@ TAG_BYTES = 16
 _FIXED = struct.Struct("<4sHBBIIQQIIII16s16s32s16sB7s64s")
 _CRC = struct.Struct("<I")
 _META_FIXED = struct.Struct("<B3xIII64s")
+_RESERVED, _PADDING = bytes(7), bytes(limits.ENGINE_KEY_BYTES_MAX)
 _DTYPES = {int(dtype): dtype for dtype in DType}
 
 HEADER_BYTES_MIN = _FIXED.size + 4 + _CRC.size
@@ -59,6 +60,10 @@ class BlockIdentity:
 
 def _engine_key_bytes_ok(size: int) -> bool:
     return limits.ENGINE_KEY_BYTES_MIN <= size <= limits.ENGINE_KEY_BYTES_MAX
+
+
+def _is_engine_key(padded: bytes, size: int) -> bool:
+    return _engine_key_bytes_ok(size) and padded.endswith(_PADDING[size:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +202,12 @@ class SealedHeader:
         dtype = _DTYPES.get(dtype_id)
         if (
             flags & ~FLAG_HOST_SEALED
-            or any(reserved)
+            or reserved != _RESERVED
             or dtype is None
             or not codecs.known(codec_id)
         ):
             raise SealError("sealed header names a codec, dtype or flag this build does not know")
-        if not _engine_key_bytes_ok(engine_key_bytes) or any(engine_key[engine_key_bytes:]):
+        if not _is_engine_key(engine_key, engine_key_bytes):
             raise SealError("sealed header has a malformed engine key")
         stored = struct.unpack_from(f"<{chunk_count}I", aad, _FIXED.size)
         _check_lengths(plain_bytes, payload_bytes, chunk_bytes, meta_bytes, stored, codec_id)
