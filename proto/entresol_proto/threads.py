@@ -426,12 +426,14 @@ class Pool:
                 if self._dropped:
                     job._give_up()
                 elif job._run() and not self._put_back(job):
-                    continue
+                    continue  # at once
                 break
             del job  # and with it what it was given
 
     def _put_back(self, job: Job[Any] | _Posted) -> bool:
-        """Behind what else is queued; false if nobody will look there any more."""
+        """Behind what else is queued; false if nothing is, or nobody will look there any more."""
+        if self._queue.empty():
+            return False
         with self._lock:
             if not self._closed:
                 self._queue.put(job)

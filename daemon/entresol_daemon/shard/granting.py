@@ -23,6 +23,7 @@ from entresol_proto.fabric.base import Exposure, RemoteSpan
 from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_block_key
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
+from entresol_proto.wire.packed import PackedGrant
 
 NO_KEY = bytes(KEY_BYTES + COMMITMENT_BYTES)  # granted where only the tenant has it
 
@@ -70,7 +71,7 @@ class Granting:
 
     def grant_now(
         self, session: Session, namespace: OpenedNamespace, residents: Sequence[Resident]
-    ) -> Grant:
+    ) -> PackedGrant:
         """Lease to their host blocks that are in memory, pinned, usable and shown to it; there is
         room for the lease. It is the caller that counts them."""
         parts = self._parts
@@ -78,14 +79,20 @@ class Granting:
         leased.sealed = dict(enumerate(residents))
         leased.held_bytes = sum(resident.extent.length_bytes for resident in residents)
         deks, exposures = session.tenant.deks, session.exposures
-        items = [
-            _item(index, resident, exposures[resident.extent.slab.number], _key_of(resident, deks))
-            for index, resident in enumerate(residents)
-        ]
+        grant = PackedGrant(len(residents))
+        for index, resident in enumerate(residents):
+            extent = resident.extent
+            exposure = exposures[extent.slab.number]
+            grant.add(
+                index, _tier_of(resident), exposure.rkey,
+                exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES,
+                resident.sealed_bytes, resident.plain_bytes, _key_of(resident, deks),
+            )  # fmt: skip
         lease_ns = parts.config.limits.lease_ns
         expires_ns = parts.now_ns() + lease_ns
         lease_id = self._lease(leased, expires_ns)
-        return Grant(True, lease_id, lease_ns, expires_ns, tuple(items), ())
+        grant.lease(lease_id, lease_ns, expires_ns)
+        return grant
 
     def carry_now(self, session: Session, residents: Sequence[Resident]) -> Grant:
         """Give their host blocks that are in memory and usable, in the grant itself: there is no

@@ -61,25 +61,28 @@ class Meters:
         open_at: OpenAt,
     ) -> None:
         """One GRANT frame was sent."""
-        m, totals = self.metrics, self.totals
+        if items:
+            flash = sum([item.tier is Tier.FLASH for item in items])
+            plain = sum([item.plain_bytes for item in items])
+            wire = sum([item.span.length_bytes for item in items])
+            self.served(tenant, open_at, len(items), flash, plain, wire)
+        for status, count in Counter(status for _, status in misses).items():
+            self.metrics.misses[tenant, status].inc(count)
+        self.totals.blocks_missed += len(misses)
+
+    def served(
+        self, tenant: TenantName, open_at: OpenAt, blocks: int, flash: int, plain: int, wire: int
+    ) -> None:
+        """Blocks were granted, so many of them found on flash; bytes as plain and as sealed."""
+        m = self.metrics
         place = "host" if open_at is OpenAt.HOST else "daemon"
-        plain = wire = 0
-        flash = 0
-        for item in items:
-            flash += item.tier is Tier.FLASH
-            plain += item.plain_bytes
-            wire += item.span.length_bytes
         if flash:
             m.blocks_served[tenant, "flash", place].inc(flash)
-        if len(items) > flash:
-            m.blocks_served[tenant, "memory", place].inc(len(items) - flash)
-        if items:
-            m.payload_bytes[tenant, "get", "plain"].inc(plain)
-            m.payload_bytes[tenant, "get", "wire"].inc(wire)
-        for status, count in Counter(status for _, status in misses).items():
-            m.misses[tenant, status].inc(count)
-        totals.blocks_served += len(items)
-        totals.blocks_missed += len(misses)
+        if blocks > flash:
+            m.blocks_served[tenant, "memory", place].inc(blocks - flash)
+        m.payload_bytes[tenant, "get", "plain"].inc(plain)
+        m.payload_bytes[tenant, "get", "wire"].inc(wire)
+        self.totals.blocks_served += blocks
 
     def until_first_grant(
         self, emit: Callable[[Grant], None], arrived_ns: int, now_ns: Callable[[], int]

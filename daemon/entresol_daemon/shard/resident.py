@@ -17,8 +17,9 @@ from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
 from entresol_proto import limits
 from entresol_proto.ids import TenantName
-from entresol_proto.wire.data import Fetch, Grant, GrantItem, OpenAt
+from entresol_proto.wire.data import Fetch, Grant, OpenAt
 from entresol_proto.wire.frames import FrameType
+from entresol_proto.wire.packed import PackedGrant
 
 BLOCKS_MAX_ALONE = 32  # while no other tenant uses the loop
 CARRY_BYTES_MAX = 144 * limits.KIB  # 128 KiB of blocks, sealed
@@ -34,7 +35,9 @@ class ResidentGets:
         self._granting = granting
         self._door = door
 
-    def fetch_now(self, session: Session, request: Fetch, *, carry: bool = False) -> Grant | None:
+    def fetch_now(
+        self, session: Session, request: Fetch, *, carry: bool = False
+    ) -> Grant | PackedGrant | None:
         """The whole answer, leased; None when something of it is to be waited for or missed. The
         turn that `costing.cost_of` tells has begun. `carry`: the blocks may be in it, and are if
         they are short; then nothing is leased.
@@ -53,6 +56,8 @@ class ResidentGets:
             return None
         if not self._door.passes(session.account):
             return None
+        flash = sum([resident.from_flash for resident in residents])
+        grant: Grant | PackedGrant
         cost = (blocks - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
         sealed_bytes = sum([resident.sealed_bytes for resident in residents])
         if carry and sealed_bytes <= CARRY_BYTES_MAX:
@@ -67,7 +72,7 @@ class ResidentGets:
         took_ns = parts.now_ns() - begun_ns
         # While the answer is on its way: it leaves before the loop's next turn.
         asyncio.get_running_loop().call_soon(
-            self._count, session.account.name, grant.items, residents, took_ns
+            self._count, session.account.name, residents, flash, took_ns
         )
         return grant
 
@@ -89,13 +94,15 @@ class ResidentGets:
     def _count(
         self,
         tenant: TenantName,
-        items: Sequence[GrantItem],
         residents: list[Resident],
+        flash: int,
         took_ns: int,
     ) -> None:
         """What `gets` counts and learns of a get."""
         parts = self._parts
-        parts.meters.granted(tenant, items, (), OpenAt.HOST)
+        plain = sum([resident.plain_bytes for resident in residents])
+        sealed = sum([resident.sealed_bytes for resident in residents])
+        parts.meters.served(tenant, OpenAt.HOST, len(residents), flash, plain, sealed)
         parts.metrics.first_grant_seconds.observe(took_ns / 1e9)
         parts.metrics.request_seconds[FrameType.FETCH].observe(took_ns / 1e9)
         here = parts.residency.holds

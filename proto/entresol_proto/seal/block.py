@@ -297,9 +297,9 @@ def _open_all(
         return Status.CORRUPT
     aead = AESGCM(block_key.key)
     at = header.header_bytes + header.meta_bytes
-    start = 0
+    start, step, size = 0, header.chunk_bytes, header.plain_bytes
     for index, stored_bytes in enumerate(header.chunk_stored_bytes):
-        end = min(start + header.chunk_bytes, header.plain_bytes)
+        end = start + step if start + step < size else size
         _open_chunk(aead, header, index, sealed[at : at + stored_bytes], into[start:end])
         at += stored_bytes
         start = end

@@ -26,7 +26,8 @@ _WIPED = bytes(DEK_BYTES)
 HOST_KEY_LABEL = b"entresol/v1/host-block"  # of keys that only the tenant has
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per opening of a block: a frozen one costs twice as much.
+@dataclass(slots=True)
 class BlockKey:
     """The AES-256 key of one block (32 bytes) and the public commitment to it (16 bytes)."""
 
