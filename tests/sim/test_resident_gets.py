@@ -20,9 +20,10 @@ from entresol_proto.wire import data
 from entresol_proto.wire.data import OpenAt
 from entresol_proto.wire.quote import Quote
 from tests.sim.shardlab import Host, World
-from tests.sim.test_shard_review import KEYS, forget_memory, joined, names, simulate, stored
+from tests.sim.test_shard_review import forget_memory, joined, names, simulate, stored
 
 OK = Status.OK
+KEYS = [b"resident-%08d" % number for number in range(128)]
 
 
 def ways(world: World) -> list[str]:
@@ -342,11 +343,12 @@ def test_of_a_long_get_only_the_first_window_is_granted_in_two_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host has work, then, while the next window is prepared."""
+    window = BLOCKS_MAX_ALONE // 2 + 8
     monkeypatch.setattr(planning, "FIRST_GRANT_BYTES", 64 * 1024)
-    monkeypatch.setattr(gets, "WINDOW_BLOCKS_MAX", 24)
+    monkeypatch.setattr(gets, "WINDOW_BLOCKS_MAX", window)
 
     async def story(world: World) -> None:
-        host, found = await warm(world, 48)
+        host, found = await warm(world, 2 * window)
         sent: list[int] = []
         grant = world.shard.gets.granting.grant
 
@@ -355,11 +357,11 @@ def test_of_a_long_get_only_the_first_window_is_granted_in_two_parts(
             await grant(job, entries, final=final)
 
         world.shard.gets.granting.grant = granting  # type: ignore[method-assign]
-        assert await host.get(KEYS[:48], OpenAt.HOST) == [OK] * 48
+        assert await host.get(KEYS[: 2 * window], OpenAt.HOST) == [OK] * (2 * window)
         assert found == ["later"]
         first, rest, second = sent
         assert 0 < first < rest
-        assert (first + rest, second) == (24, 24)
+        assert (first + rest, second) == (window, window)
 
     simulate(tmp_path, story)
 

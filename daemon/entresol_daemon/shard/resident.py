@@ -21,7 +21,7 @@ from entresol_proto.wire.data import Fetch, Grant, OpenAt
 from entresol_proto.wire.frames import FrameType
 from entresol_proto.wire.packed import PackedGrant
 
-BLOCKS_MAX_ALONE = 32  # while no other tenant uses the loop
+BLOCKS_MAX_ALONE = 64  # while no other tenant uses the loop
 CARRY_BYTES_MAX = 144 * limits.KIB  # 128 KiB of blocks, sealed
 assert CARRY_BYTES_MAX <= limits.CARRIED_BYTES_MAX
 _KEY = limits.WIRE_KEY_BYTES
