@@ -400,10 +400,29 @@ async def test_everybody_has_a_turn_in_every_round_and_nobody_is_always_first(
     log: list[str] = []
     variants = {name: variant(log, name) for name in "abc"}
     await race.run(variants, region, 3, {})
-    firsts = {log[3 * round_][0] for round_ in range(4)}
+    assert log[::2] == log[1::2], "the lead, then what is timed"
+    turns = log[::2]
+    firsts = {turns[3 * round_][0] for round_ in range(4)}
     assert firsts == {"a", "b", "c"}
     assert all(len(one.gets_gbps) == 3 for one in variants.values())
-    assert sorted(log) == sorted(f"{name}{round_}" for name in "abc" for round_ in range(4))
+    assert sorted(turns) == sorted(f"{name}{round_}" for name in "abc" for round_ in range(4))
+
+
+async def test_a_turn_is_as_long_for_all_and_of_some_batches_at_least(region: Region) -> None:
+    asked: dict[str, list[int]] = {"quick": [], "slow": []}
+
+    def taking(name: str, batch_s: float) -> Variant:
+        async def get(_generation: int, times: int) -> float:
+            asked[name].append(times)
+            return times * batch_s
+
+        return Variant(get)
+
+    variants = {"quick": taking("quick", race.TURN_S / 100), "slow": taking("slow", race.TURN_S)}
+    await race.run(variants, region, 2, {})
+    assert asked["quick"] == [2, 4, 40, 100, 40, 100], "the first turn tells how long one takes"
+    assert asked["slow"] == [2, 4] * 3
+    assert variants["slow"].gets_gbps == [pytest.approx(region.plain_bytes / 1e9 / race.TURN_S)] * 2
 
 
 async def test_who_fails_on_the_way_is_named_and_the_others_go_on(region: Region) -> None:
