@@ -33,6 +33,7 @@ from daemon_lab import (
 from harness import Running, eventually
 
 from entresol_client.client import AsyncClient
+from entresol_client.connection import Connection
 from entresol_client.results import RequestFailedError
 from entresol_daemon.events.types import Event, Kind
 from entresol_daemon.events.types import Reason as EventReason
@@ -266,6 +267,26 @@ async def test_a_blocks_key_is_derived_once_while_it_is_in_memory(
         for some in (keys[:1], keys[:8], keys):
             assert all_are(await get(space, some, SIZE), Status.OK)
     await assert_idle(running.daemon)
+
+
+@pytest.mark.parametrize("how", ["rotation", "erasure"])
+async def test_no_lease_keeps_the_key_of_a_block_whose_data_key_was_destroyed(
+    running: Running, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A lease over shm is the host's until it ends, whatever becomes of its session."""
+    keys, admin = keys_of(6), running.daemon.admin
+    async with client_of(running, fabric="shm") as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys, SIZE, ack="durable")
+        monkeypatch.setattr(Connection, "release", lambda *_args, **_named: None)
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+        secrets = block_keys(running)
+        assert len(secrets) == len(keys)
+        if how == "rotation":
+            await admin.tenant_rotate(DEV, force=True)
+        else:
+            await admin.tenant_erase(DEV)
+        assert [bytes(secret) for secret in secrets] == [bytes(48)] * len(keys)
 
 
 @pytest.mark.parametrize("how", ["rotation", "erasure", "retirement"])

@@ -165,6 +165,20 @@ def test_all_keys_are_wiped_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(table) == 4, "the blocks stay"
 
 
+def test_the_keys_of_blocks_that_only_a_lease_keeps_are_wiped_too() -> None:
+    """An erasure drops the blocks first, and a lease over shm outlives its session."""
+    table = residency()
+    read = put(table, 1, pins=2)
+    read.block_key = secret = bytes(bytearray(range(48)))
+    table.kill(read)
+    table.unpin(read)
+    assert secret != bytes(48)
+    assert list(table.forget_keys()) == []
+    assert secret == bytes(48)
+    table.unpin(read)
+    assert not table._read_still
+
+
 def test_a_slot_can_be_used_again_while_its_old_block_is_still_read() -> None:
     table = residency()
     old = put(table, 7, pins=1)

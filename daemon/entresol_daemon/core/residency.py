@@ -78,6 +78,7 @@ class Residency:
         self._weight_of = weight_of
         self._by_slot: dict[int, Resident] = {}
         self._here = bytearray()  # by slot: 1 while it is a key of the table
+        self._read_still: set[Resident] = set()  # no longer of the table, and pinned
         self._idle: dict[bytes, OrderedDict[int, Resident]] = {}
         self._in_slab: dict[Slab, dict[int, Resident]] = {}  # of the table, by slot
         self.idle_bytes = 0
@@ -167,14 +168,18 @@ class Residency:
                 del self._in_slab[slab]
         if resident.pins == 0:
             self._free(resident)
+        else:
+            self._read_still.add(resident)
 
     def _free(self, resident: Resident) -> None:
+        self._read_still.discard(resident)
         self.pool.free(resident.extent)
         resident.forget_key()
 
     def forget_keys(self) -> Iterator[None]:
-        """Wipe the keys of all blocks; pauses, for others to have a turn."""
-        for number, resident in enumerate(list(self._by_slot.values()), 1):
+        """Wipe the keys of all blocks, of those too that a lease alone keeps; pauses, for others to
+        have a turn."""
+        for number, resident in enumerate([*self._read_still, *self._by_slot.values()], 1):
             resident.forget_key()
             if number % KEYS_IN_TURN == 0:
                 yield
