@@ -282,7 +282,8 @@ class _Sharing:
     ) -> None:
         self._context, self._group, self._sources = context, group, sources
         self._left = deque(range(len(group)))
-        self.statuses = [Status.DISCONNECTED] * len(group)  # of what no thread came to
+        # Of what no thread comes to: before the deadline only where the client was closed.
+        self.statuses = [Status.DISCONNECTED] * len(group)
 
     def open_some(self) -> bool:
         """On a worker thread: open blocks, at most a turn's worth; whether there are more."""
@@ -297,6 +298,13 @@ class _Sharing:
             opened_bytes += one.item.plain_bytes
         return bool(self._left)
 
+    def end(self) -> list[Status]:
+        """No thread is in it any more, nor will be."""
+        if time.monotonic_ns() >= self._context.deadline_ns:
+            for at in self._left:
+                self.statuses[at] = Status.DEADLINE
+        return self.statuses
+
 
 async def _open_shared(
     context: OpenContext, group: list[Granted], sources: list[memoryview | Status]
@@ -305,10 +313,10 @@ async def _open_shared(
     held = sum(one.item.span.length_bytes for one in group)
     spread = held >= SPREAD_BLOCK_BYTES_MIN * len(group)
     threads = held // GROUP_BYTES_MIN if spread else held // GROUP_BYTES_MAX
-    threads = max(1, min(threads, context.workers.threads))
+    threads = max(1, min(threads, len(group), context.workers.threads))
     sharing = _Sharing(context, group, sources)
     await context.workers.share(sharing.open_some, threads=threads, until_ns=context.deadline_ns)
-    return sharing.statuses
+    return sharing.end()
 
 
 def _under_another_key(context: OpenContext, wanted: Wanted, sealed: memoryview) -> bool:

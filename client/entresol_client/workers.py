@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from entresol_client.results import RequestFailedError
 from entresol_proto.status import Status
@@ -41,8 +41,8 @@ class Workers(Protocol):
 
     async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
         """Have up to so many threads call `fn` side by side, until it returns false in one of them
-        (see `Pool.submit_shared`). When the caller is cancelled or the workers are closed, calls
-        that run come to their end and no other begins.
+        (see `Pool.submit_shared`). At the deadline, and when the caller is cancelled or the workers
+        are closed, calls that run come to their end and no other begins.
 
         Raises: as `run`, if no call has begun.
         """
@@ -99,7 +99,7 @@ class ThreadWorkers:
         timer: asyncio.TimerHandle | None = None
         if until_ns:
             left_s = (until_ns - time.monotonic_ns()) / 1e9
-            timer = asyncio.get_running_loop().call_later(left_s, job.cancel)
+            timer = asyncio.get_running_loop().call_later(left_s, _too_late, job, on_cancel)
         try:
             return await job.outcome(on_cancel)
         except asyncio.CancelledError:
@@ -145,6 +145,13 @@ class InlineWorkers:
     def close(self) -> None:
         """See `Workers.close`."""
         self._closed = True
+
+
+def _too_late(job: Job[Any], stop: Callable[[], None] | None) -> None:
+    """The deadline: what has not begun does not begin, and what comes again from time to time no
+    longer comes."""
+    if not job.cancel() and stop is not None:
+        stop()
 
 
 def _closed_error() -> RequestFailedError:

@@ -124,15 +124,16 @@ class Job(Generic[R]):
         self._ended = True
         value, self._value = self._value, None
         error, self._error = self._error, None
-        if not self._begun:
+        if self._again is not None:  # its caller was cancelled, and waits for this
+            if not self._again.done():
+                self._again.set_result(None)
+        elif not self._begun:
             self._future.cancel()  # its pool was closed
         elif not self._future.done():
             if error is None:
                 self._future.set_result(value)
             else:
                 self._future.set_exception(error)
-        elif self._again is not None and not self._again.done():
-            self._again.set_result(None)
 
 
 class Shared(Job[None]):
@@ -157,7 +158,8 @@ class Shared(Job[None]):
         return True
 
     def stop(self) -> None:
-        """On its loop: no further thread begins it, and none comes again."""
+        """On its loop: no further thread begins it, and none comes again. It ends now, or with the
+        calls that are running."""
         self._leave(came=False, more=False)
 
     def _taken(self) -> bool:
@@ -177,14 +179,17 @@ class Shared(Job[None]):
             self._begun = True
             fn, args = cast(Callable[..., bool], self._fn), self._args
         more = False
+        failed: BaseException | None = None
         try:
             more = fn(*args)
+        except StopIteration as error:  # no future takes it
+            failed = RuntimeError(f"the call raised {error!r}")
         except BaseException as error:
+            # Without this frame, as in `Job._run`.
+            failed = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
+        if failed is not None:
             with self._lock:
-                # Without this frame, as in `Job._run`.
-                self._error = self._error or error.with_traceback(
-                    getattr(error.__traceback__, "tb_next", None)
-                )
+                self._error, failed = self._error or failed, None
         del fn, args
         return self._leave(came=True, more=more)
 

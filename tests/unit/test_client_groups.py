@@ -22,7 +22,9 @@ from entresol_proto.status import Status
 from entresol_proto.wire.data import GrantItem, Tier
 
 
-def context(threads: int, *, maps: bool = False, workers: Any = None) -> OpenContext:
+def context(
+    threads: int, *, maps: bool = False, workers: Any = None, deadline_ns: int = 2**63
+) -> OpenContext:
     endpoint = SimpleNamespace(
         capabilities=SimpleNamespace(maps=maps, lands=False), map_span=lambda _: Status.CORRUPT
     )
@@ -31,7 +33,7 @@ def context(threads: int, *, maps: bool = False, workers: Any = None) -> OpenCon
         "workers": workers or SimpleNamespace(threads=threads),
         "staging": SimpleNamespace(length_bytes=64 * MIB),
     }
-    return OpenContext(namespace_id=bytes(16), at_daemon=False, deadline_ns=1, **given)
+    return OpenContext(namespace_id=bytes(16), at_daemon=False, deadline_ns=deadline_ns, **given)
 
 
 def batch(count: int, size: int) -> list[Granted]:
@@ -76,7 +78,7 @@ class Told:
         self.threads, self.calls, self.asked = threads, calls, 0
 
     async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
-        self.asked = threads
+        self.asked, self.until_ns = threads, until_ns
         self.more = [fn() for _ in range(self.calls)]
 
 
@@ -90,8 +92,8 @@ def test_what_is_opened_in_the_daemons_memory_is_one_group(last: bool) -> None:
 
 @pytest.mark.parametrize(
     ("count", "size", "threads"),
-    [(1, MIB, 1), (3, MIB, 1), (4, MIB, 2), (8, MIB, 4), (32, MIB, 4), (1, 16 * MIB, 4),
-     (128, 16 * KIB, 1), (2048, 16 * KIB, 4), (1024, 16 * KIB, 2)],
+    [(1, MIB, 1), (3, MIB, 1), (4, MIB, 2), (8, MIB, 4), (32, MIB, 4),
+     (1, 16 * MIB, 1), (3, 16 * MIB, 3), (128, 16 * KIB, 1), (2048, 16 * KIB, 4), (1024, 16 * KIB, 2)],
 )  # fmt: skip
 async def test_as_many_threads_as_the_bytes_are_worth(count: int, size: int, threads: int) -> None:
     told = Told(4, calls=1)
@@ -111,3 +113,9 @@ async def test_a_turn_is_bounded_and_what_no_thread_came_to_is_told() -> None:
     statuses = await open_group(context(2, maps=True, workers=every), blocks)
     assert statuses == [Status.CORRUPT] * 20
     assert every.more == [True, True, False, False]
+
+
+async def test_what_no_thread_came_to_by_the_deadline_is_told_so() -> None:
+    late = context(2, maps=True, workers=(told := Told(2, calls=0)), deadline_ns=1)
+    assert await open_group(late, batch(3, MIB)) == [Status.DEADLINE] * 3
+    assert told.until_ns == 1

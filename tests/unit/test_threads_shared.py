@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import threading
 import time
 import weakref
@@ -40,6 +41,8 @@ class Work:
         self.gate = threading.Event()
         self.gate.set()
         self.came = threading.Semaphore(0)
+        self.over = False  # its caller was told so
+        self.late = 0  # what was done after that
         self._in_turn, self._piece_s = in_turn, piece_s
         self._lock = threading.Lock()
 
@@ -48,6 +51,7 @@ class Work:
             self.calls += 1
             self.inside += 1
             self.most = max(self.most, self.inside)
+            self.late += self.over
         self.came.release()
         try:
             assert self.gate.wait(30)
@@ -57,6 +61,7 @@ class Work:
                 except IndexError:
                     return False
                 self.done.append((piece, threading.get_ident()))
+                self.late += self.over
                 time.sleep(self._piece_s)
             return bool(self.left)
         finally:
@@ -186,6 +191,16 @@ async def test_the_first_error_counts_and_no_call_begins_after_it(pool: Pool) ->
     assert len(calls) == 2
 
 
+async def test_what_a_future_does_not_take_is_an_error_all_the_same(pool: Pool) -> None:
+    def fail() -> bool:
+        raise StopIteration
+
+    job, other = pool.submit_shared(fail, threads=1), pool.submit(int)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(job.outcome(job.stop), 10)
+    assert await asyncio.wait_for(other.outcome(), 10) == 0
+
+
 @pytest.mark.parametrize("drop", [False, True])
 async def test_a_pool_that_closes_ends_what_is_shared(drop: bool) -> None:
     pool = Pool(2, "test-closing")
@@ -215,6 +230,20 @@ async def test_a_pool_that_closes_before_a_thread_came_cancels_it() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit_shared(Work(1), threads=1)
+
+
+async def test_a_caller_who_is_cancelled_when_its_pool_gave_the_call_up_goes() -> None:
+    pool = Pool(1, "test-closing")
+    gate, there = occupied(pool, 1)
+    await asyncio.to_thread(there.acquire, timeout=30)
+    job = pool.submit_shared(Work(5), threads=1)
+    waiting = asyncio.ensure_future(job.outcome(job.stop))
+    await asyncio.sleep(0)
+    gate.set()
+    pool.close(drop=True)  # it is given up, and the loop has not heard of that
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waiting, 10)
 
 
 async def test_what_it_was_given_is_let_go_though_it_is_queued_still(pool: Pool) -> None:
@@ -259,6 +288,24 @@ async def test_workers_tell_when_no_thread_came_in_time() -> None:
     assert closed.value.status is Status.DISCONNECTED
 
 
+async def test_at_the_deadline_a_call_between_two_turns_does_not_wait_for_the_next() -> None:
+    workers = ThreadWorkers(1)
+    work, busy = Work(50, in_turn=1), threading.Event()
+    try:
+        work.gate.clear()
+        until_ns = time.monotonic_ns() + 100_000_000
+        sharing = asyncio.ensure_future(workers.share(work, threads=1, until_ns=until_ns))
+        await begun(work, 1)
+        workers._pool.post(busy.wait, 30)  # before the call's next turn
+        work.gate.set()
+        await asyncio.wait_for(sharing, 10)
+        assert work.calls == 1
+        assert time.monotonic_ns() >= until_ns
+    finally:
+        busy.set()
+        workers.close()
+
+
 @pytest.mark.parametrize("make", [ThreadWorkers, InlineWorkers])
 async def test_workers_share(make: Callable[[int], ThreadWorkers | InlineWorkers]) -> None:
     workers = make(2)
@@ -268,21 +315,34 @@ async def test_workers_share(make: Callable[[int], ThreadWorkers | InlineWorkers
     assert sorted(piece for piece, _ in work.done) == list(range(10))
 
 
-async def test_thousands_of_shared_calls_all_end(pool: Pool) -> None:
-    """Comings and goings that no other test arranges: every piece once, no call left inside."""
-    works = [Work(number % 7, in_turn=1 + number % 3) for number in range(2000)]
-    jobs = [pool.submit_shared(work, threads=1 + n % 4) for n, work in enumerate(works)]
-    waiting = [asyncio.ensure_future(job.outcome(job.stop)) for job in jobs]
-    await asyncio.sleep(0)
-    for number, task in enumerate(waiting):
-        if number % 5 == 0:
-            task.cancel()
-    ended = await asyncio.gather(*waiting, return_exceptions=True)
-    for number, (work, outcome) in enumerate(zip(works, ended, strict=True)):
-        assert work.inside == 0
-        pieces = sorted(piece for piece, _ in work.done)
-        if outcome is None:
-            assert pieces == list(range(number % 7))
-        else:
-            assert isinstance(outcome, asyncio.CancelledError)
-            assert len(set(pieces)) == len(pieces)
+@pytest.mark.parametrize("seed", range(40))
+async def test_whatever_ends_a_call_nobody_is_in_it_afterwards(seed: int) -> None:
+    """Cancellations, deadlines, errors and a closing pool, all at once."""
+    rng = random.Random(seed)
+    workers = ThreadWorkers(rng.randint(1, 4))
+    loop = asyncio.get_running_loop()
+
+    async def one(work: Work) -> None:
+        until_ns = time.monotonic_ns() + rng.choice((10**5, 10**6, 10**7, 10**10))
+        try:
+            await workers.share(work, threads=rng.randint(1, 4), until_ns=until_ns)
+        except RequestFailedError:
+            pass
+        finally:
+            assert work.inside == 0
+            work.left.clear()
+            work.over = True
+
+    works = [Work(n % 20, in_turn=1 + n % 3, piece_s=n % 2 / 10_000) for n in range(100)]
+    tasks = [asyncio.ensure_future(one(work)) for work in works]
+    for task in tasks:
+        if rng.random() < 0.2:
+            loop.call_later(rng.random() * 0.02, task.cancel)
+    if rng.random() < 0.5:
+        loop.call_later(rng.random() * 0.02, workers.close)
+    ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    assert {type(each) for each in ended} <= {type(None), asyncio.CancelledError}
+    workers.close()
+    await asyncio.sleep(0.005)
+    assert not any(work.inside or work.late for work in works)
+    assert loop not in threads._homes
