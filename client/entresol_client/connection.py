@@ -35,10 +35,11 @@ from entresol_proto.wire.session import ClientSession, Message, Received, State
 log = logging.getLogger("entresol.client")
 
 RELEASE_DELAY_S = 0.001  # how long a finished lease may wait for company
-# From so much on leases go before the next request, which may need the room; fewer wait, because
-# the daemon would read them before the request.
+# From so much on leases go with the next request; fewer wait for company.
 RELEASE_AHEAD_BYTES, RELEASE_AHEAD_COUNT = 256 * limits.KIB, 16
-RELEASE_BEHIND_BYTES_MAX = 48 * limits.MIB  # a session may hold more than twice as much
+# They go behind a FETCH, which is answered first, while all that is leased is not more: a session
+# may hold several times as much. Else before it, because it may need the room.
+RELEASE_BEHIND_BYTES_MAX = 48 * limits.MIB
 RECEIVED_BYTES_MAX = limits.CARRIED_BYTES_MAX  # taken from the stream at once
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
 PINGS_ROOM = 1  # requests in flight that are kept for PING
@@ -170,6 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         self._namespaces: dict[bytes, asyncio.Task[NamespaceOpened]] = {}
         self._release_ids: list[int] = []
         self._release_bytes = 0  # that those hold
+        self.held_bytes = 0  # by all leases, those included; who takes one adds it
         self._reports: list[Report] = []
         self._flush_due = False
         self._why_closed = "closed by the daemon"
@@ -408,7 +410,7 @@ class Connection(asyncio.BufferedProtocol):
             or self._reports
         ):
             behind = isinstance(message, Fetch) and not self._reports
-            if behind and self._release_bytes <= RELEASE_BEHIND_BYTES_MAX:
+            if behind and self.held_bytes <= RELEASE_BEHIND_BYTES_MAX:
                 raw += self._encode_releases()  # it is answered first
             else:
                 raw = self._encode_releases() + raw
@@ -457,6 +459,7 @@ class Connection(asyncio.BufferedProtocol):
     def _refuse(self, grant: Grant) -> None:
         if grant.items and not grant.carried:
             self.late_grants += 1
+            self.held_bytes += grant.span_bytes
             self.release(grant.lease_id, held_bytes=grant.span_bytes)
 
     def give_up(self, put_ids: list[int]) -> None:
@@ -473,7 +476,9 @@ class Connection(asyncio.BufferedProtocol):
     def _encode_releases(self) -> bytes:
         if not self._release_ids and not self._reports:
             return b""
-        ids, self._release_ids, self._release_bytes = self._release_ids, [], 0
+        ids, self._release_ids = self._release_ids, []
+        self.held_bytes -= self._release_bytes
+        self._release_bytes = 0
         reports, self._reports = self._reports, []
         step = limits.BLOCKS_PER_FETCH_MAX
         parts: list[bytes] = []

@@ -182,6 +182,7 @@ class _Get:
             until_ns = min(until_ns, grant.expires_ns)  # one kernel, one monotonic clock
         doubtful_ns = min(until_ns, self._asked_ns + grant.lease_ns)
         lease = _Lease(grant)
+        session.connection.held_bytes += lease.held_bytes
         usable: list[Granted] = []
         at_daemon = self._context.at_daemon
         for item in grant.items:

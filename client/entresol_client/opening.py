@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from entresol_proto.seal.block import BlockKey, KeyOf, SealedHeader, check_heade
 from entresol_proto.seal.wiping import zero
 from entresol_proto.status import EntresolError, SealError, Status
 from entresol_proto.wire.data import GrantItem
+
+log = logging.getLogger("entresol.client")
 
 GROUP_BYTES_MIN = 2 * limits.MIB
 GROUP_BYTES_MAX = 8 * limits.MIB
@@ -282,8 +285,7 @@ class _Sharing:
     ) -> None:
         self._context, self._group, self._sources = context, group, sources
         self._left = deque(range(len(group)))
-        # Of what no thread comes to: before the deadline only where the client was closed.
-        self.statuses = [Status.DISCONNECTED] * len(group)
+        self.statuses = [Status.DISCONNECTED] * len(group)  # where the client was closed
 
     def open_some(self) -> bool:
         """On a worker thread: open blocks, at most a turn's worth; whether there are more."""
@@ -294,15 +296,19 @@ class _Sharing:
             except IndexError:
                 return False
             one = self._group[at]
-            self.statuses[at] = _open_block(self._context, one, self._sources[at], in_place=True)
+            try:
+                status = _open_block(self._context, one, self._sources[at], in_place=True)
+            except Exception:  # it has been zeroed
+                log.exception("event=bug where=open_block")
+                status = Status.INTERNAL
+            self.statuses[at] = status
             opened_bytes += one.item.plain_bytes
         return bool(self._left)
 
-    def end(self) -> list[Status]:
-        """No thread is in it any more, nor will be."""
-        if time.monotonic_ns() >= self._context.deadline_ns:
-            for at in self._left:
-                self.statuses[at] = Status.DEADLINE
+    def end(self, *, late: bool) -> list[Status]:
+        """No thread is in it any more, nor will be; `late`: because of the deadline."""
+        for at in self._left if late else ():
+            self.statuses[at] = Status.DEADLINE
         return self.statuses
 
 
@@ -312,11 +318,12 @@ async def _open_shared(
     """Open in the daemon's memory, on as many threads as the bytes are worth waking."""
     held = sum(one.item.span.length_bytes for one in group)
     spread = held >= SPREAD_BLOCK_BYTES_MIN * len(group)
-    threads = held // GROUP_BYTES_MIN if spread else held // GROUP_BYTES_MAX
+    threads = round(held / (GROUP_BYTES_MIN if spread else GROUP_BYTES_MAX))
     threads = max(1, min(threads, len(group), context.workers.threads))
     sharing = _Sharing(context, group, sources)
-    await context.workers.share(sharing.open_some, threads=threads, until_ns=context.deadline_ns)
-    return sharing.end()
+    until_ns = context.deadline_ns
+    late = await context.workers.share(sharing.open_some, threads=threads, until_ns=until_ns)
+    return sharing.end(late=late)
 
 
 def _under_another_key(context: OpenContext, wanted: Wanted, sealed: memoryview) -> bool:

@@ -39,12 +39,12 @@ class Workers(Protocol):
         """
         ...
 
-    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> bool:
         """Have up to so many threads call `fn` side by side, until it returns false in one of them
         (see `Pool.submit_shared`). At the deadline, and when the caller is cancelled or the workers
         are closed, calls that run come to their end and no other begins.
 
-        Raises: as `run`, if no call has begun.
+        Returns whether it was the deadline that ended it. Raises: as `run`, if no call has begun.
         """
         ...
 
@@ -84,22 +84,36 @@ class ThreadWorkers:
             raise _closed_error() from None
         return await self._outcome(job, until_ns)
 
-    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> bool:
         """See `Workers.share`."""
+        late = False
+
+        def stop_late() -> None:  # the clock at the end does not tell: a loop may be early
+            nonlocal late
+            late = True
+            job.stop()
+
         try:
             job = self._pool.submit_shared(fn, threads=threads)
         except RuntimeError:
             raise _closed_error() from None
-        await self._outcome(job, until_ns, job.stop)
+        await self._outcome(job, until_ns, on_cancel=job.stop, on_late=stop_late)
+        return late
 
     async def _outcome(
-        self, job: Job[R], until_ns: int, on_cancel: Callable[[], None] | None = None
+        self,
+        job: Job[R],
+        until_ns: int,
+        *,
+        on_cancel: Callable[[], None] | None = None,
+        on_late: Callable[[], None] | None = None,
     ) -> R:
-        """Raises: as `run`, and what the job raised."""
+        """`on_late` is called at the deadline of a job that has begun. Raises: as `run`, and what
+        the job raised."""
         timer: asyncio.TimerHandle | None = None
         if until_ns:
             left_s = (until_ns - time.monotonic_ns()) / 1e9
-            timer = asyncio.get_running_loop().call_later(left_s, _too_late, job, on_cancel)
+            timer = asyncio.get_running_loop().call_later(left_s, _too_late, job, on_late)
         try:
             return await job.outcome(on_cancel)
         except asyncio.CancelledError:
@@ -137,10 +151,12 @@ class InlineWorkers:
             raise _closed_error()
         return fn(*args)
 
-    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
-        """See `Workers.share`."""
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> bool:
+        """See `Workers.share`; whoever calls looks at the clock himself."""
         while await self.run(fn):
-            pass
+            if self._closed:
+                break
+        return False
 
     def close(self) -> None:
         """See `Workers.close`."""

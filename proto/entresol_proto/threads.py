@@ -372,7 +372,7 @@ class Pool:
         """Have `fn(*args)` called in up to so many threads at a time, as they have nothing else to
         do, until one call returns false: what there was to do together is done or under way. One
         that returns true gives others of the pool a turn and comes again. The loop hears once,
-        when all calls have returned; the first error counts, and no call begins after one.
+        when all calls have returned; the first error counts, and no call begins once it is known.
 
         On an event loop. Raises: RuntimeError when the pool is closed.
         """
@@ -382,8 +382,10 @@ class Pool:
             home = _home_of(self)
             job = Shared(home, fn, args)
             self._homes.add(home)
-            for _ in range(min(threads, len(self._threads))):
-                self._queue.put(job)
+            self._queue.put(job)
+            with contextlib.suppress(MemoryError):  # then fewer come
+                for _ in range(min(threads, len(self._threads)) - 1):
+                    self._queue.put(job)
         return job
 
     def post(self, fn: Callable[..., object], *args: Any) -> None:

@@ -377,6 +377,9 @@ def test_a_get_is_answered_before_leases_that_came_with_it_are_let_go(tmp_path: 
             seen.append("written")
             write(raw)
 
+        def broken(_raw: bytes) -> None:
+            raise MemoryError
+
         def released(*args: Any) -> None:
             seen.append("released")
             release(*args)
@@ -391,14 +394,23 @@ def test_a_get_is_answered_before_leases_that_came_with_it_are_let_go(tmp_path: 
         for request, _ in asked:
             host._waiting[request] = asyncio.Queue()
         gone = machine.send(data.Release((1 << 40,)))[1]  # of no lease: that is no error
-        handler.receive(asked[0][1] + asked[1][1] + gone + asked[2][1])
+        handler.receive(asked[0][1] + asked[1][1] + gone + asked[2][1] + gone)
         assert found == ["now"] * 3
-        assert seen == ["written", "released", "written"]
+        assert seen == ["written", "released", "released", "written"], (
+            "two writes, not one for each"
+        )
         for request, _ in asked:
             grant = await asyncio.wait_for(host._waiting[request].get(), 5)
             assert len(grant.items) == 2
             host._send(data.Release((grant.lease_id,)))
         await asyncio.sleep(0.1)
         assert handler._answers is None
+        handler._write = broken
+        with pytest.raises(MemoryError):
+            handler.receive(
+                machine.send(data.Fetch(host.handle, OpenAt.HOST, False, 10**9, wanted))[1]
+            )
+        assert handler._answers is None, "what comes later is not kept for nothing"
+        handler._write = write
 
     simulate(tmp_path, story)

@@ -587,6 +587,30 @@ async def test_a_large_lease_goes_with_the_next_request_a_small_one_waits(
         await all_released(peer)
 
 
+async def test_leases_go_first_while_others_hold_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "RELEASE_DELAY_S", 2.0)
+    async with opened(tmp_path) as (peer, ns):
+        fill(peer, 8)
+        keys = [key(n) for n in range(8)]
+        (link,) = ns._client._links
+        assert (await ns.get_into(keys, empty(8))).ok
+        stream = link.admit().connection
+        held = stream.held_bytes
+        assert held > 500_000
+        monkeypatch.setattr(connection, "RELEASE_BEHIND_BYTES_MAX", held)
+        assert (await ns.get_into(keys, empty(8))).ok
+        assert order(peer) == ["fetch", "fetch", "release 1"]
+        stream.held_bytes += 1  # of another get
+        assert (await ns.get_into(keys, empty(8))).ok
+        assert order(peer) == ["fetch", "fetch", "release 1", "release 1", "fetch"]
+        stream.held_bytes -= 1
+        await all_released(peer)
+        stream._flush_releases()
+        assert stream.held_bytes == 0
+
+
 async def test_what_was_found_damaged_is_told_before_the_next_request(tmp_path: Path) -> None:
     async with opened(tmp_path) as (peer, ns):
         fill(peer, 8)

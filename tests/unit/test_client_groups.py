@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from entresol_client import opening
 from entresol_client.opening import (
     GROUP_BYTES_MAX,
     GROUP_BYTES_MIN,
@@ -22,9 +23,7 @@ from entresol_proto.status import Status
 from entresol_proto.wire.data import GrantItem, Tier
 
 
-def context(
-    threads: int, *, maps: bool = False, workers: Any = None, deadline_ns: int = 2**63
-) -> OpenContext:
+def context(threads: int, *, maps: bool = False, workers: Any = None) -> OpenContext:
     endpoint = SimpleNamespace(
         capabilities=SimpleNamespace(maps=maps, lands=False), map_span=lambda _: Status.CORRUPT
     )
@@ -33,7 +32,7 @@ def context(
         "workers": workers or SimpleNamespace(threads=threads),
         "staging": SimpleNamespace(length_bytes=64 * MIB),
     }
-    return OpenContext(namespace_id=bytes(16), at_daemon=False, deadline_ns=deadline_ns, **given)
+    return OpenContext(namespace_id=bytes(16), at_daemon=False, deadline_ns=2**63, **given)
 
 
 def batch(count: int, size: int) -> list[Granted]:
@@ -74,12 +73,13 @@ def test_a_first_part_gives_each_thread_work() -> None:
 class Told:
     """Workers that note how many threads a group is worth, and open `calls` times."""
 
-    def __init__(self, threads: int, calls: int) -> None:
-        self.threads, self.calls, self.asked = threads, calls, 0
+    def __init__(self, threads: int, calls: int, *, late: bool = False) -> None:
+        self.threads, self.calls, self.asked, self.late = threads, calls, 0, late
 
-    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> None:
-        self.asked, self.until_ns = threads, until_ns
+    async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> bool:
+        self.asked = threads
         self.more = [fn() for _ in range(self.calls)]
+        return self.late
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -92,8 +92,9 @@ def test_what_is_opened_in_the_daemons_memory_is_one_group(last: bool) -> None:
 
 @pytest.mark.parametrize(
     ("count", "size", "threads"),
-    [(1, MIB, 1), (3, MIB, 1), (4, MIB, 2), (8, MIB, 4), (32, MIB, 4),
-     (1, 16 * MIB, 1), (3, 16 * MIB, 3), (128, 16 * KIB, 1), (2048, 16 * KIB, 4), (1024, 16 * KIB, 2)],
+    [(1, MIB, 1), (2, MIB, 1), (3, MIB, 2), (4, MIB, 2), (8, MIB, 4), (32, MIB, 4),
+     (1, 16 * MIB, 1), (3, 16 * MIB, 3),
+     (128, 16 * KIB, 1), (2048, 16 * KIB, 4), (1024, 16 * KIB, 2)],
 )  # fmt: skip
 async def test_as_many_threads_as_the_bytes_are_worth(count: int, size: int, threads: int) -> None:
     told = Told(4, calls=1)
@@ -116,6 +117,19 @@ async def test_a_turn_is_bounded_and_what_no_thread_came_to_is_told() -> None:
 
 
 async def test_what_no_thread_came_to_by_the_deadline_is_told_so() -> None:
-    late = context(2, maps=True, workers=(told := Told(2, calls=0)), deadline_ns=1)
-    assert await open_group(late, batch(3, MIB)) == [Status.DEADLINE] * 3
-    assert told.until_ns == 1
+    """Whatever the clock says: timers may be early."""
+    told = Told(2, calls=1, late=True)
+    statuses = await open_group(context(2, maps=True, workers=told), batch(20, MIB))
+    assert statuses == [Status.CORRUPT] * 8 + [Status.DEADLINE] * 12
+
+
+async def test_an_error_of_ours_costs_its_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_context: Any, one: Granted, *_args: Any, **_named: Any) -> Status:
+        if one.item.index == 1:
+            raise RuntimeError("a bug")
+        return Status.OK
+
+    monkeypatch.setattr(opening, "_open_block", broken)
+    told = Told(2, calls=1)
+    statuses = await open_group(context(2, maps=True, workers=told), batch(3, MIB))
+    assert statuses == [Status.OK, Status.INTERNAL, Status.OK]

@@ -295,8 +295,8 @@ async def test_what_only_a_cycle_keeps_goes_with_a_tenant_however_old_it_is() ->
     assert seen() is not None, "it is old"
     parts: Any = SimpleNamespace(
         keyring=SimpleNamespace(wipe_destroyed=lambda name: None),
-        residency=SimpleNamespace(forget_keys=lambda: iter(())),
+        residency=SimpleNamespace(forget_keys=lambda stream: iter(())),
         sweep=lambda: iter(()),
     )
-    await wipe_from_memory(parts, TenantName("acme"))
+    await wipe_from_memory(parts, TenantName("acme"), b"its stream")
     assert seen() is None

@@ -14,6 +14,7 @@ key of a block is wiped when its extent is freed.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ IN_VAIN = 2  # times what is asked for is evicted in order before a run is looke
 IN_VAIN_MAX = 1024  # and so many blocks
 EVICTIONS_MAX = 8192  # of one slab, or of an owner over its limit, in one allocation
 OLDEST_SHIFT, OLDEST_MAX = 3, 256  # of an owner's blocks say which slab is the oldest: an eighth
-KEYS_IN_TURN = 1024  # are wiped at once
+KEYS_IN_TURN = 64  # are wiped at once: half a microsecond each
 PIECES_MAX = 16_384  # of memory are looked at for a run, and the rest of a slab
 
 
@@ -176,13 +177,17 @@ class Residency:
         self.pool.free(resident.extent)
         resident.forget_key()
 
-    def forget_keys(self) -> Iterator[None]:
-        """Wipe the keys of all blocks, of those too that a lease alone keeps; pauses, for others to
-        have a turn."""
-        for number, resident in enumerate([*self._read_still, *self._by_slot.values()], 1):
-            resident.forget_key()
-            if number % KEYS_IN_TURN == 0:
-                yield
+    def forget_keys(self, owner: bytes) -> Iterator[None]:
+        """Wipe the keys of an owner's blocks, of those too that a lease alone keeps; pauses, for
+        others to have a turn."""
+        held = [[resident for resident in self._read_still if resident.owner == owner]]
+        slabs = (self._in_slab.get(slab, {}) for slab in list(self.pool.slabs(owner)))
+        for here in itertools.chain(held, (list(mine.values()) for mine in slabs)):
+            for number, resident in enumerate(here, 1):
+                resident.forget_key()
+                if number % KEYS_IN_TURN == 0:
+                    yield
+            yield
 
     def holds(self, resident: Resident) -> bool:
         """True while this very block is the one in memory for its slot (slots are reused)."""

@@ -264,7 +264,7 @@ class ShardAdmin:
         finally:  # also where flash takes no removals: its keys are gone from the disk for good
             for secret in secrets:
                 wipe(secret)
-            await wipe_from_memory(parts, name)
+            await wipe_from_memory(parts, name, None if account is None else account.stream)
             parts.events.publish(events.Kind.TENANT_ERASED, name, time_unix_ns=now_ns)
         parts.metrics.forget_tenant(name)
         return EraseReceipt(

@@ -44,16 +44,9 @@ log = logging.getLogger("entresol.session")
 _NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
 
 
-def _nothing(_task: object) -> None:
-    """For a request whose end nobody waits for."""
-
-
-def _always(_reading: bool) -> None:
-    """For a caller that cannot hold bytes back."""
-
-
-def _gone(*_: object) -> None:
-    """In the place of a connection that is no more."""
+def _nothing(*_: object) -> None:
+    """For a request whose end nobody waits for, a caller that cannot hold bytes back, and in the
+    place of a connection that is no more."""
 
 
 class SessionHandler:
@@ -66,7 +59,7 @@ class SessionHandler:
         *,
         write: Callable[[bytes], None],
         close: Callable[[], None],
-        read_on: Callable[[bool], None] = _always,
+        read_on: Callable[[bool], None] = _nothing,
         queued_bytes: Callable[[], int] = int,  # none
     ) -> None:
         """`read_on(False)` asks for no more bytes until `read_on(True)`: enough work waits.
@@ -83,6 +76,7 @@ class SessionHandler:
         self._unread = bytearray()  # came before it was asked to stop
         self._turn: Unit[asyncio.Future[None]] | None = None  # to read on: waited for
         self._answers: list[bytes] | None = None  # of what is being read: they leave together
+        self._early = False  # some of them left before all of it was looked at: once
         self._unpaid = self._unpaid_bytes = 0  # read since the last turn for it
         self._machine = ServerSession(now_ns=shard.parts.now_ns())
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,17 +103,16 @@ class SessionHandler:
         if self._turn is not None:
             self._unread += raw
             return
-        self._answers = []
+        self._answers, self._early = [], False
         try:
             self._read(raw)
         finally:
             self._flush()
-            self._answers = None
 
-    def _flush(self) -> None:
+    def _flush(self, further: list[bytes] | None = None) -> None:
         """Send the answers to what was read: in one piece, which costs about as much as one."""
-        if answers := self._answers:
-            self._answers = []
+        answers, self._answers = self._answers, further
+        if answers:
             self._write(answers[0] if len(answers) == 1 else b"".join(answers))
 
     def _read(self, raw: bytes | bytearray | memoryview) -> None:
@@ -198,7 +191,7 @@ class SessionHandler:
         finally:
             # They are the connection's, which has this: with its buffers, both would stay until
             # the collector looks at what is old, which is seldom.
-            self._write = self._close = self._read_on = _gone
+            self._write = self._close = self._read_on = _nothing
             self._queued_bytes = int
 
     def _refuse(self, error: ProtocolError) -> None:
@@ -218,7 +211,9 @@ class SessionHandler:
     def _dispatch(self, received: Received) -> None:
         message, request_id = received.message, received.request_id
         if isinstance(message, data.Release):
-            self._flush()  # what was asked for before it waits for an answer; this does not
+            if self._answers and not self._early:  # who asked before it waits; this does not
+                self._early = True
+                self._flush([])
             if self.session is not None:
                 self._shard.gets.release(self.session, message)
             return

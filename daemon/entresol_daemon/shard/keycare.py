@@ -55,21 +55,28 @@ class VersionUse:
     sealed_blocks: int  # ever
 
 
-async def wipe_from_memory(parts: Parts, name: TenantName) -> None:
+async def wipe_from_memory(parts: Parts, name: TenantName, stream: bytes | None) -> None:
     """The destroyed keys of a tenant leave memory: where they were held, and in what was freed.
 
-    No session may hold them any more. Lets others run in between.
+    No session may hold them any more. `stream` is the tenant's; None: it never had a block in
+    memory. Lets others run in between.
     """
-    await _wipe_destroyed(parts, name)
+    await _wipe_destroyed(parts, name, stream)
     await _sweep(parts)
 
 
-async def _wipe_destroyed(parts: Parts, name: TenantName) -> None:
-    """Where they are held; keys of blocks, which were derived from them, first: those of others are
-    derived again when they are asked for."""
-    for _ in parts.residency.forget_keys():
-        await asyncio.sleep(0)
+async def _wipe_destroyed(parts: Parts, name: TenantName, stream: bytes | None) -> None:
+    """Where they are held, and the keys of blocks, which were derived from them: those under other
+    versions are derived again when they are asked for."""
     parts.keyring.wipe_destroyed(name)
+    if stream is not None:
+        for _ in parts.residency.forget_keys(stream):
+            await asyncio.sleep(0)
+
+
+def _stream_of(parts: Parts, name: TenantName) -> bytes | None:
+    account = parts.accounts.by_name.get(name)
+    return None if account is None else account.stream
 
 
 async def _sweep(parts: Parts) -> None:
@@ -150,7 +157,7 @@ class KeyCare:
             dropped = await self._drop_unreadable(name)
             await self._removal.barrier(parts.accounts.by_name[name])
         finally:  # also where flash takes no removals
-            await wipe_from_memory(parts, name)
+            await wipe_from_memory(parts, name, _stream_of(parts, name))
         log.warning("event=key_rotation_forced tenant=%s blocks=%d", name, dropped)
         return dropped
 
@@ -265,7 +272,7 @@ class KeyCare:
             await self._parts.keys.run(self._parts.keyring.retire, name, version)
             self.versions_ended += 1
         self._renew_sessions(name)
-        await _wipe_destroyed(self._parts, name)
+        await _wipe_destroyed(self._parts, name, _stream_of(self._parts, name))
         self._ended_ns = self._ended_ns or self._parts.now_ns()  # one sweep for all of a while
 
     async def _sweep(self) -> None:

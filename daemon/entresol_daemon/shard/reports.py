@@ -99,6 +99,7 @@ class HostReports:
         """A host could not open a block: believe our own eyes, then drop it or keep it."""
         if resident.state is not ResidentState.READY:
             return
+        resident.forget_key()  # it may be what is damaged: the next grant derives it anew
         try:
             status = await self._opened.verify(resident)
         except (ComputeError, QuotaError):

@@ -56,7 +56,7 @@ class ResidentGets:
             return None
         if not self._door.passes(session.account):
             return None
-        flash = sum([resident.from_flash for resident in residents])
+        flash = len({resident.slot for resident in residents if resident.from_flash})
         grant: Grant | PackedGrant
         cost = (blocks - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
         sealed_bytes = sum([resident.sealed_bytes for resident in residents])
