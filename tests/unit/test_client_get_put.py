@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
-from entresol_client import AsyncClient, Namespace, PutBlock, UsageError, connection
+from entresol_client import AsyncClient, Namespace, PutBlock, UsageError, connection, namespace
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import BadKeyError, EngineKey, wire_key
 from entresol_proto.status import Status
@@ -609,6 +609,24 @@ async def test_leases_go_first_while_others_hold_much(
         await all_released(peer)
         stream._flush_releases()
         assert stream.held_bytes == 0
+
+
+async def test_a_get_that_fails_after_it_was_asked_gives_its_leases_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        fill(peer, 8)
+        keys = [key(n) for n in range(8)]
+
+        def broken(*_args: Any) -> Any:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(namespace._Batch, "wanted", broken)
+            with pytest.raises(MemoryError):
+                await ns.get_into(keys, empty(8))
+        assert (await ns.get_into(keys, empty(8))).ok
+        await all_released(peer)
 
 
 async def test_what_was_found_damaged_is_told_before_the_next_request(tmp_path: Path) -> None:
