@@ -269,6 +269,23 @@ async def test_a_blocks_key_is_derived_once_while_it_is_in_memory(
     await assert_idle(running.daemon)
 
 
+async def test_a_key_that_was_damaged_in_memory_is_derived_anew(running: Running) -> None:
+    """The block is all right: it must neither be dropped nor stay a miss."""
+    keys = keys_of(1)
+    async with client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        await put(space, keys, SIZE, ack="durable")
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+        (resident,) = running.daemon.shard.parts.residency._by_slot.values()
+        right = resident.block_key
+        resident.block_key = bytes([right[0] ^ 1]) + right[1:]
+        assert all_are(await get(space, keys, SIZE), Status.CORRUPT)
+        await eventually(lambda: resident.block_key in (b"", right), what="the report to be heard")
+        assert all_are(await get(space, keys, SIZE), Status.OK)
+        assert resident.block_key == right
+    await assert_idle(running.daemon)
+
+
 @pytest.mark.parametrize("how", ["rotation", "erasure"])
 async def test_no_lease_keeps_the_key_of_a_block_whose_data_key_was_destroyed(
     running: Running, monkeypatch: pytest.MonkeyPatch, how: str

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,34 @@ async def test_what_a_future_does_not_take_is_an_error_all_the_same(pool: Pool) 
     with pytest.raises(RuntimeError, match="StopIteration"):
         await asyncio.wait_for(job.outcome(job.stop), 10)
     assert await asyncio.wait_for(other.outcome(), 10) == 0
+
+
+async def test_where_memory_is_short_fewer_threads_come(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was handed over is done: it must not be told that it was not."""
+
+    class Short:
+        def __init__(self) -> None:
+            self.puts = 0
+
+        def put(self, job: object) -> None:
+            self.puts += 1
+            if self.puts > 1:
+                raise MemoryError
+            queued.put(job)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(queued, name)
+
+    queued: Any = pool._queue
+    short = Short()
+    work = Work(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_queue", short)
+        job = pool.submit_shared(work, threads=THREADS)
+    await job.outcome(job.stop)
+    assert (short.puts, work.calls, len(work.done)) == (2, 1, 20)
 
 
 @pytest.mark.parametrize("drop", [False, True])
