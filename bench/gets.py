@@ -46,7 +46,8 @@ from tests.harness import DaemonProcess
 
 MIB = limits.MIB
 LEAD_S, TURN_S = 0.1, 0.25
-STAGE_HOLD_NS = 600_000_000  # longer than a turn
+STAGE_HOLD_NS = 600_000_000
+assert STAGE_HOLD_NS / 1e9 > LEAD_S + TURN_S, "what is staged lasts for a turn"
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from bench import __main__ as bench_main
 from bench import daemon, fio, flash, paired, plots, results, scratch
 from bench.peers import install, race, redis
 from bench.peers.base import Peer, Server, Work
@@ -29,7 +30,7 @@ from bench.peers.running import NAMES, running
 from bench.processes import NEW_NETWORK, ROOT, Child, NotRunError, free_ports, listens
 from bench.region import Region
 from bench.results import Curve, Line
-from bench.sections import SECTIONS, SIZES, Plan
+from bench.sections import NO_PEERS, SECTIONS, SIZES, Plan
 from entresol_daemon.config import Config
 
 BLOCK, COUNT = 16384, 4
@@ -564,3 +565,16 @@ def test_a_tree_that_cannot_start_is_told(
     assert paired.main([str(tmp_path), "--rounds", "2"]) == 1
     said = capfd.readouterr().err
     assert f"{tmp_path} cannot do this work" in said
+
+
+def test_a_peer_that_nobody_knows_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for asked in ("nobody", "redis,nobody", "none,redis"):
+        with pytest.raises(SystemExit) as refused:
+            bench_main.main(["--peers", asked])
+        assert refused.value.code == 2
+        assert "redis" in capsys.readouterr().err, "it names those there are"
+    assert Plan("full", NO_PEERS).peers == ()
+    assert Plan("full", ("redis",)).peers == ("redis",)
+    assert set(Plan("full").peers) == set(NAMES)
