@@ -29,7 +29,9 @@ class MemoryConfig:
         32 * MIB, "Size of one slab, a multiple of 2MiB.", low=2 * MIB, high=1 * GIB
     )
     huge_pages: str = setting(
-        "auto", "Huge pages for slabs: auto tries, on insists.", choices=("auto", "off", "on")
+        "auto",
+        "Huge pages for slabs: auto tries, on insists on reserved ones.",
+        choices=("auto", "off", "on"),
     )
 
     @property

@@ -25,7 +25,7 @@ from entresol_daemon.config import Config
 from entresol_daemon.control.identity import first_certificate, server_ssl_context
 from entresol_daemon.drives import drives_below, read_wear
 from entresol_daemon.keys.providers import FileKek, is_credential
-from entresol_daemon.memory.huge_pages import check_huge_pages
+from entresol_daemon.memory import huge_pages
 from entresol_proto.identity import ROLE_SHARD, load_certificate, spiffe_id_from_cert
 from entresol_proto.limits import GIB, MIB
 from entresol_proto.status import DeviceError, EntresolError, Status
@@ -226,10 +226,12 @@ def memory_left() -> tuple[int, str]:
 def _memory(config: Config) -> Rows:
     if config.memory.huge_pages == "on":
         try:
-            check_huge_pages(config.memory)
+            huge_pages.check_huge_pages(config.memory)
         except EntresolError as error:
             fix = f"right if the daemon runs and has them; else: {error.hint}"
             yield WARN, Exception.__str__(error), fix
+    else:
+        yield OK, huge_pages.told(config.memory), ""
     blocks = config.blocks_max(config.flash.size_bytes)
     slabs = config.memory.dram_bytes + config.memory.opened_bytes_max
     wanted = slabs + blocks * INDEX_BYTES_PER_BLOCK + RUNTIME_BYTES

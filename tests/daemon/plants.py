@@ -9,7 +9,7 @@ import asyncio
 import os
 from typing import Any
 
-from entresol_daemon.flash import file_device
+from entresol_daemon.flash import runs
 from entresol_daemon.flash import writer as flash_writer
 from entresol_daemon.flash.device import Check
 from entresol_daemon.flash.group import Pending
@@ -73,12 +73,12 @@ def keeps_leases() -> None:
 
 def dies_of_reads() -> None:
     """A failed read of flash ends the process."""
-    read_job = file_device._read_job
+    read_job = runs.read_job
 
-    def brittle(fd: int, runs: list[file_device._Run], check: Check | None = None) -> Any:
-        failed = read_job(fd, runs, check)
+    def brittle(fd: int, mine: list[runs.Run], check: Check | None = None) -> Any:
+        failed = read_job(fd, mine, check)
         if any(status is Status.IO_ERROR for _, status in failed):
             os._exit(1)
         return failed
 
-    file_device._read_job = brittle
+    runs.read_job = brittle

@@ -27,7 +27,7 @@ from typing import Any
 
 from entresol_daemon.config import Config, FlashConfig, LimitsConfig, SealingConfig
 from entresol_daemon.config_memory import MemoryConfig
-from entresol_daemon.flash import file_device
+from entresol_daemon.flash import file_device, runs
 from entresol_daemon.flash.device import Check, IoOp, checked
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.sim import SimDevice
@@ -49,6 +49,7 @@ SECOND_NS = 1_000_000_000
 DEVICE_BYTES_PER_S = 1_000_000_000
 LINK_BYTES_PER_S = 3_000_000_000
 IO_THREADS = 8
+READS, WRITES = 0, 1  # of the device's threads
 THREADS = 4
 SEAL_BYTES_PER_S = 1_000_000_000  # one thread
 LINK_LATENCY_S = 30e-6
@@ -71,8 +72,9 @@ OPEN_S = 0.15e-3  # a session, after its TLS handshake
 class Transfers:
     """Some transfers that are awaited together."""
 
-    def __init__(self, done: asyncio.Future[None], count: int) -> None:
+    def __init__(self, done: asyncio.Future[None], count: int, line: int) -> None:
         self.done = done
+        self.line = line
         self._left = count
 
     def end_one(self) -> None:
@@ -96,17 +98,20 @@ class Pipe:
     waited for it began then.
     """
 
-    def __init__(self, bytes_per_s: float, at_once: int = 1_000_000) -> None:
+    def __init__(self, bytes_per_s: float, *at_once: int) -> None:
+        """`at_once`: how many share it at a time, of each line of those that wait."""
         self._bytes_per_s = bytes_per_s
-        self._at_once = at_once
         self._active: dict[Transfer, float] = {}  # bytes left
-        self._queue: deque[tuple[Transfer, float]] = deque()
+        self._room = list(at_once) or [1_000_000]
+        self._queues: list[deque[tuple[Transfer, float]]] = [deque() for _ in self._room]
         # When they enter, in this order: one link, one latency.
         self._coming: deque[tuple[float, list[tuple[Transfer, float]]]] = deque()
         self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def carry(self, lengths_bytes: Sequence[float], after_s: float = 0.0) -> None:
+    async def carry(
+        self, lengths_bytes: Sequence[float], after_s: float = 0.0, *, line: int = 0
+    ) -> None:
         """Return when so many bytes are through, which enter so much later.
 
         As with sockets and threads, whoever waits wakes one turn of the loop after the last of them
@@ -115,7 +120,7 @@ class Pipe:
         if not lengths_bytes:
             return
         loop = asyncio.get_running_loop()
-        transfers = Transfers(loop.create_future(), len(lengths_bytes))
+        transfers = Transfers(loop.create_future(), len(lengths_bytes), line)
         self._advance(loop.time())
         enters = max(loop.time() + after_s, self._coming[-1][0] if self._coming else 0.0)
         self._coming.append((enters, [(Transfer(transfers), each) for each in lengths_bytes]))
@@ -125,10 +130,13 @@ class Pipe:
 
     def _fill(self) -> None:
         while self._coming and self._coming[0][0] <= self._at:
-            self._queue.extend(self._coming.popleft()[1])
-        while self._queue and len(self._active) < self._at_once:
-            transfer, left = self._queue.popleft()
-            self._active[transfer] = left
+            for transfer, left in self._coming.popleft()[1]:
+                self._queues[transfer.of.line].append((transfer, left))
+        for line, queue in enumerate(self._queues):
+            while queue and self._room[line]:
+                transfer, left = queue.popleft()
+                self._active[transfer] = left
+                self._room[line] -= 1
 
     def _next(self) -> tuple[float, Transfer | None]:
         """When something ends or enters next, if nobody comes; and what ends then."""
@@ -150,6 +158,7 @@ class Pipe:
             self._at = when
             if first is not None:
                 del self._active[first]
+                self._room[first.of.line] += 1
                 first.of.end_one()
             self._fill()
         self._at = max(self._at, now)
@@ -173,34 +182,36 @@ class RatedDevice(SimDevice):
 
     def __init__(self, size_bytes: int, seed: int) -> None:
         super().__init__(size_bytes, seed=seed)
-        self._threads = Pipe(DEVICE_BYTES_PER_S, IO_THREADS)
+        reading = runs.read_threads(IO_THREADS)
+        self._threads = Pipe(DEVICE_BYTES_PER_S, reading, IO_THREADS - reading)
         self._reading = 0
         self._read_at = -1.0
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         self._reading += 1
-        jobs = file_device._jobs(file_device._runs(ops, self.size_bytes), IO_THREADS)
-        await self._work(jobs)
+        found = runs.read_runs(ops, self.size_bytes)
+        await self._work([[run] for run in found], READS)
         self._reading -= 1
         self._read_at = asyncio.get_running_loop().time()
         return checked([self._read_one(op) for op in ops], check)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        for batch in file_device.write_batches(file_device._runs(ops, self.size_bytes)):
+        for batch in runs.write_batches(runs.runs_of(ops, self.size_bytes)):
             since = asyncio.get_running_loop().time() - self._read_at
             lately = self._reading > 0 or since < file_device.READS_LATELY_S
-            threads = file_device.write_threads(IO_THREADS, reads=lately)
-            await self._work(file_device._jobs(batch, threads))
+            threads = runs.write_threads(IO_THREADS, reads=lately)
+            await self._work(runs.jobs_of(batch, threads), WRITES)
         await super().write(ops)
 
     async def flush(self) -> None:
-        await self._threads.carry([DEVICE_LATENCY_S * DEVICE_BYTES_PER_S])
+        await self._threads.carry([DEVICE_LATENCY_S * DEVICE_BYTES_PER_S], line=WRITES)
         await super().flush()
 
-    async def _work(self, jobs: Sequence[Sequence[Any]]) -> None:
+    async def _work(self, jobs: Sequence[Sequence[Any]], line: int) -> None:
         latency_bytes = DEVICE_LATENCY_S * DEVICE_BYTES_PER_S
         await self._threads.carry(
-            [sum(run.length_bytes + latency_bytes for run in job) for job in jobs if job]
+            [sum(run.length_bytes + latency_bytes for run in job) for job in jobs if job],
+            line=line,
         )
 
 

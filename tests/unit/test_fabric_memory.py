@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from pathlib import Path
 
 import leaks
 import numpy as np
@@ -93,6 +94,26 @@ def test_huge_pages_fall_back_to_ordinary_ones() -> None:
         buffer.view[-1] = 1
         assert len(buffer.view) == 3_000_000
         assert buffer.seal_for_readers()
+
+
+def test_without_reserved_huge_pages_the_kernel_is_asked_to_make_some() -> None:
+    """`hg` of smaps: the mapping is advised; whether pages come of it is the system's setting."""
+
+    def advised(name: str) -> list[bool]:
+        smaps = Path("/proc/self/smaps").read_text().split(f"/memfd:{name} ")[1:]
+        flags = [next(x for x in each.splitlines() if x.startswith("VmFlags")) for each in smaps]
+        return ["hg" in line.split() for line in flags]
+
+    with (
+        MemfdBuffer(3_000_000, name="asked", huge_pages=True) as asked,
+        MemfdBuffer(3_000_000, name="not-asked"),
+    ):
+        if asked.huge:
+            pytest.skip("not run here: this system has reserved huge pages to spare")
+        if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+            pytest.skip("not run here: this kernel makes no huge pages")
+        assert advised("asked") == [True]
+        assert advised("not-asked") == [False]
 
 
 @pytest.mark.parametrize(

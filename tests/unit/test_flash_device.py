@@ -22,7 +22,8 @@ from flashlab import NAMESPACES, OPTIONS, get, key_of, put
 from entresol_daemon.compute import ThreadCompute
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer, round_up
 from entresol_daemon.flash.engine import Engine, RecoveryKind
-from entresol_daemon.flash.file_device import RUN_BYTES_MAX, FileDevice
+from entresol_daemon.flash.file_device import FileDevice
+from entresol_daemon.flash.runs import RUN_BYTES_MAX
 from entresol_proto.status import DeviceError, Status
 
 SIZE = 16 << 20

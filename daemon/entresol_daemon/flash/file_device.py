@@ -1,9 +1,10 @@
 """The device of production: a regular file or a raw block device, read and written by threads.
 
-Neighbouring transfers become runs, runs become jobs, and each job is one hand-over to a thread.
+What the threads do is in `runs`. Half of them read, so that reads, which somebody waits for, never
+wait for a thread that writes or flushes.
+
 Invariants: a write that returned was handed to the kernel in full; nothing touches a caller's
-buffer after its call returned, cancelled or not; two daemons never share one data file; threads get
-batches, never single small hand-overs.
+buffer after its call returned, cancelled or not; two daemons never share one data file.
 """
 
 from __future__ import annotations
@@ -11,177 +12,39 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer
+from entresol_daemon.flash.runs import (
+    Reads,
+    Run,
+    is_bug,
+    jobs_of,
+    read_runs,
+    read_threads,
+    runs_of,
+    threads_of,
+    write_batches,
+    write_job,
+    write_threads,
+)
 from entresol_proto.status import DeviceError, Status
 from entresol_proto.threads import Pool, all_outcomes
 
 log = logging.getLogger("entresol.flash")
 
-RUN_BYTES_MAX = 4 << 20  # one preadv/pwritev moves at most this, so that threads share batches
 READS_LATELY_S = 0.02  # so long after a read the next one is expected
-WRITE_BATCH_BYTES = 4 << 20  # then it is looked again whether somebody reads
-RUN_VIEWS_MAX = 512  # below IOV_MAX (1024)
 IO_THREADS_MAX = 256
-_JOB_BYTES_MIN = 512 << 10  # below this a second thread costs more than it brings
-_JOB_RUNS_MIN = 8
 _BLKGETSIZE64 = 0x80081272  # linux/fs.h
 
 _T = TypeVar("_T")
-_Bad = tuple[int, Status]  # an op and what became of it
-
-
-@dataclass(slots=True)
-class _Run:
-    """Contiguous bytes on the device, scattered in memory."""
-
-    offset_bytes: int
-    length_bytes: int
-    views: list[memoryview]
-    owners: list[int]  # op number of each view
-
-
-def _runs(ops: Sequence[IoOp], size_bytes: int) -> list[_Run]:
-    """Merge neighbours into runs of at most RUN_BYTES_MAX; only longer ops are cut into pieces."""
-    runs: list[_Run] = []
-    for number in sorted(range(len(ops)), key=lambda i: ops[i].offset_bytes):
-        offset, view = ops[number].offset_bytes, ops[number].view
-        total = view.nbytes
-        if offset % BLOCK or total % BLOCK or offset < 0 or offset + total > size_bytes:
-            raise ValueError(f"I/O of {total} bytes at {offset} is unaligned or outside the device")
-        at = 0
-        while at < total:
-            last = runs[-1] if runs else None
-            if (
-                last is None
-                or last.offset_bytes + last.length_bytes != offset + at
-                or last.length_bytes >= RUN_BYTES_MAX
-                or (not at and last.length_bytes + min(total, RUN_BYTES_MAX) > RUN_BYTES_MAX)
-                or len(last.views) >= RUN_VIEWS_MAX
-            ):
-                last = _Run(offset + at, 0, [], [])
-                runs.append(last)
-            size = min(total - at, RUN_BYTES_MAX - last.length_bytes)
-            last.views.append(view[at : at + size])
-            last.owners.append(number)
-            last.length_bytes += size
-            at += size
-    return runs
-
-
-def write_batches(runs: list[_Run]) -> list[list[_Run]]:
-    """A group of writes in parts of about WRITE_BATCH_BYTES, so that it can give way to reads."""
-    batches: list[list[_Run]] = []
-    size = WRITE_BATCH_BYTES
-    for run in runs:
-        if size >= WRITE_BATCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(run)
-        size += run.length_bytes
-    return batches
-
-
-def write_threads(threads: int, *, reads: bool) -> int:
-    """How many of them one batch of writes may take. While there are reads, which somebody waits
-    for: one, so that they find the others free, and most of the drive's time theirs."""
-    return 1 if reads else max(1, threads // 2)
-
-
-def _jobs(runs: list[_Run], threads: int) -> list[list[_Run]]:
-    """Deal runs to at most `threads` lists of about equal bytes."""
-    total = sum(run.length_bytes for run in runs)
-    count = min(threads, len(runs), max(1, total // _JOB_BYTES_MIN, len(runs) // _JOB_RUNS_MIN))
-    if count <= 1:
-        return [runs]
-    jobs: list[list[_Run]] = [[] for _ in range(count)]
-    done = 0
-    for run in runs:
-        jobs[min(count - 1, done * count // max(1, total))].append(run)
-        done += run.length_bytes
-    return [job for job in jobs if job]
-
-
-def _advance(views: list[memoryview], done: int) -> list[memoryview]:
-    """The views that are left after `done` bytes of them were moved."""
-    left = list(views)
-    while left and done >= left[0].nbytes:
-        done -= left.pop(0).nbytes
-    if done and left:
-        left[0] = left[0][done:]
-    return left
-
-
-def _is_bug(error: OSError) -> bool:
-    """True for errors that only our own code can cause: they must be loud, not a media fault."""
-    return error.errno in (errno.EINVAL, errno.EBADF, errno.EFAULT)
-
-
-def _read_job(fd: int, runs: list[_Run], check: Check | None = None) -> list[_Bad]:
-    """Read runs and look at their ops; those that are not OK, by number. Runs in a thread."""
-    failed: list[_Bad] = []
-    for run in runs:
-        offset, views = run.offset_bytes, run.views
-        end = offset + run.length_bytes
-        try:
-            while offset < end:
-                done = os.preadv(fd, views, offset)
-                if done == 0:
-                    raise OSError(errno.EIO, "unexpected end of device")
-                offset += done
-                if offset < end:
-                    views = _advance(views, done)
-        except OSError as error:
-            if _is_bug(error):
-                raise
-            if len(run.views) == 1:
-                log.warning("event=read_failed offset=%d errno=%s", offset, error.errno)
-                failed.append((run.owners[0], Status.IO_ERROR))
-                continue
-            at = run.offset_bytes  # isolate the bad op: one by one
-            for view, owner in zip(run.views, run.owners, strict=True):
-                failed += _read_job(fd, [_Run(at, view.nbytes, [view], [owner])], check)
-                at += view.nbytes
-            continue
-        if check is not None:
-            failed += [(owner, Status.CORRUPT) for owner in run.owners if not check(owner)]
-    return failed
-
-
-def _check_whole(check: Check, cut: set[int], number: int) -> bool:
-    """What `check` says, but nothing yet of an op that was cut into pieces."""
-    return number in cut or check(number)
-
-
-def _refused(check: Check, numbers: Sequence[int]) -> list[int]:
-    """Those that `check` says no to. Runs in a thread."""
-    return [number for number in numbers if not check(number)]
-
-
-def _write_job(fd: int, runs: list[_Run]) -> None:
-    """Write runs in full, completing short writes. Runs in a thread. Raises: OSError."""
-    for run in runs:
-        offset, views = run.offset_bytes, run.views
-        end = offset + run.length_bytes
-        while offset < end:
-            done = os.pwritev(fd, views, offset)
-            if done == 0:
-                raise OSError(errno.EIO, "device accepts no bytes")
-            offset += done
-            if offset < end:
-                if offset % BLOCK:
-                    raise OSError(errno.EIO, "short write inside a block")
-                views = _advance(views, done)
 
 
 class FileDevice:
@@ -193,6 +56,7 @@ class FileDevice:
         size_bytes: int,
         name: str,
         direct: bool,
+        readers: Pool,
         pool: Pool,
         threads: int,
     ) -> None:
@@ -203,6 +67,7 @@ class FileDevice:
         self._fd = fd
         self._pool = pool
         self._threads = threads
+        self._readers = readers
         self._reading = 0  # batches of reads in service
         self._read_at = -READS_LATELY_S  # when the last one ended
 
@@ -225,40 +90,46 @@ class FileDevice:
         """
         if not 1 <= io_threads <= IO_THREADS_MAX:
             raise DeviceError(f"io_threads is {io_threads}", hint=f"use 1 to {IO_THREADS_MAX}")
-        pool = Pool(io_threads, "entresol-io")
+        reading = read_threads(io_threads)
+        pool = Pool(max(1, io_threads - reading), "entresol-io")
+        try:
+            readers = Pool(reading, "entresol-read")
+        except BaseException:
+            pool.close(wait=False)
+            raise
         try:
             fd, size, is_direct = await pool.run(
                 _open_blocking, str(path), size_bytes, create, direct
             )
         except BaseException:
+            readers.close(wait=False)
             pool.close(wait=False)
             raise
-        return cls(fd, size, str(path), is_direct, pool, io_threads)
+        return cls(fd, size, str(path), is_direct, readers, pool, io_threads)
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
-        jobs = _jobs(_runs(ops, self.size_bytes), self._threads)
         statuses = [Status.OK] * len(ops)
-        cut = {n for n, op in enumerate(ops) if op.view.nbytes > RUN_BYTES_MAX}
-        early = None if check is None else functools.partial(_check_whole, check, cut)
+        runs = read_runs(ops, self.size_bytes)
+        if not runs:
+            return statuses
+        reads = Reads(self._fd, runs, ops, check)
         self._reading += 1
         try:
-            for failed in await self._each(_read_job, jobs, "read", early):
-                for number, status in failed:
-                    statuses[number] = status
-            if cut and check is not None:  # now that all pieces of those are there
-                late = [n for n in cut if statuses[n] is Status.OK]
-                for number in await self._pool.run(_refused, check, late):
-                    statuses[number] = Status.CORRUPT
+            threads = threads_of(runs, read_threads(self._threads))
+            job = self._readers.submit_shared(reads.work, threads=threads)
+            await self._outcome(job.outcome(reads.give_up), "read")
         finally:
             self._reading -= 1
             self._read_at = time.monotonic()
+        for number, status in reads.bad:
+            statuses[number] = status
         return statuses
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        for batch in write_batches(_runs(ops, self.size_bytes)):
+        for batch in write_batches(runs_of(ops, self.size_bytes)):
             lately = self._reading > 0 or time.monotonic() - self._read_at < READS_LATELY_S
             threads = write_threads(self._threads, reads=lately)
-            await self._each(_write_job, _jobs(batch, threads), "write")
+            await self._each(write_job, jobs_of(batch, threads), "write")
 
     async def flush(self) -> None:
         try:
@@ -271,22 +142,27 @@ class FileDevice:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
+        self._readers.close()
         self._pool.close()
         os.close(fd)
 
     async def _each(
-        self, work: Callable[..., _T], jobs: list[list[_Run]], what: str, *more: object
+        self, work: Callable[..., _T], jobs: list[list[Run]], what: str, *more: object
     ) -> list[_T]:
         """`work(fd, job, *more)` of every job, each in a thread."""
         if not jobs[0]:
             return []
         handed = [self._pool.submit(work, self._fd, job, *more) for job in jobs]
+        return await self._outcome(all_outcomes(handed), what)
+
+    async def _outcome(self, work: Awaitable[_T], what: str) -> _T:
+        """What threads return. Raises: DeviceError for what the device refused."""
         try:
-            return await all_outcomes(handed)
+            return await work
         except OSError as error:
             if error.errno == errno.EINVAL:
                 raise ValueError(f"{what}: a buffer is not aligned to {BLOCK} bytes") from error
-            if _is_bug(error):
+            if is_bug(error):
                 raise
             raise _device_error(what, self.name, error) from error
 

@@ -1,7 +1,9 @@
-"""Whether the system has the huge pages that `[memory] huge_pages = "on"` insists on.
+"""Huge pages for slabs: which the system has, reserved or made as they are touched.
 
-Slabs come as they are needed, so that a daemon without enough of them would start, and fail to give
-memory at some later hour. Counts are the kernel's (Documentation/admin-guide/mm/hugetlbpage.rst).
+`[memory] huge_pages = "on"` insists on reserved ones. Slabs come as they are needed, so that a
+daemon without enough of them would start, and fail to give memory at some later hour. "auto" takes
+what there is. Counts and words are the kernel's (Documentation/admin-guide/mm/hugetlbpage.rst and
+transhuge.rst).
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from entresol_proto.limits import MIB
 from entresol_proto.status import ConfigError
 
 PAGE_BYTES = 2 * MIB
+SHARED_MADE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_MADE_WHERE_ASKED = {"always", "within_size", "advise", "force"}
 
 
 def pages_wanted(memory: MemoryConfig) -> int:
@@ -30,6 +34,30 @@ def pages_free(folder: Path = _COUNTS) -> int:
     except (OSError, ValueError):
         return 0
     return max(0, free - reserved)
+
+
+def are_made(setting: Path = SHARED_MADE) -> bool:
+    """Whether the kernel makes huge pages of shared memory where that is asked for."""
+    try:
+        words = setting.read_text().split()
+    except OSError:
+        return False
+    return any(word[1:-1] in _MADE_WHERE_ASKED for word in words if word.startswith("["))
+
+
+def told(memory: MemoryConfig, *, folder: Path = _COUNTS, setting: Path = SHARED_MADE) -> str:
+    """What pages slabs will lie in, and what to do for larger ones; for a person."""
+    wanted = pages_wanted(memory)
+    if memory.huge_pages == "off":
+        return 'slabs lie in ordinary pages ([memory] huge_pages = "off")'
+    if pages_free(folder) >= wanted:
+        return f"slabs lie in huge pages: {wanted} of 2 MiB are free"
+    if are_made(setting):
+        return "slabs lie in huge pages, made as they are touched"
+    return (
+        "slabs lie in ordinary pages, of which a drive may be read more slowly; for huge ones: "
+        f"echo advise > {setting}, or sysctl vm.nr_hugepages={wanted}"
+    )
 
 
 def check_huge_pages(memory: MemoryConfig, *, folder: Path = _COUNTS) -> None:

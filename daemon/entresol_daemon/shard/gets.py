@@ -183,6 +183,7 @@ class GetPath:
                 window = self._window(job, wanted.pending, known)
                 known = None
                 job.misses += window.misses
+                first = bool(window.loads) and not landing
                 if window.waits:
                     loads = self._staging.reads_of(window)
                     job.owed += 1
@@ -197,6 +198,8 @@ class GetPath:
                 ):
                     self._refuse(job, wanted.pending)
                 in_vain = not len(window)
+                if first:
+                    await asyncio.sleep(0)  # the drive begins before the rest is planned
             while landing:
                 await self._first_of(landing)
             if not job.ended:

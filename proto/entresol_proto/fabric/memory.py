@@ -10,6 +10,7 @@ or known to Python's resource tracker: the memory ends with its last descriptor 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -45,8 +46,10 @@ def is_readers_only(fd: int) -> bool:
 class MemfdBuffer:
     """Zeroed memory of `length_bytes` behind a file descriptor (a `SharedBuffer`).
 
-    `huge_pages` asks for 2 MiB pages and falls back to ordinary ones when the system has none to
-    spare; `huge` tells which came. `fd` and `view` are owned by the buffer.
+    `huge_pages` asks for 2 MiB pages: for reserved ones, which never fail later, and where the
+    system has none to spare, for those that it makes as pages are touched, if it does so for shared
+    memory (`shmem_enabled`: Linux, Documentation/admin-guide/mm/transhuge.rst), else for ordinary
+    ones. `huge` tells whether they are reserved ones. `fd` and `view` are owned by the buffer.
 
     Closing: views cut from `view` by others may outlive `close`. It never raises for them: the
     descriptor and `view` end at once, and the pages are given back when the last such view is
@@ -68,6 +71,9 @@ class MemfdBuffer:
             self.huge = True
         else:
             made = _map(name, length_bytes, huge=False)
+            if made is not None and huge_pages:
+                with contextlib.suppress(OSError):  # a kernel without them
+                    made[1].madvise(mmap.MADV_HUGEPAGE)
         if made is None:
             raise FabricError(
                 f"cannot get {length_bytes} bytes of shared memory",

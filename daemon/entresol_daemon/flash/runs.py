@@ -1,0 +1,226 @@
+"""What threads do for a device of production: runs of transfers, read and written whole.
+
+Of a write, runs become jobs, and each job is one hand-over to a thread. The runs of reads are made
+in the order they came by half of the threads, which take one after the other: what is in service
+beyond those waits where a thread finds it, so that the drive does not idle while the loop hears of
+what was read and begins the next.
+
+Invariants: threads get batches, never single small hand-overs; an op is looked at once, when all of
+it is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entresol_daemon.flash.device import BLOCK, Check, IoOp
+from entresol_proto.status import Status
+
+log = logging.getLogger("entresol.flash")
+
+RUN_BYTES_MAX = 4 << 20  # one preadv/pwritev moves at most this, so that threads share batches
+READ_MERGED_BYTES_MAX = 1 << 20  # ops read together, so that several threads read a portion
+WRITE_BATCH_BYTES = 4 << 20  # then it is looked again whether somebody reads
+RUN_VIEWS_MAX = 512  # below IOV_MAX (1024)
+_JOB_BYTES_MIN = 512 << 10  # below this a second thread costs more than it brings
+_JOB_RUNS_MIN = 8
+
+Bad = tuple[int, Status]  # an op and what became of it
+
+
+@dataclass(slots=True)
+class Run:
+    """Contiguous bytes on the device, scattered in memory."""
+
+    offset_bytes: int
+    length_bytes: int
+    views: list[memoryview]
+    owners: list[int]  # op number of each view
+
+
+def runs_of(
+    ops: Sequence[IoOp], size_bytes: int, merged_bytes_max: int = RUN_BYTES_MAX
+) -> list[Run]:
+    """Merge neighbours into runs of at most `merged_bytes_max`; only ops of more than RUN_BYTES_MAX
+    are cut into pieces, of that length."""
+    runs: list[Run] = []
+    for number in sorted(range(len(ops)), key=lambda i: ops[i].offset_bytes):
+        offset, view = ops[number].offset_bytes, ops[number].view
+        total = view.nbytes
+        if offset % BLOCK or total % BLOCK or offset < 0 or offset + total > size_bytes:
+            raise ValueError(f"I/O of {total} bytes at {offset} is unaligned or outside the device")
+        at = 0
+        while at < total:
+            last = runs[-1] if runs else None
+            if (
+                last is None
+                or last.offset_bytes + last.length_bytes != offset + at
+                or last.length_bytes >= RUN_BYTES_MAX
+                or (not at and last.length_bytes + min(total, RUN_BYTES_MAX) > merged_bytes_max)
+                or len(last.views) >= RUN_VIEWS_MAX
+            ):
+                last = Run(offset + at, 0, [], [])
+                runs.append(last)
+            size = min(total - at, RUN_BYTES_MAX - last.length_bytes)
+            last.views.append(view[at : at + size])
+            last.owners.append(number)
+            last.length_bytes += size
+            at += size
+    return runs
+
+
+def write_batches(runs: list[Run]) -> list[list[Run]]:
+    """A group of writes in parts of about WRITE_BATCH_BYTES, so that it can give way to reads."""
+    batches: list[list[Run]] = []
+    size = WRITE_BATCH_BYTES
+    for run in runs:
+        if size >= WRITE_BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(run)
+        size += run.length_bytes
+    return batches
+
+
+def write_threads(threads: int, *, reads: bool) -> int:
+    """How many of them one batch of writes may take. While there are reads, which somebody waits
+    for: one, so that they find the others free, and most of the drive's time theirs."""
+    return 1 if reads else max(1, threads // 2)
+
+
+def read_threads(threads: int) -> int:
+    """How many of them read."""
+    return -(-threads // 2)
+
+
+def read_runs(ops: Sequence[IoOp], size_bytes: int) -> list[Run]:
+    """What one call of `preadv` each brings."""
+    return runs_of(ops, size_bytes, READ_MERGED_BYTES_MAX)
+
+
+def threads_of(runs: Sequence[Run], threads: int) -> int:
+    """How many of these threads are worth while for some runs."""
+    total = sum(run.length_bytes for run in runs)
+    return min(threads, len(runs), max(1, total // _JOB_BYTES_MIN, len(runs) // _JOB_RUNS_MIN))
+
+
+def jobs_of(runs: list[Run], threads: int) -> list[list[Run]]:
+    """Deal runs to at most `threads` lists of about equal bytes."""
+    count = threads_of(runs, threads)
+    if count <= 1:
+        return [runs]
+    total = sum(run.length_bytes for run in runs)
+    jobs: list[list[Run]] = [[] for _ in range(count)]
+    done = 0
+    for run in runs:
+        jobs[min(count - 1, done * count // max(1, total))].append(run)
+        done += run.length_bytes
+    return [job for job in jobs if job]
+
+
+def _advance(views: list[memoryview], done: int) -> list[memoryview]:
+    """The views that are left after `done` bytes of them were moved."""
+    left = list(views)
+    while left and done >= left[0].nbytes:
+        done -= left.pop(0).nbytes
+    if done and left:
+        left[0] = left[0][done:]
+    return left
+
+
+def is_bug(error: OSError) -> bool:
+    """True for errors that only our own code can cause: they must be loud, not a media fault."""
+    return error.errno in (errno.EINVAL, errno.EBADF, errno.EFAULT)
+
+
+def read_job(fd: int, runs: list[Run], check: Check | None = None) -> list[Bad]:
+    """Read runs and look at their ops; those that are not OK, by number. Runs in a thread."""
+    failed: list[Bad] = []
+    for run in runs:
+        offset, views = run.offset_bytes, run.views
+        end = offset + run.length_bytes
+        try:
+            while offset < end:
+                done = os.preadv(fd, views, offset)
+                if done == 0:
+                    raise OSError(errno.EIO, "unexpected end of device")
+                offset += done
+                if offset < end:
+                    views = _advance(views, done)
+        except OSError as error:
+            if is_bug(error):
+                raise
+            if len(run.views) == 1:
+                log.warning("event=read_failed offset=%d errno=%s", offset, error.errno)
+                failed.append((run.owners[0], Status.IO_ERROR))
+                continue
+            at = run.offset_bytes  # isolate the bad op: one by one
+            for view, owner in zip(run.views, run.owners, strict=True):
+                failed += read_job(fd, [Run(at, view.nbytes, [view], [owner])], check)
+                at += view.nbytes
+            continue
+        if check is not None:
+            failed += [(owner, Status.CORRUPT) for owner in run.owners if not check(owner)]
+    return failed
+
+
+class Reads:
+    """The runs of one call, which several threads read, and what became of them."""
+
+    def __init__(
+        self, fd: int, runs: Sequence[Run], ops: Sequence[IoOp], check: Check | None
+    ) -> None:
+        self.bad: list[Bad] = []
+        self._fd = fd
+        self._left = deque(runs)
+        self._check = check
+        # Of ops that were cut: pieces that are not there yet.
+        sizes = ((n, op.view.nbytes) for n, op in enumerate(ops))
+        self._pieces = {n: -(-size // RUN_BYTES_MAX) for n, size in sizes if size > RUN_BYTES_MAX}
+        self._lock = threading.Lock()
+
+    def give_up(self) -> None:
+        """What no thread has begun is not read."""
+        self._left.clear()
+
+    def work(self) -> bool:
+        """In a thread: one run after the other, until all are read or being read."""
+        check = None if self._check is None else self._look
+        while True:
+            try:
+                run = self._left.popleft()
+            except IndexError:
+                return False
+            self.bad.extend(read_job(self._fd, [run], check))
+
+    def _look(self, number: int) -> bool:
+        """What `check` says, but nothing yet of an op of which pieces are missing."""
+        assert self._check is not None
+        if number in self._pieces:
+            with self._lock:
+                self._pieces[number] -= 1
+                if self._pieces[number]:
+                    return True
+        return self._check(number)
+
+
+def write_job(fd: int, runs: list[Run]) -> None:
+    """Write runs in full, completing short writes. Runs in a thread. Raises: OSError."""
+    for run in runs:
+        offset, views = run.offset_bytes, run.views
+        end = offset + run.length_bytes
+        while offset < end:
+            done = os.pwritev(fd, views, offset)
+            if done == 0:
+                raise OSError(errno.EIO, "device accepts no bytes")
+            offset += done
+            if offset < end:
+                if offset % BLOCK:
+                    raise OSError(errno.EIO, "short write inside a block")
+                views = _advance(views, done)
