@@ -15,6 +15,9 @@ import numpy as np
 SECRET_BYTES_MIN = 16  # shorter objects may be shared by the interpreter
 _DATA_OFFSET = bytes.__basicsize__ - 1  # the last field of a bytes object, with its final zero
 _IS_CPYTHON = sys.implementation.name == "cpython"
+_memset = ctypes.PyDLL(None).memset  # it keeps the interpreter's lock: to get it back takes longer
+_memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_memset.restype = ctypes.c_void_p
 
 
 def zero(view: memoryview) -> None:
@@ -30,4 +33,4 @@ def wipe(secret: bytes) -> None:
     """
     assert len(secret) >= SECRET_BYTES_MIN, "not a secret: such an object may be shared"
     if _IS_CPYTHON:
-        ctypes.memset(id(secret) + _DATA_OFFSET, 0, len(secret))
+        _memset(id(secret) + _DATA_OFFSET, 0, len(secret))
