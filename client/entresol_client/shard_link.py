@@ -32,7 +32,7 @@ from entresol_proto.status import FabricError, Status
 
 log = logging.getLogger("entresol.client")
 
-PUT_ROUNDS_IN_FLIGHT_MAX = 2  # RESERVEs whose blocks are being sealed, per shard
+PUT_ROUNDS_IN_FLIGHT_MAX = 3  # RESERVEs whose blocks are being stored, per shard
 PINGS_MISSED_MAX = 3  # then the silent session is dropped and a fresh one is tried
 SILENCE_NS_MIN = 10_000_000  # a shorter wait without an answer says nothing about the shard
 LATE_NS_MIN = 20_000_000  # a deadline that is noticed so late says that we did not run

@@ -381,7 +381,7 @@ async def store_blocks(
 
 
 async def _all_rounds(put: _Put, rounds: list[list[Storable]], tally: PutTally) -> None:
-    """Run the rounds, two at a time (a limit of the link), each failing for itself."""
+    """Run the rounds, some at a time (a limit of the link), each failing for itself."""
 
     async def one(blocks: list[Storable]) -> None:
         positions = [block.position for block in blocks]

@@ -102,12 +102,18 @@ class Pipe:
         """`at_once`: how many share it at a time, of each line of those that wait."""
         self._bytes_per_s = bytes_per_s
         self._active: dict[Transfer, float] = {}  # bytes left
-        self._room = list(at_once) or [1_000_000]
+        self._at_once = list(at_once) or [1_000_000]
+        self._room = list(self._at_once)
         self._queues: list[deque[tuple[Transfer, float]]] = [deque() for _ in self._room]
         # When they enter, in this order: one link, one latency.
         self._coming: deque[tuple[float, list[tuple[Transfer, float]]]] = deque()
         self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+
+    def bound(self, line: int, at_once: int) -> None:
+        """From now on so many of a line begin at a time."""
+        self._room[line] += at_once - self._at_once[line]
+        self._at_once[line] = at_once
 
     async def carry(
         self, lengths_bytes: Sequence[float], after_s: float = 0.0, *, line: int = 0
@@ -133,7 +139,7 @@ class Pipe:
             for transfer, left in self._coming.popleft()[1]:
                 self._queues[transfer.of.line].append((transfer, left))
         for line, queue in enumerate(self._queues):
-            while queue and self._room[line]:
+            while queue and self._room[line] > 0:
                 transfer, left = queue.popleft()
                 self._active[transfer] = left
                 self._room[line] -= 1
@@ -183,12 +189,13 @@ class RatedDevice(SimDevice):
     def __init__(self, size_bytes: int, seed: int) -> None:
         super().__init__(size_bytes, seed=seed)
         reading = runs.read_threads(IO_THREADS)
-        self._threads = Pipe(DEVICE_BYTES_PER_S, reading, IO_THREADS - reading)
+        self._threads = Pipe(DEVICE_BYTES_PER_S, reading, 1)
         self._reading = 0
         self._read_at = -1.0
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         self._reading += 1
+        self._threads.bound(WRITES, runs.write_threads(IO_THREADS, reads=True))
         found = runs.read_runs(ops, self.size_bytes)
         await self._work([[run] for run in found], READS)
         self._reading -= 1
@@ -196,11 +203,12 @@ class RatedDevice(SimDevice):
         return checked([self._read_one(op) for op in ops], check)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        for batch in runs.write_batches(runs.runs_of(ops, self.size_bytes)):
-            since = asyncio.get_running_loop().time() - self._read_at
-            lately = self._reading > 0 or since < file_device.READS_LATELY_S
-            threads = runs.write_threads(IO_THREADS, reads=lately)
-            await self._work(runs.jobs_of(batch, threads), WRITES)
+        found = runs.runs_of(ops, self.size_bytes)
+        since = asyncio.get_running_loop().time() - self._read_at
+        lately = self._reading > 0 or since < file_device.READS_LATELY_S
+        threads = runs.threads_of(found, runs.write_threads(IO_THREADS, reads=lately))
+        self._threads.bound(WRITES, threads)
+        await self._work([[run] for run in found], WRITES)
         await super().write(ops)
 
     async def flush(self) -> None:

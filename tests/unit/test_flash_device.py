@@ -10,6 +10,7 @@ import random
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from entresol_daemon.compute import ThreadCompute
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer, round_up
 from entresol_daemon.flash.engine import Engine, RecoveryKind
 from entresol_daemon.flash.file_device import FileDevice
-from entresol_daemon.flash.runs import RUN_BYTES_MAX
+from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, RUN_BYTES_MAX, Run, Writes
 from entresol_proto.status import DeviceError, Status
 
 SIZE = 16 << 20
@@ -376,3 +377,81 @@ async def test_an_engine_on_a_real_file(tmp_path: Path) -> None:
 
 def test_round_up() -> None:
     assert [round_up(n) for n in (0, 1, BLOCK, BLOCK + 1)] == [0, BLOCK, BLOCK, 2 * BLOCK]
+
+
+async def test_one_thread_goes_on_writing_while_somebody_reads(tmp_path: Path) -> None:
+    """The others leave between two runs, and nothing is left out."""
+    reads = threading.Event()
+    begun: Counter[int] = Counter()
+    both = threading.Barrier(2)
+    real = os.pwritev
+
+    def watched(fd: int, views: Any, offset: int) -> int:
+        me = threading.get_ident()
+        begun[me] += 1
+        if begun[me] == 1 and not reads.is_set():
+            both.wait(30)  # each of the two has one run
+            reads.set()
+        return real(fd, views, offset)
+
+    path = tmp_path / "data"
+    source = random.Random(5).randbytes(8 * BLOCK)
+    path.write_bytes(bytes(len(source)))
+    fd = os.open(path, os.O_RDWR)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pwritev", watched)
+            spans = [slice(at, at + BLOCK) for at in range(0, len(source), BLOCK)]
+            runs = [Run(s.start, BLOCK, [memoryview(source)[s]], [0]) for s in spans]
+            writes = Writes(fd, runs, reads.is_set)
+            threads = [threading.Thread(target=writes.work) for _ in range(2)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join(30)
+                assert not one.is_alive()
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == source
+    assert sorted(begun.values()) == [1, 7]
+
+
+async def test_after_a_write_that_failed_no_other_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def refuse(fd: int, views: Any, offset: int) -> int:
+        written.append(offset)
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with opened(tmp_path / "data", 8 * RUN_BYTES_MAX, io_threads=4) as device:
+        monkeypatch.setattr(os, "pwritev", refuse)
+        view = aligned_buffer(8 * RUN_BYTES_MAX)
+        with pytest.raises(DeviceError, match="Input/output error"):
+            await device.write([IoOp(0, view)])
+        assert written == [0]  # one of four threads writes
+
+
+async def test_reads_are_begun_in_the_order_they_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what waits is begun by the thread that is free, whatever the loop does."""
+    real, begun, every = os.preadv, list[int](), threading.Event()
+
+    def watched(fd: int, views: Any, offset: int) -> int:
+        begun.append(offset)
+        if len(begun) == 16:
+            every.set()
+        return real(fd, views, offset)
+
+    size = READ_MERGED_BYTES_MAX
+    async with opened(tmp_path / "data", 16 * size, io_threads=2) as device:
+        monkeypatch.setattr(os, "preadv", watched)
+        views = [aligned_buffer(size) for _ in range(16)]
+        ops = [IoOp(number * size, view) for number, view in enumerate(views)]
+        asked = [asyncio.ensure_future(device.read(ops[at : at + 4])) for at in range(0, 16, 4)]
+        await asyncio.sleep(0)
+        assert every.wait(30), "it needed the loop, which is busy"
+        assert await asyncio.gather(*asked) == [[Status.OK] * 4] * 4
+    assert begun == [op.offset_bytes for op in ops]

@@ -17,26 +17,23 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer
 from entresol_daemon.flash.runs import (
     Reads,
-    Run,
+    Writes,
     is_bug,
-    jobs_of,
     read_runs,
     read_threads,
     runs_of,
     threads_of,
-    write_batches,
-    write_job,
     write_threads,
 )
 from entresol_proto.status import DeviceError, Status
-from entresol_proto.threads import Pool, all_outcomes
+from entresol_proto.threads import Pool
 
 log = logging.getLogger("entresol.flash")
 
@@ -126,10 +123,16 @@ class FileDevice:
         return statuses
 
     async def write(self, ops: Sequence[IoOp]) -> None:
-        for batch in write_batches(runs_of(ops, self.size_bytes)):
-            lately = self._reading > 0 or time.monotonic() - self._read_at < READS_LATELY_S
-            threads = write_threads(self._threads, reads=lately)
-            await self._each(write_job, jobs_of(batch, threads), "write")
+        runs = runs_of(ops, self.size_bytes)
+        if runs:
+            writes = Writes(self._fd, runs, self._somebody_reads)
+            most = write_threads(self._threads, reads=self._somebody_reads())
+            job = self._pool.submit_shared(writes.work, threads=threads_of(runs, most))
+            await self._outcome(job.outcome(writes.give_up), "write")
+
+    def _somebody_reads(self) -> bool:
+        """Now or lately. From any thread."""
+        return self._reading > 0 or time.monotonic() - self._read_at < READS_LATELY_S
 
     async def flush(self) -> None:
         try:
@@ -145,15 +148,6 @@ class FileDevice:
         self._readers.close()
         self._pool.close()
         os.close(fd)
-
-    async def _each(
-        self, work: Callable[..., _T], jobs: list[list[Run]], what: str, *more: object
-    ) -> list[_T]:
-        """`work(fd, job, *more)` of every job, each in a thread."""
-        if not jobs[0]:
-            return []
-        handed = [self._pool.submit(work, self._fd, job, *more) for job in jobs]
-        return await self._outcome(all_outcomes(handed), what)
 
     async def _outcome(self, work: Awaitable[_T], what: str) -> _T:
         """What threads return. Raises: DeviceError for what the device refused."""

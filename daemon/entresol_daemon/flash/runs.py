@@ -1,9 +1,8 @@
 """What threads do for a device of production: runs of transfers, read and written whole.
 
-Of a write, runs become jobs, and each job is one hand-over to a thread. The runs of reads are made
-in the order they came by half of the threads, which take one after the other: what is in service
-beyond those waits where a thread finds it, so that the drive does not idle while the loop hears of
-what was read and begins the next.
+Threads take one run after the other, and the loop hears once, of all: what is in service beyond
+what threads are at waits where a thread finds it, so that the drive does not idle while the loop
+hears of what was done and begins the next.
 
 Invariants: threads get batches, never single small hand-overs; an op is looked at once, when all of
 it is there.
@@ -16,7 +15,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp
@@ -26,10 +25,9 @@ log = logging.getLogger("entresol.flash")
 
 RUN_BYTES_MAX = 4 << 20  # one preadv/pwritev moves at most this, so that threads share batches
 READ_MERGED_BYTES_MAX = 1 << 20  # ops read together, so that several threads read a portion
-WRITE_BATCH_BYTES = 4 << 20  # then it is looked again whether somebody reads
 RUN_VIEWS_MAX = 512  # below IOV_MAX (1024)
-_JOB_BYTES_MIN = 512 << 10  # below this a second thread costs more than it brings
-_JOB_RUNS_MIN = 8
+_THREAD_BYTES_MIN = 512 << 10  # below this a second thread costs more than it brings
+_THREAD_RUNS_MIN = 8
 
 Bad = tuple[int, Status]  # an op and what became of it
 
@@ -75,23 +73,11 @@ def runs_of(
     return runs
 
 
-def write_batches(runs: list[Run]) -> list[list[Run]]:
-    """A group of writes in parts of about WRITE_BATCH_BYTES, so that it can give way to reads."""
-    batches: list[list[Run]] = []
-    size = WRITE_BATCH_BYTES
-    for run in runs:
-        if size >= WRITE_BATCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(run)
-        size += run.length_bytes
-    return batches
-
-
 def write_threads(threads: int, *, reads: bool) -> int:
-    """How many of them one batch of writes may take. While there are reads, which somebody waits
-    for: one, so that they find the others free, and most of the drive's time theirs."""
-    return 1 if reads else max(1, threads // 2)
+    """How many of them one group of writes may take: few, as each has a long run at the drive, for
+    which the next read waits. While there are reads, which somebody waits for: one, so that most of
+    the drive's time is theirs."""
+    return 1 if reads else max(1, threads // 4)
 
 
 def read_threads(threads: int) -> int:
@@ -107,21 +93,8 @@ def read_runs(ops: Sequence[IoOp], size_bytes: int) -> list[Run]:
 def threads_of(runs: Sequence[Run], threads: int) -> int:
     """How many of these threads are worth while for some runs."""
     total = sum(run.length_bytes for run in runs)
-    return min(threads, len(runs), max(1, total // _JOB_BYTES_MIN, len(runs) // _JOB_RUNS_MIN))
-
-
-def jobs_of(runs: list[Run], threads: int) -> list[list[Run]]:
-    """Deal runs to at most `threads` lists of about equal bytes."""
-    count = threads_of(runs, threads)
-    if count <= 1:
-        return [runs]
-    total = sum(run.length_bytes for run in runs)
-    jobs: list[list[Run]] = [[] for _ in range(count)]
-    done = 0
-    for run in runs:
-        jobs[min(count - 1, done * count // max(1, total))].append(run)
-        done += run.length_bytes
-    return [job for job in jobs if job]
+    worth = max(1, total // _THREAD_BYTES_MIN, len(runs) // _THREAD_RUNS_MIN)
+    return min(threads, len(runs), worth)
 
 
 def _advance(views: list[memoryview], done: int) -> list[memoryview]:
@@ -224,3 +197,39 @@ def write_job(fd: int, runs: list[Run]) -> None:
                 if offset % BLOCK:
                     raise OSError(errno.EIO, "short write inside a block")
                 views = _advance(views, done)
+
+
+class Writes:
+    """The runs of one call, which threads write: several while nobody reads, else one."""
+
+    def __init__(self, fd: int, runs: Sequence[Run], somebody_reads: Callable[[], bool]) -> None:
+        """`somebody_reads` is asked before each run, in a thread."""
+        self._fd = fd
+        self._left = deque(runs)
+        self._somebody_reads = somebody_reads
+        self._threads = 0  # that are in `work`
+        self._lock = threading.Lock()
+
+    def give_up(self) -> None:
+        """What no thread has begun is not written."""
+        self._left.clear()
+
+    def work(self) -> bool:
+        """In a thread: one run after the other, until all are written or being written, or until
+        somebody reads and another thread goes on. Raises: OSError."""
+        with self._lock:
+            self._threads += 1
+        try:
+            while (run := self._next()) is not None:
+                write_job(self._fd, [run])
+        except BaseException:
+            self.give_up()
+            raise
+        return False
+
+    def _next(self) -> Run | None:
+        with self._lock:
+            if not self._left or (self._threads > 1 and self._somebody_reads()):
+                self._threads -= 1
+                return None
+            return self._left.popleft()
