@@ -19,9 +19,9 @@ import uvloop
 from bench import contract, daemon, kv, scratch
 from bench.flash import BATCHES, SET_BATCHES, Found, Turns, data_runs
 from bench.ours import Ours
+from bench.region import Region
 from bench.results import Line, Section, over
 from entresol_proto.limits import MIB
-from entresol_proto.wire.data import Tier
 
 VS_FIO = "get_flash_fast_vs_fio_read"
 CODEC = "fast"
@@ -60,18 +60,20 @@ async def measure(folder_of_kv: Path, *, rounds: int, download: bool = True) -> 
         stored = written(data_file) - before
         found.add("stored", SET_BATCHES * region.plain_bytes / stored)
         turns = Turns(found, region, data_file, download)
-        for generation in range(SET_BATCHES):  # what was put last is in memory
-            await ours.get(generation)
-            region.check()
+        await _check_all(region, ours)  # what was put last is in memory
         for round_ in range(rounds):
             turns.fio_read(round_)
-            seconds = 0.0
-            for number in range(BATCHES):
-                generation = (round_ * BATCHES + number) % SET_BATCHES
-                seconds += await ours.get(generation, tier=Tier.FLASH)
-                region.check()
-            found.add("shm", BATCHES * region.plain_bytes / seconds / 1e9)
+            await turns.ours("shm", ours)
+            turns.step()
+        await _check_all(region, ours)
     return found
+
+
+async def _check_all(region: Region, ours: Ours) -> None:
+    """Every byte of the set."""
+    for generation in range(SET_BATCHES):
+        await ours.get(generation)
+        region.check()
 
 
 def lines(found: Found) -> list[Line]:

@@ -1,8 +1,9 @@
 """The memory that every variant of a bench reads into and writes from: one file of shared pages.
 
 Invariant: whoever moves the bytes, ours or a peer's process, moves them between the same pages.
-How fast a virtual disk or a loopback copies depends on the pages it copies to, by a factor of two,
-so that buffers of everybody's own would compare buffers. And the judge of what arrived is the
+How fast a virtual disk or a loopback copies depends on the pages it copies to, by a factor of two
+and more, so that buffers of everybody's own would compare buffers. Where the kernel makes huge
+pages of shared memory, which are alike, these are such. And the judge of what arrived is the
 bench, not the one that fetched it. What is got into comes first in the file: fio takes its buffers
 from there, and writes into them whatever it does.
 
@@ -11,6 +12,7 @@ Only the standard library: it is imported by the interpreters of peers, too.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -33,10 +35,11 @@ class Region:
         count: int,
         *,
         create: bool = False,
+        fill: bool = False,
         content: bytes | None = None,
     ) -> None:
-        """`create`: make the file, with `content` in its second half, as long as that, or random
-        blocks. It is not removed."""
+        """`create`: make the file; it is not removed. `fill`: one that is there. Either way it has
+        `content` in its second half, as long as that, or random blocks."""
         self.path = path
         self.block_bytes = block_bytes
         self.count = count
@@ -44,14 +47,17 @@ class Region:
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
-            if create:
+            if create or fill:
                 os.ftruncate(fd, 2 * self.plain_bytes)
             self._map = mmap.mmap(fd, 2 * self.plain_bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without them
+                    self._map.madvise(mmap.MADV_HUGEPAGE)
         finally:
             os.close(fd)
         whole = memoryview(self._map)
         self.into, self.source = whole[: self.plain_bytes], whole[self.plain_bytes :]
-        if create:
+        if create or fill:
             for number, block in enumerate(self.blocks(self.source)):
                 at = number * block_bytes
                 block[:] = content[at : at + block_bytes] if content else os.urandom(block_bytes)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.region import Region, memory_folder
+from entresol_daemon.memory import huge_pages
 
 PREFIX = "ent-bench-"
 _NAME = re.compile(rf"{PREFIX}(\d+)-")
@@ -45,6 +46,15 @@ def region(
     on_disk: Path, block_bytes: int, count: int, content: bytes | None = None
 ) -> Iterator[Region]:
     """Shared memory for so many blocks; `on_disk` where files cannot be memory."""
+    if huge_pages.are_made():  # not of files of a file system, but of what has no name
+        fd = os.memfd_create("bench-region")
+        try:
+            path = Path(f"/proc/{os.getpid()}/fd/{fd}")
+            with Region(path, block_bytes, count, fill=True, content=content) as one:
+                yield one
+        finally:
+            os.close(fd)
+        return
     with (
         folder(memory_folder(on_disk)) as memory,
         Region(memory / "region", block_bytes, count, create=True, content=content) as one,
