@@ -374,6 +374,47 @@ def test_the_target_is_three_times_the_quickest_unit_and_at_most_four_times_itse
     assert in_service(50_000_000) == 4_000_000
 
 
+def test_a_tenant_alone_has_three_times_as_much_in_service_up_to_four_targets() -> None:
+    def alone(took_ns: int, cost_max: int = 1 << 30) -> int:
+        pace, now = Pace(target_ns=1_000_000, cost_min=1, cost_max=cost_max), 0
+        pace.busy(0)
+        for _ in range(2_000):
+            now += 100_000
+            pace.done(100_000, now, took_ns=took_ns)
+        return pace.alone_cost
+
+    assert alone(0) == alone(200_000) == 3_000_000
+    assert alone(800_000) == 4_000_000  # three times 2.4 ms would be more
+    assert alone(50_000_000) == in_service(50_000_000) == 4_000_000
+    assert alone(0, cost_max=2_000_000) == 2_000_000
+
+
+def test_a_gate_has_the_room_of_a_tenant_alone_and_none_for_credit_beside() -> None:
+    gate: Gate[str] = Gate(cost_max=100, count_min=1, credit=1_000)
+    gate.alone_max = 300
+    assert gate.enter("a", 1, 200)
+    assert gate.enter("a", 1, 100)
+    assert not gate.enter("a", 1, 1)
+    assert gate.enter("b", 1, 100), "four times the usual room, as ever, for who has credit"
+    assert not gate.enter("b", 1, 101)
+    gate.alone_max = 0
+    gate.done(200)
+    assert gate.cost_in_service == 200
+    assert not gate.enter("a", 1, 1), "no longer alone: the usual room"
+    gate.done(100)
+    gate.done(100)
+    assert gate.enter("a", 1, 100)
+
+
+def test_what_is_written_takes_up_half_of_the_room_there_is() -> None:
+    gate: Gate[str] = Gate(cost_max=100, count_min=1)
+    gate.alone_max = 300
+    gate.occupy(1_000)
+    assert gate.enter("a", 1, 100)
+    assert gate.enter("a", 1, 50)
+    assert not gate.enter("a", 1, 1)
+
+
 def test_a_quick_unit_is_forgotten_after_two_windows_at_most() -> None:
     pace, now = Pace(target_ns=1_000_000, cost_min=1, cost_max=1 << 30), 0
     pace.busy(0)

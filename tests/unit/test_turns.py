@@ -135,6 +135,26 @@ async def test_reads_leave_room_for_what_is_written() -> None:
     queue.give(20)
 
 
+async def test_a_tenant_alone_has_more_in_service() -> None:
+    alone = True
+    pace = Pace(target_ns=SECOND_NS, cost_min=100, cost_max=1_000)
+    queue = Turns(count_min=1, pace=pace, alone=lambda: alone)
+    for _ in range(3):
+        assert await asyncio.wait_for(queue.take(A, 100), 1)
+    fourth = asyncio.create_task(queue.take(A, 100))
+    await until_quiet()
+    assert not fourth.done()
+    alone = False
+    queue.give(100)
+    queue.give(100)
+    await until_quiet()
+    assert not fourth.done(), "the room is the usual one"
+    queue.give(100)
+    await until_quiet()
+    assert fourth.done()
+    queue.give(100)
+
+
 async def test_a_failure_gives_every_turn_back() -> None:
     queue, compute = Turns(count_min=2), InlineCompute()
 

@@ -34,6 +34,7 @@ CREDIT_ROOM = 4  # times as much may be in service for who was served less latel
 MEASURED_TARGETS = 4  # a pace is measured over so many times its target
 UNIT_TIMES = 3  # what is in service lasts so many times as long as a unit took at least,
 TARGETS_MAX = 4  # up to so many times the target
+ALONE_TIMES = 3  # and so many times as long while one tenant is alone, up to the same
 LEAST_NS = 1_000_000_000  # a unit's least time is of the last one to two of these
 _SCALE = 1 << 20  # virtual time is whole: cost * _SCALE // weight
 
@@ -180,12 +181,14 @@ class Gate(Generic[T]):
     fewer than `count_min` units are: so many at a time keep the resource busy whatever their size.
     For a tenant that was served less than the others lately (`credit`) there is CREDIT_ROOM times
     as much room: what it asks for is short, and need not wait here for what others have in service.
+    While one tenant is alone `alone_max` may be in service, if that is more.
     Every unit started must be ended with `done`, once.
     """
 
     def __init__(self, *, cost_max: int, count_min: int, credit: int = 0) -> None:
         assert count_min >= 1, "nothing would ever start"
         self.cost_max = cost_max
+        self.alone_max = 0  # where no tenant is alone
         self.count_min = count_min
         self.in_service = 0
         self.cost_in_service = 0
@@ -222,8 +225,9 @@ class Gate(Generic[T]):
         assert self._occupied >= 0, "room was given back twice"
 
     def _room(self, cost: int, has_credit: bool) -> bool:
-        most = self.cost_max * CREDIT_ROOM if has_credit else self.cost_max
-        used = self.cost_in_service + min(self._occupied, self.cost_max // 2)
+        usual = max(self.cost_max, self.alone_max)
+        most = max(usual, self.cost_max * CREDIT_ROOM) if has_credit else usual
+        used = self.cost_in_service + min(self._occupied, usual // 2)
         return self.in_service < self.count_min or used + cost <= most
 
     def _begin(self, cost: int) -> None:
@@ -281,6 +285,13 @@ class Pace:
         self._spare = False  # whether there was room for more during it
         self._least_ns = self._least_before_ns = 0  # a unit took at least, 0 for not known
         self._least_since_ns = 0
+
+    @property
+    def alone_cost(self) -> int:
+        """How much to have in service while nobody else could have to wait for it: what is begun
+        then need not be begun in time by a loop that has much else to do."""
+        target_ns, most_ns = self._target(), TARGETS_MAX * self._target_ns
+        return min(self.cost * min(ALONE_TIMES * target_ns, most_ns) // target_ns, self._cost_max)
 
     def busy(self, now_ns: int) -> None:
         """Something is in service again, after nothing was."""

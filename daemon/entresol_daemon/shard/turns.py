@@ -86,8 +86,11 @@ class Turns:
         credit: int = 0,
         pace: Pace | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        alone: Callable[[], bool] | None = None,
     ) -> None:
+        """`alone`: whether only one tenant asks for turns lately."""
         self._pace = pace
+        self._alone = alone
         self._now_ns = now_ns
         self._told_ns = 0  # when those whose turn has come were told last
         self._hop_ns = 0  # about how long the loop takes from there to them
@@ -123,6 +126,7 @@ class Turns:
         gate = self._gate
         if self._pace is not None and not gate.in_service:
             self._pace.busy(self._now_ns())
+        self._make_room()
         if gate.enter(account.name, account.weight, cost):
             return self._now_ns()
         turn = asyncio.get_running_loop().create_future()
@@ -160,6 +164,7 @@ class Turns:
             took_ns = now_ns - began_ns if began_ns else 0
             self._pace.done(cost, now_ns, lag_ns=lag_ns, waiting=waiting, took_ns=took_ns)
             self._gate.cost_max = self._pace.cost
+        self._make_room()
         self._gate.done(cost)
         self._begin_next()
 
@@ -168,6 +173,10 @@ class Turns:
         self._gate.occupy(cost)
         if cost < 0:
             self._begin_next()
+
+    def _make_room(self) -> None:
+        if self._alone is not None and self._pace is not None:
+            self._gate.alone_max = self._pace.alone_cost if self._alone() else 0
 
     def _begin_next(self) -> None:
         """Begin what there is room for."""
@@ -388,13 +397,16 @@ class SharedTurns:
     def of(cls, threads: int, now_ns: Callable[[], int]) -> SharedTurns:
         """With the bounds above, for so many compute threads."""
 
-        def paced(least: int, most: int) -> Turns:
+        def paced(least: int, most: int, alone: Callable[[], bool] | None = None) -> Turns:
             pace = Pace(target_ns=WAIT_NS_TARGET, cost_min=least, cost_max=most)
-            return Turns(count_min=COUNT_MIN, credit=CREDIT_BYTES, pace=pace, now_ns=now_ns)
+            return Turns(
+                count_min=COUNT_MIN, credit=CREDIT_BYTES, pace=pace, now_ns=now_ns, alone=alone
+            )
 
+        loop = LoopTurns()
         return cls(
-            loop=LoopTurns(),
-            flash=paced(FLASH_BYTES_MIN, FLASH_BYTES_MAX),
+            loop=loop,
+            flash=paced(FLASH_BYTES_MIN, FLASH_BYTES_MAX, lambda: not loop.contended),
             # One more than threads, so that none of them waits for the loop.
             compute=Turns(count_min=threads + 1, credit=CREDIT_BYTES, now_ns=now_ns),
             pulls=paced(PULL_BYTES_MIN, PULL_BYTES_MAX),
