@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from entresol_client.staging import Arena
 from entresol_client.workers import Workers
 from entresol_proto import limits
-from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp
+from entresol_proto.fabric.base import Endpoint, MappedEndpoint, ReadOp, RemoteSpan
 from entresol_proto.fabric.landing import LandingEndpoint
 from entresol_proto.seal.block import BlockKey, KeyOf, SealedHeader, check_header, open_into
 from entresol_proto.seal.wiping import zero
@@ -32,6 +32,8 @@ GROUP_BYTES_MIN = 2 * limits.MIB
 GROUP_BYTES_MAX = 8 * limits.MIB
 LANDING_BYTES_MIN = 1 * limits.MIB
 SPREAD_BLOCK_BYTES_MIN = 256 * limits.KIB  # mean block length from which threads pay
+BETWEEN_BYTES_MAX = 2 * limits.ALIGN_BYTES  # from one record's block to that of the next
+JOINED_BYTES_MAX = 256 * limits.KIB  # of a processor's own caches: opened as one span lands
 INLINE_BYTES_MAX = 128 * limits.KIB  # below this a hand-over to a thread costs more than opening
 _SPAN_ALIGN = 64
 
@@ -71,7 +73,7 @@ class OpenContext:
 
 
 def plan_groups(
-    context: OpenContext, granted: Sequence[Granted], *, last: bool = True
+    context: OpenContext, granted: Sequence[Granted], *, last: bool = True, landing: bool = True
 ) -> list[list[Granted]]:
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
@@ -82,9 +84,9 @@ def plan_groups(
     Small blocks are not spread over threads: opening one is mostly interpreter work, and threads
     would fight for the lock. Where the daemon opened the blocks there is nothing to overlap: an
     equal part for each thread. Where blocks are opened in the daemon's memory, or by the fabric as
-    they land, threads share a batch by themselves.
+    they land (`landing`: if it can), threads share a batch by themselves.
     """
-    if granted and (_maps(context) or _can_land(context, granted)):
+    if granted and (_maps(context) or (landing and _may_land(context, granted))):
         return [list(granted)]
     threads, staging_bytes, at_daemon = (
         context.workers.threads,
@@ -138,36 +140,82 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
         return await _read_plain(context, group)
     if _maps(context):
         return await _open_shared(context, group, _mapped(context, group))
-    if _can_land(context, group):
-        return await _open_landing(context, group)
+    if _may_land(context, group):
+        joined = _join(group)
+        if cast(LandingEndpoint, context.endpoint).can_land([one.span for one in joined]):
+            return await _open_landing(context, group, joined)
     if sum(one.item.span.length_bytes for one in group) <= GROUP_BYTES_MAX or len(group) == 1:
         return await _open_copied(context, group)
     statuses: list[Status] = []  # it was to land, and another read came first
-    for part in plan_groups(context, group):
+    for part in plan_groups(context, group, landing=False):
         statuses += await _open_copied(context, part)
     return statuses
 
 
-def _can_land(context: OpenContext, group: Sequence[Granted]) -> bool:
-    """Whether a fabric's threads can open this as it lands; it must be worth waking them."""
-    endpoint = context.endpoint
-    if context.at_daemon or not endpoint.capabilities.lands:
+def _may_land(context: OpenContext, group: Sequence[Granted]) -> bool:
+    """Whether a fabric's threads could open this as it lands; it must be worth waking them."""
+    if context.at_daemon or not context.endpoint.capabilities.lands:
         return False
-    spans = [one.item.span for one in group]
-    total = sum(span.length_bytes for span in spans)
-    return total >= LANDING_BYTES_MIN and cast(LandingEndpoint, endpoint).can_land(spans)
+    return sum(one.item.span.length_bytes for one in group) >= LANDING_BYTES_MIN
 
 
-async def _open_landing(context: OpenContext, group: list[Granted]) -> list[Status]:
+class _Joined(NamedTuple):
+    """Blocks of a group, `first` to before `end`, and the span that holds them."""
+
+    first: int
+    end: int
+    span: RemoteSpan
+
+    def part(self, whole: memoryview, span: RemoteSpan) -> memoryview:
+        """One block's bytes in those of all."""
+        begin = span.address - self.span.address
+        return whole[begin : begin + span.length_bytes]
+
+
+def _join(group: Sequence[Granted]) -> list[_Joined]:
+    """Blocks that lie one behind the other in the daemon's memory are read together, with what is
+    between them: a span costs the same however short it is. What was put, or read from flash,
+    together usually lies so."""
+    joined: list[_Joined] = []
+    first = begin = end = rkey = 0
+    for at, one in enumerate(group):
+        span = one.item.span
+        until = span.address + span.length_bytes
+        if (
+            at == first
+            or span.rkey != rkey
+            or not 0 <= span.address - end <= BETWEEN_BYTES_MAX
+            or until - begin > JOINED_BYTES_MAX
+        ):
+            if at > first:
+                joined.append(_Joined(first, at, RemoteSpan(rkey, begin, end - begin)))
+            first, begin, rkey = at, span.address, span.rkey
+        end = until
+    joined.append(_Joined(first, len(group), RemoteSpan(rkey, begin, end - begin)))
+    return joined
+
+
+async def _open_landing(
+    context: OpenContext, group: list[Granted], joined: Sequence[_Joined]
+) -> list[Status]:
     """Open each block where it lands, on the fabric's threads, before the caches forget it."""
+    statuses: list[Status | None] = [None] * len(group)
 
     def on_landed(number: int, sealed: memoryview) -> Status:
-        one = group[number : number + 1]
-        return open_blocks(context, one, [sealed], in_place=False)[0]
+        whole = joined[number]
+        for at in range(whole.first, whole.end):
+            source = whole.part(sealed, group[at].item.span)
+            statuses[at] = _open_block(context, group[at], source, in_place=False)
+        return Status.OK
 
-    spans = [one.item.span for one in group]
     endpoint = cast(LandingEndpoint, context.endpoint)
-    return await endpoint.land(spans, on_landed, context.deadline_ns)
+    spans = [one.span for one in joined]
+    outcomes = await endpoint.land(spans, on_landed, context.deadline_ns)
+    for (first, end, _), outcome in zip(joined, outcomes, strict=True):
+        for at in range(first, end):
+            if statuses[at] is None:  # it did not land
+                statuses[at] = Status.INTERNAL if outcome is Status.OK else outcome
+    return cast(list[Status], statuses)
 
 
 async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status]:
@@ -189,26 +237,26 @@ async def _read_plain(context: OpenContext, group: list[Granted]) -> list[Status
 
 async def _open_copied(context: OpenContext, group: list[Granted]) -> list[Status]:
     """Other fabrics: read the sealed bytes into staging, open from there."""
-    starts: list[int] = []
+    joined, starts = _join(group), list[int]()
     need = 0
-    for one in group:
+    for each in joined:
         starts.append(need)
-        need += -(-one.item.span.length_bytes // _SPAN_ALIGN) * _SPAN_ALIGN
+        need += -(-each.span.length_bytes // _SPAN_ALIGN) * _SPAN_ALIGN
     region = await context.staging.take(need, context.deadline_ns)
     if region is None:
         status = Status.DEADLINE if context.staging.fits(need) else Status.TOO_LARGE
         return [status] * len(group)
     try:
         views = [
-            region.view[start : start + one.item.span.length_bytes]
-            for start, one in zip(starts, group, strict=True)
+            region.view[start : start + each.span.length_bytes]
+            for start, each in zip(starts, joined, strict=True)
         ]
-        ops = [ReadOp(one.item.span, view) for one, view in zip(group, views, strict=True)]
+        ops = [ReadOp(each.span, view) for each, view in zip(joined, views, strict=True)]
         statuses = await context.endpoint.read(ops, context.deadline_ns)
-        sources = [
-            view if status is Status.OK else status
-            for view, status in zip(views, statuses, strict=True)
-        ]
+        sources: list[memoryview | Status] = []
+        for each, view, status in zip(joined, views, statuses, strict=True):
+            for one in group[each.first : each.end]:
+                sources.append(each.part(view, one.item.span) if status is Status.OK else status)
         return await _open(context, group, sources, in_place=False)
     finally:
         region.give_back()
