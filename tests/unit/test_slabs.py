@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from entresol_daemon.memory.ranges import align_up
+from entresol_daemon.memory.ranges import RangeAllocator, align_up
 from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
 from entresol_proto.limits import ALIGN_BYTES, MIB
 
@@ -212,6 +212,47 @@ def test_close_closes_everything() -> None:
     slabs.close()
 
 
+def test_full_slabs_are_not_asked_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine has hundreds, nearly all of them full nearly all the time."""
+    pool = SlabPool(64 * MIB, MIB, Buffer)
+    extents = [pool.allocate(A, MIB // 4) for _ in range(4 * 64)]
+    assert all(extents)
+    assert pool.allocate(A, MIB // 4) is None
+    asked: list[int] = []
+    real = RangeAllocator.allocate
+
+    def noted(self: RangeAllocator, length_bytes: int) -> int | None:
+        asked.append(length_bytes)
+        return real(self, length_bytes)
+
+    monkeypatch.setattr(RangeAllocator, "allocate", noted)
+    for extent in extents[::7]:
+        assert extent is not None
+        slab, place = extent.slab, extent.offset_bytes
+        pool.free(extent)
+        again = pool.allocate(A, MIB // 4)
+        assert again is not None
+        assert (again.slab, again.offset_bytes) == (slab, place)
+        assert pool.allocate(A, MIB // 4) is None
+    assert len(asked) <= 3 * len(extents[::7])
+    pool.close()
+
+
+def test_what_fits_most_closely_is_taken_from() -> None:
+    """So the slabs with most room become empty, and are there for others and for large blocks."""
+    pool = SlabPool(2 * MIB, MIB, Buffer)
+    first = [pool.allocate(A, 4 * PAGE) for _ in range(MIB // (4 * PAGE))]
+    second = pool.allocate(A, 4 * PAGE)
+    assert second is not None
+    assert first[0] is not None
+    assert second.slab is not first[0].slab
+    pool.free(first[0])
+    found = pool.allocate(A, 4 * PAGE)
+    assert found is not None
+    assert found.slab is first[1].slab  # type: ignore[union-attr]
+    pool.close()
+
+
 class Model(RuleBasedStateMachine):
     """Extents carry a pattern of their own: overlap, reuse or a lost view shows as wrong bytes."""
 
@@ -290,6 +331,21 @@ class Model(RuleBasedStateMachine):
             assert self.pool.owned_bytes(owner) >= used[owner]
         assert sum(self.pool.owned_bytes(owner) for owner in (A, B, C)) == self.pool.mapped_bytes
         assert len({id(slab) for slab in self.closed}) == len(self.closed), "closed twice"
+        self._rooms_are_right()
+
+    def _rooms_are_right(self) -> None:
+        """Every slab is where it is looked for, and so are the empty ones."""
+        pool, empty = self.pool, set[int]()
+        for owner, slabs in pool._owned.items():
+            for slab in slabs:
+                longest = max((size for _, size in slab.ranges.free_ranges()), default=0)
+                assert longest <= slab.ranges.longest_bytes_max
+                within = [n for n, some in enumerate(pool._rooms[owner]) if slab in some]
+                assert within == [(slab.ranges.longest_bytes_max // PAGE).bit_length()]
+                empty |= {slab.number} if slab.ranges.is_empty else set()
+            assert sum(map(len, pool._rooms[owner])) == len(slabs)
+        assert pool._rooms.keys() == pool._owned.keys()
+        assert {slab.number for slab in pool._empty} == empty
 
 
 Model.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

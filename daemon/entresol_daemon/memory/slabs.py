@@ -5,7 +5,11 @@ tenant's sessions are ever shown its descriptor or remote key. When an empty sla
 another owner it is closed and a new one is made: a mapping somebody kept shows old ciphertext of
 its own tenant and nothing else.
 
-Invariants: bytes of all slabs together stay within the budget; two owners never share a slab.
+Which slab has room is looked up by how long its longest free range may be, and not by asking one
+slab after the other: a machine has hundreds, most of them full.
+
+Invariants: bytes of all slabs together stay within the budget; two owners never share a slab; an
+owner's slabs are each in one class of `_rooms`, that of `longest_bytes_max` of its ranges.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Slab:
     idle_bytes: int = 0
     leaving: bool = False
     closed: bool = False
+    room: int = 0  # of the pool's classes
 
     @property
     def used_bytes(self) -> int:
@@ -61,6 +66,14 @@ class Extent:
     freed: bool = False
 
 
+_PAGE_SHIFT = limits.ALIGN_BYTES.bit_length() - 1
+
+
+def _room(length_bytes: int) -> int:
+    """The class of lengths from a power of two pages to the next; 0 of nothing."""
+    return (length_bytes >> _PAGE_SHIFT).bit_length()
+
+
 class SlabPool:
     """Allocates extents per owner inside one budget.
 
@@ -78,6 +91,8 @@ class SlabPool:
         self._make_buffer = make_buffer
         self._numbers = itertools.count(1)
         self._owned: dict[bytes, list[Slab]] = {}
+        self._rooms: dict[bytes, list[dict[Slab, None]]] = {}  # by class, the last changed last
+        self._empty: dict[Slab, None] = {}  # the first that became so first
         self._owned_bytes: dict[bytes, int] = {}  # of owners that have any
         self._used_bytes: Counter[bytes] = Counter()
         self.on_close: Callable[[Slab], None] | None = None  # told before a slab's memory goes away
@@ -101,11 +116,12 @@ class SlabPool:
     def allocate(self, owner: bytes, length_bytes: int) -> Extent | None:
         """An extent of at least `length_bytes`, or None when the budget has no room for it now."""
         length = align_up(length_bytes)
-        for slab in reversed(self._owned.get(owner, [])):
-            if length <= slab.ranges.longest_bytes_max:
-                found = self.allocate_in(slab, length)
-                if found is not None:
-                    return found
+        for slabs in self._rooms.get(owner, [])[_room(length) :]:  # what fits most closely
+            for slab in list(reversed(slabs)):
+                if length <= slab.ranges.longest_bytes_max:
+                    found = self.allocate_in(slab, length)
+                    if found is not None:
+                        return found
         fresh = self._new_slab(owner, self._slab_for(length))
         return None if fresh is None else self.allocate_in(fresh, length)
 
@@ -117,7 +133,9 @@ class SlabPool:
         length = align_up(length_bytes)
         offset = slab.ranges.allocate(length)
         if offset is None:
+            self._note_room(slab)
             return None
+        self._empty.pop(slab, None)
         self.allocated_bytes += length
         self._used_bytes[slab.owner] += length
         return Extent(slab, offset, length, slab.buffer.view[offset : offset + length])
@@ -131,10 +149,13 @@ class SlabPool:
         slab.ranges.free(extent.offset_bytes, extent.length_bytes)
         self.allocated_bytes -= extent.length_bytes
         self._used_bytes[slab.owner] -= extent.length_bytes
+        self._note_room(slab)
         if slab.ranges.is_empty:
             slab.leaving = False
             if slab.ranges.size_bytes > self.slab_bytes:
                 self._close(slab)  # made for one large block; not worth keeping
+            elif not slab.closed:
+                self._empty[slab] = None
 
     def shrink(self, extent: Extent, length_bytes: int) -> None:
         """Keep only the first `length_bytes` (rounded up) of an extent."""
@@ -147,6 +168,7 @@ class SlabPool:
         extent.view.release()
         extent.view = extent.slab.buffer.view[extent.offset_bytes : extent.offset_bytes + keep]
         extent.slab.ranges.free(extent.offset_bytes + keep, rest)
+        self._note_room(extent.slab)
         extent.length_bytes = keep
         self.allocated_bytes -= rest
         self._used_bytes[extent.slab.owner] -= rest
@@ -170,35 +192,45 @@ class SlabPool:
         if size_bytes > self.budget_bytes:
             return None
         while self.mapped_bytes + size_bytes > self.budget_bytes:
-            empty = self._find_empty()
-            if empty is None:
+            if not self._empty:
                 return None
-            self._close(empty)
+            self._close(next(iter(self._empty)))
         try:
             buffer = self._make_buffer(size_bytes)
         except OSError:
             return None
         slab = Slab(next(self._numbers), owner, buffer, RangeAllocator(size_bytes))
         self._owned.setdefault(owner, []).append(slab)
+        self._empty[slab] = None
+        rooms = self._rooms.setdefault(owner, [])
+        rooms.extend({} for _ in range(_room(size_bytes) + 1 - len(rooms)))
+        slab.room = _room(size_bytes)
+        rooms[slab.room][slab] = None
         self._owned_bytes[owner] = self._owned_bytes.get(owner, 0) + size_bytes
         self.mapped_bytes += size_bytes
         return slab
 
-    def _find_empty(self) -> Slab | None:
-        for slabs in self._owned.values():
-            for slab in slabs:
-                if slab.ranges.is_empty:
-                    return slab
-        return None
+    def _note_room(self, slab: Slab) -> None:
+        """The longest free range of a slab may have changed."""
+        if slab.closed:
+            return
+        room = _room(slab.ranges.longest_bytes_max)
+        if room != slab.room:
+            rooms = self._rooms[slab.owner]
+            del rooms[slab.room][slab]
+            slab.room = room
+            rooms[room][slab] = None
 
     def _close(self, slab: Slab) -> None:
         if self.on_close is not None:
             self.on_close(slab)
         slabs = self._owned[slab.owner]
         slabs.remove(slab)
+        self._empty.pop(slab, None)
+        del self._rooms[slab.owner][slab.room][slab]
         self._owned_bytes[slab.owner] -= slab.ranges.size_bytes
         if not slabs:
-            del self._owned[slab.owner], self._owned_bytes[slab.owner]
+            del self._owned[slab.owner], self._owned_bytes[slab.owner], self._rooms[slab.owner]
             del self._used_bytes[slab.owner]
         slab.closed = True
         self.mapped_bytes -= slab.ranges.size_bytes
