@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from entresol_daemon.memory import huge_pages
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results.json"
 ABOUT = Path(__file__).parent / "results.about.json"
@@ -109,7 +111,7 @@ def over(numerator: list[float], denominator: list[float]) -> list[float]:
 
 
 def machine() -> str:
-    """Processor, cores, memory and Python, in one line."""
+    """Processor, cores, memory and its pages, system and Python, in one line."""
     model = platform.machine()
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
@@ -117,9 +119,10 @@ def machine() -> str:
             break
     memory = next((row.split()[1] for row in _read("/proc/meminfo").splitlines()), "0")
     cores = len(os.sched_getaffinity(0))
+    pages = "huge" if huge_pages.are_made() else "ordinary"
     return (
-        f"{model}, {cores} cores, {int(memory) >> 20} GiB, Linux {platform.release()}, "
-        f"Python {platform.python_version()}"
+        f"{model}, {cores} cores, {int(memory) >> 20} GiB in {pages} pages, "
+        f"Linux {platform.release()}, Python {platform.python_version()}"
     )
 
 
