@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+
+_PARTS_MAX = 512  # of one call; below IOV_MAX (1024)
 
 
 def abort(transport: asyncio.Transport | None) -> None:
@@ -19,3 +22,21 @@ def abort(transport: asyncio.Transport | None) -> None:
     except AttributeError:
         if not transport.is_closing():
             raise
+
+
+def write_now(fd: int, parts: list[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Write what a socket that does not block takes at once; what is left, in order.
+
+    For a plain socket whose transport has nothing waiting: uvloop's writes while it holds the
+    interpreter's lock, which a kernel that copies megabytes would keep from every thread. What
+    fails is left to the transport, which meets the same and tells it.
+    """
+    try:
+        done = os.writev(fd, parts[:_PARTS_MAX])
+    except OSError:
+        return parts
+    for at, part in enumerate(parts):
+        if done < len(part):
+            return [memoryview(part)[done:], *parts[at + 1 :]]
+        done -= len(part)
+    return []

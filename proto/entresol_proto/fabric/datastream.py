@@ -25,7 +25,7 @@ from entresol_proto.fabric.asking import Asked, Batch, Part
 from entresol_proto.fabric.base import RemoteSpan, span_error
 from entresol_proto.fabric.landing import Lander, Landing, OnLanded
 from entresol_proto.status import ProtocolError, Status
-from entresol_proto.transports import abort
+from entresol_proto.transports import abort, write_now
 
 _log = logging.getLogger("entresol.fabric")
 
@@ -152,13 +152,18 @@ class DataStream(asyncio.BufferedProtocol):
     def _write_all(self, parts: list[bytes | memoryview]) -> int:
         """Write parts in order, without joining them; returns their bytes."""
         size = sum(map(len, parts))
-        if self._transport is not None and not self._transport.is_closing():
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
             self._sent_bytes += size
+            if self._socket is not None and not transport.get_write_buffer_size():
+                parts = write_now(self._socket.fileno(), parts)
+            if not parts:
+                return size
             if self._gathers:
-                self._transport.writelines(parts)
+                transport.writelines(parts)
             else:
                 for part in parts:
-                    self._transport.write(part)
+                    transport.write(part)
         return size
 
     def _break(self, error: ProtocolError) -> None:
