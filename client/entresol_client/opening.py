@@ -73,7 +73,7 @@ class OpenContext:
 
 
 def plan_groups(
-    context: OpenContext, granted: Sequence[Granted], *, last: bool = True, landing: bool = True
+    context: OpenContext, granted: Sequence[Granted], *, last: bool = True
 ) -> list[list[Granted]]:
     """Cut a batch so that reading, opening and several threads overlap, in order.
 
@@ -84,9 +84,9 @@ def plan_groups(
     Small blocks are not spread over threads: opening one is mostly interpreter work, and threads
     would fight for the lock. Where the daemon opened the blocks there is nothing to overlap: an
     equal part for each thread. Where blocks are opened in the daemon's memory, or by the fabric as
-    they land (`landing`: if it can), threads share a batch by themselves.
+    they land, threads share a batch by themselves.
     """
-    if granted and (_maps(context) or (landing and _may_land(context, granted))):
+    if granted and (_maps(context) or _landing(context, granted)):
         return [list(granted)]
     threads, staging_bytes, at_daemon = (
         context.workers.threads,
@@ -140,23 +140,27 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
         return await _read_plain(context, group)
     if _maps(context):
         return await _open_shared(context, group, _mapped(context, group))
-    if _may_land(context, group):
-        joined = _join(group)
-        if cast(LandingEndpoint, context.endpoint).can_land([one.span for one in joined]):
-            return await _open_landing(context, group, joined)
+    if joined := _landing(context, group):
+        return await _open_landing(context, group, joined)
     if sum(one.item.span.length_bytes for one in group) <= GROUP_BYTES_MAX or len(group) == 1:
         return await _open_copied(context, group)
     statuses: list[Status] = []  # it was to land, and another read came first
-    for part in plan_groups(context, group, landing=False):
+    for part in plan_groups(context, group):
         statuses += await _open_copied(context, part)
     return statuses
 
 
-def _may_land(context: OpenContext, group: Sequence[Granted]) -> bool:
-    """Whether a fabric's threads could open this as it lands; it must be worth waking them."""
-    if context.at_daemon or not context.endpoint.capabilities.lands:
-        return False
-    return sum(one.item.span.length_bytes for one in group) >= LANDING_BYTES_MIN
+def _landing(context: OpenContext, group: Sequence[Granted]) -> list[_Joined]:
+    """The spans that a fabric's threads can open as they land, if they can and it is worth waking
+    them; else none."""
+    endpoint = context.endpoint
+    if context.at_daemon or not endpoint.capabilities.lands:
+        return []
+    if sum(one.item.span.length_bytes for one in group) < LANDING_BYTES_MIN:
+        return []
+    joined = _join(group)
+    can = cast(LandingEndpoint, endpoint).can_land([one.span for one in joined])
+    return joined if can else []
 
 
 class _Joined(NamedTuple):

@@ -133,3 +133,14 @@ async def test_an_error_of_ours_costs_its_block_alone(monkeypatch: pytest.Monkey
     told = Told(2, calls=1)
     statuses = await open_group(context(2, maps=True, workers=told), batch(3, MIB))
     assert statuses == [Status.OK, Status.INTERNAL, Status.OK]
+
+
+def test_what_a_fabric_could_land_and_does_not_is_cut_for_the_threads() -> None:
+    """Over TLS, without the native kernel, or while another read has the stream."""
+    cannot = context(2)
+    cast(Any, cannot.endpoint).capabilities.lands = True
+    cast(Any, cannot.endpoint).can_land = lambda spans: False
+    granted = batch(61, MIB)
+    assert plan_groups(cannot, granted) == plan_groups(context(2), granted)
+    cast(Any, cannot.endpoint).can_land = lambda spans: len(spans) == 61
+    assert plan_groups(cannot, granted) == [granted]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import os
 import random
 import resource
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -455,3 +457,52 @@ async def test_reads_are_begun_in_the_order_they_were_asked_for(
         assert every.wait(30), "it needed the loop, which is busy"
         assert await asyncio.gather(*asked) == [[Status.OK] * 4] * 4
     assert begun == [op.offset_bytes for op in ops]
+
+
+def test_giving_up_does_not_take_what_a_thread_is_about_to_write(tmp_path: Path) -> None:
+    """An error that is none of the device's would end the engine's writer for good."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4 * BLOCK))
+    others: list[threading.Thread] = []
+
+    def somebody_reads() -> bool:
+        others.append(threading.Thread(target=writes.give_up))
+        others[-1].start()
+        others[-1].join(0.05)  # it waits, or it is over
+        return False
+
+    fd = os.open(path, os.O_RDWR)
+    try:
+        view = memoryview(bytes(BLOCK))
+        runs = [Run(at * BLOCK, BLOCK, [view], [at]) for at in range(4)]
+        writes = Writes(fd, runs, somebody_reads)
+        writes._threads = 1  # another one is at it
+        assert writes.work() is False
+        for other in others:
+            other.join(30)
+    finally:
+        os.close(fd)
+
+
+async def test_a_write_that_failed_keeps_no_buffer_until_the_collector_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, views: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "refused")
+
+    async with opened(tmp_path / "data") as device:
+        monkeypatch.setattr(os, "pwritev", refuse)
+        gc.collect()
+        gc.disable()
+        try:
+            view = aligned_buffer(BLOCK)
+            kept = weakref.ref(view)
+            with pytest.raises(DeviceError, match="refused") as caught:
+                await device.write([IoOp(0, view)])
+            del view, caught
+            deadline = time.monotonic() + 30  # a thread drops its own last
+            while kept() is not None and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert kept() is None
+        finally:
+            gc.enable()

@@ -113,8 +113,9 @@ class FileDevice:
         self._reading += 1
         try:
             threads = threads_of(runs, read_threads(self._threads))
-            job = self._readers.submit_shared(reads.work, threads=threads)
-            await self._outcome(job.outcome(reads.give_up), "read")
+            # Held by nothing here: a job that failed has its error, which has this frame.
+            work = self._readers.submit_shared(reads.work, threads=threads).outcome(reads.give_up)
+            await self._outcome(work, "read")
         finally:
             self._reading -= 1
             self._read_at = time.monotonic()
@@ -127,8 +128,9 @@ class FileDevice:
         if runs:
             writes = Writes(self._fd, runs, self._somebody_reads)
             most = write_threads(self._threads, reads=self._somebody_reads())
-            job = self._pool.submit_shared(writes.work, threads=threads_of(runs, most))
-            await self._outcome(job.outcome(writes.give_up), "write")
+            threads = threads_of(runs, most)
+            work = self._pool.submit_shared(writes.work, threads=threads).outcome(writes.give_up)
+            await self._outcome(work, "write")
 
     def _somebody_reads(self) -> bool:
         """Now or lately. From any thread."""

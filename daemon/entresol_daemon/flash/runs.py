@@ -212,7 +212,8 @@ class Writes:
 
     def give_up(self) -> None:
         """What no thread has begun is not written."""
-        self._left.clear()
+        with self._lock:  # not between another's look and its taking
+            self._left.clear()
 
     def work(self) -> bool:
         """In a thread: one run after the other, until all are written or being written, or until

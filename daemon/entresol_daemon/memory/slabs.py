@@ -8,13 +8,14 @@ its own tenant and nothing else.
 Which slab has room is looked up by how long its longest free range may be, and not by asking one
 slab after the other: a machine has hundreds, most of them full.
 
-Invariants: bytes of all slabs together stay within the budget; two owners never share a slab; an
-owner's slabs are each in one class of `_rooms`, that of `longest_bytes_max` of its ranges.
+Invariants: bytes of all slabs together stay within the budget; two owners never share a slab; each
+slab is once in its owner's `_rooms`, at `longest_bytes_max` of its ranges.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Slab:
     idle_bytes: int = 0
     leaving: bool = False
     closed: bool = False
-    room: int = 0  # of the pool's classes
+    room: int = 0  # as `SlabPool._rooms` has it
 
     @property
     def used_bytes(self) -> int:
@@ -66,14 +67,6 @@ class Extent:
     freed: bool = False
 
 
-_PAGE_SHIFT = limits.ALIGN_BYTES.bit_length() - 1
-
-
-def _room(length_bytes: int) -> int:
-    """The class of lengths from a power of two pages to the next; 0 of nothing."""
-    return (length_bytes >> _PAGE_SHIFT).bit_length()
-
-
 class SlabPool:
     """Allocates extents per owner inside one budget.
 
@@ -91,7 +84,8 @@ class SlabPool:
         self._make_buffer = make_buffer
         self._numbers = itertools.count(1)
         self._owned: dict[bytes, list[Slab]] = {}
-        self._rooms: dict[bytes, list[dict[Slab, None]]] = {}  # by class, the last changed last
+        self._rooms: dict[bytes, list[tuple[int, int]]] = {}  # longest range and number, sorted
+        self._slabs: dict[int, Slab] = {}  # by number
         self._empty: dict[Slab, None] = {}  # the first that became so first
         self._owned_bytes: dict[bytes, int] = {}  # of owners that have any
         self._used_bytes: Counter[bytes] = Counter()
@@ -116,12 +110,14 @@ class SlabPool:
     def allocate(self, owner: bytes, length_bytes: int) -> Extent | None:
         """An extent of at least `length_bytes`, or None when the budget has no room for it now."""
         length = align_up(length_bytes)
-        for slabs in self._rooms.get(owner, [])[_room(length) :]:  # what fits most closely
-            for slab in list(reversed(slabs)):
-                if length <= slab.ranges.longest_bytes_max:
-                    found = self.allocate_in(slab, length)
-                    if found is not None:
-                        return found
+        rooms = self._rooms.get(owner, [])
+        place = bisect_left(rooms, (length, 0))  # what fits most closely
+        while place < len(rooms):
+            slab = self._slabs[rooms[place][1]]
+            found = self.allocate_in(slab, length)
+            if found is not None:
+                return found
+            place += 1  # it has less than it might have had, and went before; or is to become empty
         fresh = self._new_slab(owner, self._slab_for(length))
         return None if fresh is None else self.allocate_in(fresh, length)
 
@@ -202,24 +198,24 @@ class SlabPool:
         slab = Slab(next(self._numbers), owner, buffer, RangeAllocator(size_bytes))
         self._owned.setdefault(owner, []).append(slab)
         self._empty[slab] = None
-        rooms = self._rooms.setdefault(owner, [])
-        rooms.extend({} for _ in range(_room(size_bytes) + 1 - len(rooms)))
-        slab.room = _room(size_bytes)
-        rooms[slab.room][slab] = None
+        self._slabs[slab.number] = slab
+        slab.room = size_bytes
+        insort(self._rooms.setdefault(owner, []), (size_bytes, slab.number))
         self._owned_bytes[owner] = self._owned_bytes.get(owner, 0) + size_bytes
         self.mapped_bytes += size_bytes
         return slab
 
     def _note_room(self, slab: Slab) -> None:
         """The longest free range of a slab may have changed."""
-        if slab.closed:
-            return
-        room = _room(slab.ranges.longest_bytes_max)
-        if room != slab.room:
-            rooms = self._rooms[slab.owner]
-            del rooms[slab.room][slab]
+        room = slab.ranges.longest_bytes_max
+        if room != slab.room and not slab.closed:
+            self._leave_room(slab)
             slab.room = room
-            rooms[room][slab] = None
+            insort(self._rooms[slab.owner], (room, slab.number))
+
+    def _leave_room(self, slab: Slab) -> None:
+        rooms = self._rooms[slab.owner]
+        del rooms[bisect_left(rooms, (slab.room, slab.number))]
 
     def _close(self, slab: Slab) -> None:
         if self.on_close is not None:
@@ -227,7 +223,8 @@ class SlabPool:
         slabs = self._owned[slab.owner]
         slabs.remove(slab)
         self._empty.pop(slab, None)
-        del self._rooms[slab.owner][slab.room][slab]
+        self._leave_room(slab)
+        del self._slabs[slab.number]
         self._owned_bytes[slab.owner] -= slab.ranges.size_bytes
         if not slabs:
             del self._owned[slab.owner], self._owned_bytes[slab.owner], self._rooms[slab.owner]

@@ -30,6 +30,7 @@ from entresol_proto.transports import abort, write_now
 _log = logging.getLogger("entresol.fabric")
 
 _PUMP_BYTES_MAX = 8 * limits.MIB  # served in one go before other work of the loop gets its turn
+_WRITTEN_NOW_BYTES_MIN = 128 * limits.KIB  # what is copied sooner than the lock is had again
 _PUMP_ANSWERS_MAX = 256  # likewise: short ones, and errors, take the time and not the bytes
 _HIGH_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 2
 _LOW_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 8
@@ -155,7 +156,8 @@ class DataStream(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is not None and not transport.is_closing():
             self._sent_bytes += size
-            if self._socket is not None and not transport.get_write_buffer_size():
+            now = size >= _WRITTEN_NOW_BYTES_MIN and not transport.get_write_buffer_size()
+            if now and self._socket is not None:
                 parts = write_now(self._socket.fileno(), parts)
             if not parts:
                 return size
