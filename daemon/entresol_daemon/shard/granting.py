@@ -21,6 +21,7 @@ from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
 from entresol_proto.fabric.base import Exposure, RemoteSpan
 from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_block_key
+from entresol_proto.seal.wiping import wipe
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
 from entresol_proto.wire.packed import PackedGrant
@@ -214,6 +215,7 @@ def _key_of(resident: Resident, deks: Mapping[int, bytes]) -> bytes:
     if not resident.block_key:
         derived = derive_block_key(deks[resident.dek_version], resident.salt)
         resident.block_key = derived.key + derived.commitment
+        wipe(derived.key)  # the one that is kept is wiped with its block
     return resident.block_key
 
 
