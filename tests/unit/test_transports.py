@@ -1,87 +1,48 @@
-"""Writing to a socket without its transport: all that it takes, in order, and nothing twice."""
+"""Ending a connection whatever state its transport is in."""
 
 from __future__ import annotations
 
-import os
-import random
-import socket
-from collections.abc import Iterator
+import asyncio
 
+import certs
 import pytest
 
-from entresol_proto.transports import write_now
+from entresol_proto.transports import abort
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        yield ours, theirs
+class Forgetful(asyncio.Transport):
+    """As a TLS transport of CPython 3.11.2 that was closed twice."""
+
+    def __init__(self, closing: bool) -> None:
+        super().__init__()
+        self._closing = closing
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def abort(self) -> None:
+        raise AttributeError("'NoneType' object has no attribute '_abort'")
 
 
-def received(theirs: socket.socket) -> bytes:
-    """All that is there now."""
-    theirs.setblocking(False)
-    found = bytearray()
-    while True:
-        try:
-            some = theirs.recv(1 << 20)
-        except BlockingIOError:
-            return bytes(found)
-        if not some:
-            return bytes(found)
-        found += some
+def test_what_is_closing_already_is_not_ended_again() -> None:
+    abort(None)
+    abort(Forgetful(closing=True))
+    with pytest.raises(AttributeError):
+        abort(Forgetful(closing=False))
 
 
-def test_what_the_socket_takes_is_gone(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    parts: list[bytes | memoryview] = [b"ab", b"", memoryview(b"cde"), b"f"]
-    assert write_now(ours.fileno(), parts) == []
-    assert received(theirs) == b"abcdef"
-
-
-def test_what_it_does_not_take_is_left_in_order(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Whichever part it stops in."""
-    ours, theirs = pair
-    rng = random.Random(1)
-    parts: list[bytes | memoryview] = [
-        memoryview(rng.randbytes(rng.randrange(1, 90_000))) for _ in range(60)
-    ]
-    wanted, found = b"".join(parts), b""
-    stops = 0
-    while parts:
-        parts = write_now(ours.fileno(), parts)
-        stops += bool(parts)
-        found += received(theirs)
-    assert found == wanted
-    assert stops > 2
-
-
-def test_a_socket_that_takes_nothing_leaves_all(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, _ = pair
-    while not write_now(ours.fileno(), [bytes(4_096)]):
-        pass
-    parts: list[bytes | memoryview] = [b"x" * 10, b"y"]
-    assert write_now(ours.fileno(), parts) == parts
-
-
-def test_thousands_of_parts_are_no_error(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    parts: list[bytes | memoryview] = [bytes([at % 251]) for at in range(3_000)]
-    wanted = b"".join(parts)
-    while parts:
-        parts = write_now(ours.fileno(), parts)
-    assert received(theirs) == wanted
-
-
-def test_a_peer_that_is_gone_is_the_transports_to_tell(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
-    ours, theirs = pair
-    theirs.close()
-    parts: list[bytes | memoryview] = [b"left"]
-    assert write_now(ours.fileno(), parts) == parts
-    closed = os.open(os.devnull, os.O_RDONLY)
-    os.close(closed)
-    assert write_now(closed, parts) == parts
+async def test_a_tls_stream_closed_twice_can_be_cut() -> None:
+    ca = certs.make_ca()
+    server_side = certs.server_context(ca.issue("daemon"), ca)
+    client_side = certs.client_context(ca.issue("tenant"), ca)
+    server = await asyncio.start_server(
+        lambda _reader, _writer: None, "127.0.0.1", 0, ssl=server_side
+    )
+    port = server.sockets[0].getsockname()[1]
+    transport, _ = await asyncio.get_running_loop().create_connection(
+        asyncio.Protocol, "127.0.0.1", port, ssl=client_side, server_hostname="localhost"
+    )
+    transport.close()
+    transport.close()
+    abort(transport)
+    server.close()
