@@ -323,7 +323,8 @@ class Landing:
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block or two each."""
-    monkeypatch.setattr(gets, "LOAD_BYTES", 32_768)
+    monkeypatch.setattr(gets, "LOAD_FIRST_BYTES", 32_768)
+    monkeypatch.setattr(gets, "LOAD_WINDOW_BYTES", 32_768)
 
 
 @pytest.mark.usefixtures("small_windows")

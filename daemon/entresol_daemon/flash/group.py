@@ -41,7 +41,7 @@ from entresol_daemon.flash.space import Segment, SegmentTable
 from entresol_daemon.flash.tombstones import Tombstone
 from entresol_proto.status import DeviceError, Status
 
-FILLED_AT_ONCE_MAX = 32  # headers; one takes 1 to 3 us
+FILLED_AT_ONCE_MAX = 16  # headers; one takes 1 to 3 us
 
 Footer = tuple[int, int, bytes, int, bytes]
 """Of a segment: number, sequence, stream, used bytes, table of records."""
