@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from entresol_daemon.memory import huge_pages
+from entresol_proto.fabric.memory import huge_pages_are_made
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results.json"
@@ -119,7 +119,7 @@ def machine() -> str:
             break
     memory = next((row.split()[1] for row in _read("/proc/meminfo").splitlines()), "0")
     cores = len(os.sched_getaffinity(0))
-    pages = "huge" if huge_pages.are_made() else "ordinary"
+    pages = "huge" if huge_pages_are_made() else "ordinary"
     return (
         f"{model}, {cores} cores, {int(memory) >> 20} GiB in {pages} pages, "
         f"Linux {platform.release()}, Python {platform.python_version()}"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.region import Region, memory_folder
-from entresol_daemon.memory import huge_pages
+from entresol_proto.fabric.memory import huge_pages_are_made
 
 PREFIX = "ent-bench-"
 _NAME = re.compile(rf"{PREFIX}(\d+)-")
@@ -46,7 +46,7 @@ def region(
     on_disk: Path, block_bytes: int, count: int, content: bytes | None = None
 ) -> Iterator[Region]:
     """Shared memory for so many blocks; `on_disk` where files cannot be memory."""
-    if huge_pages.are_made():  # not of files of a file system, but of what has no name
+    if huge_pages_are_made():  # not of files of a file system, but of what has no name
         fd = os.memfd_create("bench-region")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{fd}")

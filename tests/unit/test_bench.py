@@ -475,6 +475,15 @@ def test_the_daemon_accepts_the_settings_of_the_bench(tmp_path: Path) -> None:
     assert config.flash.group_commit_bytes == flash.GROUP_BYTES
 
 
+def test_first_tokens_are_compared_where_only_the_client_is() -> None:
+    """A GPU host with the shim measures against its pod's daemon, whose package it has not."""
+    script = "import sys; sys.modules['entresol_daemon'] = None; import bench.ttft; print('here')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "here\n", done.stderr
+
+
 def test_the_quick_size_installs_nothing() -> None:
     assert Plan("quick").peers == ()
     assert Plan("commit").peers == NAMES

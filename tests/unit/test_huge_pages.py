@@ -8,12 +8,12 @@ import pytest
 
 from entresol_daemon.config_memory import MemoryConfig
 from entresol_daemon.memory.huge_pages import (
-    are_made,
     check_huge_pages,
     pages_free,
     pages_wanted,
     told,
 )
+from entresol_proto.fabric.memory import huge_pages_are_made
 from entresol_proto.limits import GIB, MIB
 from entresol_proto.status import ConfigError
 
@@ -64,9 +64,9 @@ def test_whether_the_kernel_makes_them_is_what_it_says(
     tmp_path: Path, words: str, made: bool
 ) -> None:
     setting = tmp_path / "shmem_enabled"
-    assert not are_made(setting)
+    assert not huge_pages_are_made(setting)
     setting.write_text(words)
-    assert are_made(setting) is made
+    assert huge_pages_are_made(setting) is made
 
 
 def test_the_pages_slabs_will_lie_in_are_told_with_what_to_do(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 `[memory] huge_pages = "on"` insists on reserved ones. Slabs come as they are needed, so that a
 daemon without enough of them would start, and fail to give memory at some later hour. "auto" takes
-what there is. Counts and words are the kernel's (Documentation/admin-guide/mm/hugetlbpage.rst and
-transhuge.rst).
+what there is. Counts are the kernel's (Documentation/admin-guide/mm/hugetlbpage.rst).
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from entresol_daemon.config_memory import MemoryConfig
-from entresol_proto.limits import MIB
+from entresol_proto.fabric.memory import HUGE_PAGE_BYTES, SHARED_MADE, huge_pages_are_made
 from entresol_proto.status import ConfigError
 
-PAGE_BYTES = 2 * MIB
-SHARED_MADE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-_MADE_WHERE_ASKED = {"always", "within_size", "advise", "force"}
 
 
 def pages_wanted(memory: MemoryConfig) -> int:
     """Huge pages that all slabs together take."""
-    return -(-(memory.dram_bytes + memory.opened_bytes_max) // PAGE_BYTES)
+    return -(-(memory.dram_bytes + memory.opened_bytes_max) // HUGE_PAGE_BYTES)
 
 
 def pages_free(folder: Path = _COUNTS) -> int:
@@ -36,15 +32,6 @@ def pages_free(folder: Path = _COUNTS) -> int:
     return max(0, free - reserved)
 
 
-def are_made(setting: Path = SHARED_MADE) -> bool:
-    """Whether the kernel makes huge pages of shared memory where that is asked for."""
-    try:
-        words = setting.read_text().split()
-    except OSError:
-        return False
-    return any(word[1:-1] in _MADE_WHERE_ASKED for word in words if word.startswith("["))
-
-
 def told(memory: MemoryConfig, *, folder: Path = _COUNTS, setting: Path = SHARED_MADE) -> str:
     """What pages slabs will lie in, and what to do for larger ones; for a person."""
     wanted = pages_wanted(memory)
@@ -52,7 +39,7 @@ def told(memory: MemoryConfig, *, folder: Path = _COUNTS, setting: Path = SHARED
         return 'slabs lie in ordinary pages ([memory] huge_pages = "off")'
     if pages_free(folder) >= wanted:
         return f"slabs lie in huge pages: {wanted} of 2 MiB are free"
-    if are_made(setting):
+    if huge_pages_are_made(setting):
         return "slabs lie in huge pages, made as they are touched"
     return (
         "slabs lie in ordinary pages, of which a drive may be read more slowly; for huge ones: "

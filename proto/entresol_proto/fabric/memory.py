@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import warnings
+from pathlib import Path
 from types import TracebackType
 
 from entresol_proto import limits
@@ -27,6 +28,18 @@ F_SEAL_GROW = 0x0004
 F_SEAL_WRITE = 0x0008
 F_SEAL_FUTURE_WRITE = 0x0010
 HUGE_PAGE_BYTES = 2 * limits.MIB
+SHARED_MADE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MADE_WHERE_ASKED = {"always", "within_size", "advise", "force"}
+
+
+def huge_pages_are_made(setting: Path = SHARED_MADE) -> bool:
+    """Whether the kernel makes huge pages of shared memory where that is asked for, none reserved
+    (Linux, Documentation/admin-guide/mm/transhuge.rst)."""
+    try:
+        words = setting.read_text().split()
+    except OSError:
+        return False
+    return any(word[1:-1] in _MADE_WHERE_ASKED for word in words if word.startswith("["))
 
 
 def seals_of(fd: int) -> int:
