@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from keyring_lab import open_ring, seeded
 
-from entresol_daemon.keys import sweeping
+from entresol_daemon.keys import pool_ends, sweeping
 from entresol_daemon.shard.keycare import wipe_from_memory
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.keys import derive_block_key
@@ -133,6 +133,60 @@ def test_a_sweep_reaches_what_small_objects_were_put_beside(kind: int) -> None:
     assert not secrets_left("sweep", kind, 1500)
 
 
+ENDS = """
+import hashlib, sys
+from entresol_daemon.keys import sweeping
+
+class Full:
+    __slots__ = tuple("abcdefghijklmnopqrstuvwxyz"[: int(sys.argv[2])])
+
+secrets = [hashlib.sha256(b"%d" % at).digest() for at in range(60_000)]  # of 80 bytes, in pools
+del secrets
+held = [[Full(), at] for at in range(120_000)]  # into those pools, and full of them
+for one, at in held:
+    one.a = at
+for _ in sweeping.sweep() if sys.argv[1] == "sweep" else ():
+    pass
+assert all(one.a == at for one, at in held)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def ends_left(how: str, slots: int) -> int:
+    """How many of the secrets are still there."""
+    names = {hashlib.sha256(b"%d" % at).digest(): "" for at in range(60_000)}
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDS, how, str(slots)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        found = Search(names).in_process(child.pid)
+        child.communicate()
+    return len(found)
+
+
+@pytest.mark.parametrize("slots", [10, 22])  # of 112 and of 208 bytes: 96 and 112 are left
+def test_a_sweep_reaches_the_ends_of_pools_that_are_full(slots: int) -> None:
+    """Behind the last object that fits lies what was in a pool when it was of another size."""
+    assert ends_left("nothing", slots) > 20
+    assert ends_left("sweep", slots) == 0
+
+
+def test_ends_are_left_alone_where_objects_are_not_in_pools() -> None:
+    """With another allocator there is no head to read, and perhaps no memory."""
+    count = "from entresol_daemon.keys import pool_ends; print(sum(1 for _ in pool_ends.clear()))"
+    steps = {}
+    for allocator in ("pymalloc", "malloc"):
+        env = {**os.environ, "PYTHONMALLOC": allocator}
+        done = subprocess.run(
+            [sys.executable, "-c", count], env=env, capture_output=True, text=True, check=True
+        )
+        steps[allocator] = int(done.stdout)
+    assert steps["malloc"] == 0
+    assert steps["pymalloc"] > 2
+
+
 GROWTH = """
 from entresol_daemon.keys import sweeping
 from entresol_daemon.shard.keycare import wipe_from_memory
@@ -160,6 +214,7 @@ def test_a_sweep_ends_where_the_process_cannot_see_its_size(
 ) -> None:
     monkeypatch.setattr(sweeping, "_resident_bytes", lambda _: 0)
     monkeypatch.setattr(sweeping, "BLIND_BYTES", 1 << 20)
+    monkeypatch.setattr(pool_ends, "clear", lambda: iter(()))  # as many steps as there are objects
     monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.0)  # nobody is waited for
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     assert sum(1 for _ in sweeping.sweep()) == 4 + 32 + len(sweeping.LARGE_BYTES)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from itertools import repeat, starmap
 from typing import cast
 
+from entresol_daemon.keys import pool_ends
+
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
 BATCH_BYTES = 1024 * 1024  # about a millisecond, and more than Linux is wrong by about a size
 NEW_BATCHES = 2  # in a row by which the process grew: what was free is taken
@@ -68,7 +70,8 @@ def sweep() -> Iterator[None]:
     The interpreter keeps objects of a size in pools of their own. What is free in a pool that is in
     use is taken by objects of its size, however small: a pool that held larger objects keeps what
     was in them where the few small ones it was given to have not come to lie. Pools that are free
-    as a whole are taken before and after, since they come into use and go out of it meanwhile.
+    as a whole are taken before and after, since they come into use and go out of it meanwhile. The
+    end of a pool, behind its last object, is reached by none: `pool_ends` clears those.
 
     What was taken is given back to the system at the end: the process is not left larger for it.
     Small objects are held within one step only, in which no other thread runs. What others were
@@ -88,6 +91,7 @@ def sweep() -> Iterator[None]:
 def _sweep(statm: int) -> Iterator[None]:
     _take(FREE_POOL_BYTES, SWEEP_BYTES_MAX, statm)
     yield
+    yield from pool_ends.clear()  # before the rest: what it keeps meanwhile is freed then
     for size in range(SMALL_STEP_BYTES, SMALL_BYTES_MAX + 1, SMALL_STEP_BYTES):
         _take_from_used_pools(size, statm)
         yield
@@ -166,6 +170,8 @@ def _take_from_used_pools(size_bytes: int, statm: int) -> None:
         taken.append(_objects(size_bytes, count))
         pools = Counter([id(one) // POOL_BYTES for one in taken[-1][-3 * whole :]])
         if whole in pools.values():
+            # Also pools in which there is nothing that the collector knows.
+            pool_ends.clear_those_of(size_bytes, taken)
             return
         seen += count
         count = min(2 * count, batch_max)

@@ -1,0 +1,128 @@
+"""The ends of the interpreter's pools, where a copy of a secret outlives all else in a pool.
+
+CPython keeps small objects of one size in a pool (Objects/obmalloc.c, 3.10 to 3.13). What is left
+behind the last whole one, less than a size, is given to nobody: there lies what was there when the
+pool was of another size, for as long as the pool is in use. A full pool gives nothing new either,
+by which it could be found; but an object in it that the collector knows tells where it is, and
+between two pools of one arena there are only others of it.
+
+Invariant: only such ends are written to. What is read to find them is a pool's head, of a pool that
+an object of ours lives in, or that lies between two such pools of one arena.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import struct
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import CellType, FunctionType, MethodType
+from typing import cast
+
+POOL_BYTES = 16 * 1024  # aligned to as much
+POOL_HEAD_BYTES = 48
+SMALL_STEP_BYTES = 16  # sizes of objects in pools
+SMALL_BYTES_MAX = 512  # larger ones are not in pools
+OBJECTS_AT_ONCE = 4_000  # of the collector's, looked at in a step: a quarter of a microsecond each
+POOLS_AT_ONCE = 512  # cleared in a step: one to two microseconds each
+PROVEN_BY = 4_096  # objects, of which some must have filled a pool
+_HEADS_BYTES_MAX = 32  # before an object, of which `sys.getsizeof` tells only the collector's
+# Whatever its size, an object of these comes from the interpreter's own allocator.
+_IN_POOLS: tuple[type, ...] = (tuple, list, dict, set, FunctionType, MethodType, CellType)
+_POOL = struct.Struct("=32xIIII")  # pool_header, behind its pointers
+_memset = ctypes.PyDLL(None).memset  # it keeps the interpreter's lock
+_memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_memset.restype = ctypes.c_void_p
+
+
+def clear() -> Iterator[None]:
+    """Zeros into the ends of all pools that can be found, in steps; nothing where the interpreter
+    keeps its objects in another way."""
+    if not _are_known():
+        return
+    objects = gc.get_objects()  # held: their arenas stay where they are
+    yield
+    known = dict.fromkeys(_IN_POOLS, True)
+    spans: dict[int, tuple[int, int]] = {}  # of an arena, the first and the last pool seen
+    for at in range(0, len(objects), OBJECTS_AT_ONCE):
+        for number in _pools_of(objects[at : at + OBJECTS_AT_ONCE], known):
+            arena = _head(number)[0]
+            low, high = spans.get(arena, (number, number))
+            spans[arena] = min(low, number), max(high, number)
+        yield
+    cleared = 0
+    for low, high in spans.values():
+        for number in range(low, high + 1):
+            _clear_end(number)
+            cleared += 1
+            if cleared % POOLS_AT_ONCE == 0:
+                yield
+    yield
+
+
+def clear_those_of(size_bytes: int, taken: Iterable[Iterable[object]]) -> None:
+    """Zeros into the ends of the pools that these objects are in, all of one size, some of which
+    have filled a pool; they live until this returns."""
+    if (POOL_BYTES - POOL_HEAD_BYTES) % size_bytes <= SMALL_STEP_BYTES:
+        return  # nothing of a secret is that short
+    for number in {id(one) // POOL_BYTES for some in taken for one in some}:
+        if _size_of(number) != size_bytes:
+            return  # another interpreter
+        _clear_end(number)
+
+
+def _are_known() -> bool:
+    """Whether objects are in pools, and their heads are as we know them: some objects of ours must
+    have filled a pool from end to end."""
+    if sys.implementation.name != "cpython" or not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        return False
+    size = SMALL_BYTES_MAX
+    whole = (POOL_BYTES - POOL_HEAD_BYTES) // size
+    ours = [bytes(size - bytes.__basicsize__) for _ in range(PROVEN_BY)]
+    for number, count in Counter([id(one) // POOL_BYTES for one in ours]).items():
+        if count == whole:
+            return _size_of(number) == size
+    return False
+
+
+def _pools_of(objects: Sequence[object], known: dict[type, bool]) -> set[int]:
+    """The pools, by number, of those objects that are surely in one; `known` are types so far."""
+    size_of, found = sys.getsizeof, set[int]()
+    for one in objects:
+        kind = type(one)
+        surely = known.get(kind)
+        if surely is None:
+            surely = known[kind] = all(map(_is_plain, kind.__mro__))
+        if surely and size_of(one) <= SMALL_BYTES_MAX - _HEADS_BYTES_MAX:
+            found.add(id(one) // POOL_BYTES)
+    return found
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether a class is written in Python: its objects come from the interpreter's allocator, as
+    those of a type of an extension need not."""
+    if kind is object:
+        return True
+    has = vars(kind)
+    return "__slots__" in has or any(type(each) is FunctionType for each in has.values())
+
+
+def _head(number: int) -> tuple[int, int, int, int]:
+    """Of a pool: its arena, class of sizes, how far it was given out, and how far it can be."""
+    raw = ctypes.string_at(number * POOL_BYTES, _POOL.size)
+    return cast(tuple[int, int, int, int], _POOL.unpack(raw))
+
+
+def _size_of(number: int) -> int:
+    """Of the objects in a pool; 0 where its head makes no sense."""
+    _, index, _, last = _head(number)
+    size = (index + 1) * SMALL_STEP_BYTES
+    return size if size <= SMALL_BYTES_MAX and last == POOL_BYTES - size else 0
+
+
+def _clear_end(number: int) -> None:
+    if size := _size_of(number):
+        end = POOL_HEAD_BYTES + (POOL_BYTES - POOL_HEAD_BYTES) // size * size
+        _memset(number * POOL_BYTES + end, 0, POOL_BYTES - end)
