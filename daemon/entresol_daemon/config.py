@@ -132,7 +132,7 @@ class FlashConfig:
     blocks_max: int = setting(
         0, "Blocks the index holds; 0 means one per 256KiB of flash.", low=0, high=BLOCKS_MAX
     )
-    io_threads: int = setting(8, "Threads for flash; half of them read.", low=1, high=256)
+    io_threads: int = setting(8, "Transfers of flash at a time; half are reads.", low=1, high=256)
     eviction: str = setting(
         "worth",
         "What leaves: median, segments used longest ago by their median block; worth, as learned.",

@@ -211,6 +211,27 @@ class Shared(Job[None]):
         return going_on
 
 
+class Outside(Job[None]):
+    """What no thread takes from its pool's queue: it is under way as soon as it is made, and ends
+    when somebody says so; see `Pool.expect`."""
+
+    __slots__ = ()
+
+    def __init__(self, home: _Home) -> None:
+        """Use `Pool.expect`."""
+        super().__init__(home, cast(Any, None), ())
+        self._begun = True
+
+    def cancel(self) -> bool:
+        """False: it has begun."""
+        return False
+
+    def end(self, error: BaseException | None = None) -> None:
+        """From any thread, once: no thread is at it, nor will be. `error` is what it raises."""
+        self._error = error
+        self._home.ended(self)
+
+
 class _Posted:
     """A call that nobody waits for."""
 
@@ -387,6 +408,16 @@ class Pool:
                 for _ in range(min(threads, len(self._threads)) - 1):
                     self._queue.put(job)
         return job
+
+    def expect(self) -> Outside:
+        """A job for what is done elsewhere, by posted calls of this pool: whoever is the last at it
+        ends it. On an event loop. Raises: RuntimeError when the pool is closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            home = _home_of(self)
+            self._homes.add(home)
+        return Outside(home)
 
     def post(self, fn: Callable[..., object], *args: Any) -> None:
         """Have this called in a thread; nobody is told, and what it raises is logged. Needs no

@@ -75,8 +75,8 @@ def dies_of_reads() -> None:
     """A failed read of flash ends the process."""
     read_job = runs.read_job
 
-    def brittle(fd: int, mine: list[runs.Run], check: Check | None = None) -> Any:
-        failed = read_job(fd, mine, check)
+    def brittle(fd: int, mine: runs.Run, got: int, check: Check | None = None) -> Any:
+        failed = read_job(fd, mine, got, check)
         if any(status is Status.IO_ERROR for _, status in failed):
             os._exit(1)
         return failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import gc
@@ -27,9 +28,21 @@ from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer, round_up
 from entresol_daemon.flash.engine import Engine, RecoveryKind
 from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, RUN_BYTES_MAX, Run, Writes
+from entresol_proto import native
 from entresol_proto.status import DeviceError, Status
 
 SIZE = 16 << 20
+# For tests that stand in for `os.preadv`: how the native kernel reads is in test_flash_reading.
+by_python = pytest.mark.parametrize("reader", ["python"], indirect=True)
+
+
+@pytest.fixture(autouse=True, params=["kernel", "python"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads: the native kernel's queue, or its twin."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "KERNEL", None)
+    elif native.KERNEL is None:
+        pytest.skip("not run here: the package was built without a C compiler")
 
 
 @asynccontextmanager
@@ -244,6 +257,7 @@ async def test_refused_direct_io_falls_back(
         assert await device.read([IoOp(0, view)]) == [Status.OK]
 
 
+@by_python
 async def test_one_bad_block_fails_one_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +298,34 @@ async def test_what_was_read_is_looked_at_once_and_whole(tmp_path: Path, threads
         assert sorted(looked) == list(range(len(sizes)))
 
 
+async def test_what_is_behind_the_end_of_the_file_fails_alone(tmp_path: Path) -> None:
+    """A run of several ops, one of which is cut, and a run that is not there at all."""
+    async with opened(tmp_path / "data") as device:
+        data = random.Random(6).randbytes(4 * BLOCK)
+        source = aligned_buffer(4 * BLOCK)
+        source[:] = data
+        await device.write([IoOp(0, source)])
+        os.truncate(tmp_path / "data", 3 * BLOCK - 512)
+        ops = [IoOp(n * BLOCK, aligned_buffer(BLOCK)) for n in (0, 1, 2, 3, 9)]
+        looked: list[int] = []
+        statuses = await device.read(ops, lambda number: not looked.append(number))
+        assert statuses == [Status.OK] * 2 + [Status.IO_ERROR] * 3
+        assert looked == [0, 1]
+        assert b"".join(bytes(op.view) for op in ops[:2]) == data[: 2 * BLOCK]
+
+
+async def test_an_unaligned_buffer_of_a_read_is_a_bug_not_a_fault(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data") as device:
+        odd = aligned_buffer(2 * BLOCK)[1 : 1 + BLOCK]
+        with contextlib.suppress(OSError):
+            os.preadv(device._fd, [odd], 0)
+            pytest.skip("not run here: this file system takes any buffer")
+        with pytest.raises(ValueError, match="not aligned"):
+            await device.read([IoOp(0, odd)])
+        assert await device.read([IoOp(0, aligned_buffer(BLOCK))]) == [Status.OK]
+
+
+@by_python
 async def test_what_was_not_read_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +339,7 @@ async def test_what_was_not_read_is_not_looked_at(
             assert await device.read(ops, lambda number: False) == [Status.IO_ERROR]
 
 
+@by_python
 async def test_short_transfers_are_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +377,7 @@ async def test_failed_writes_and_flushes_are_device_errors(
             await work
 
 
+@by_python
 async def test_a_cancelled_read_leaves_the_buffer_alone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +479,7 @@ async def test_after_a_write_that_failed_no_other_begins(
         assert written == [0]  # one of four threads writes
 
 
+@by_python
 async def test_reads_are_begun_in_the_order_they_were_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """The device of production: a regular file or a raw block device, read and written by threads.
 
-What the threads do is in `runs`. Half of them read, so that reads, which somebody waits for, never
-wait for a thread that writes or flushes.
+What the threads do is in `runs`. Half of `io_threads` are reads in service, so that these, which
+somebody waits for, never wait for a thread that writes or flushes. With the native kernel reads are
+handed over and begun without the interpreter's lock (`reading`).
 
 Invariants: a write that returned was handed to the kernel in full; nothing touches a caller's
 buffer after its call returned, cancelled or not; two daemons never share one data file.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer
+from entresol_daemon.flash.reading import ReadQueue
 from entresol_daemon.flash.runs import (
     Reads,
     Writes,
@@ -32,6 +34,7 @@ from entresol_daemon.flash.runs import (
     threads_of,
     write_threads,
 )
+from entresol_proto import native
 from entresol_proto.status import DeviceError, Status
 from entresol_proto.threads import Pool
 
@@ -65,6 +68,10 @@ class FileDevice:
         self._pool = pool
         self._threads = threads
         self._readers = readers
+        self._queue: ReadQueue | None = None
+        if native.KERNEL is not None:
+            reading = read_threads(threads)
+            self._queue = ReadQueue(native.KERNEL, fd, reading, readers, 2 * reading)
         self._reading = 0  # batches of reads in service
         self._read_at = -READS_LATELY_S  # when the last one ended
 
@@ -90,7 +97,9 @@ class FileDevice:
         reading = read_threads(io_threads)
         pool = Pool(max(1, io_threads - reading), "entresol-io")
         try:
-            readers = Pool(reading, "entresol-read")
+            # With the kernel as many again, which look at what they read before they read on.
+            more = 1 if native.KERNEL is None else 2
+            readers = Pool(more * reading, "entresol-read")
         except BaseException:
             pool.close(wait=False)
             raise
@@ -102,7 +111,13 @@ class FileDevice:
             readers.close(wait=False)
             pool.close(wait=False)
             raise
-        return cls(fd, size, str(path), is_direct, readers, pool, io_threads)
+        try:
+            return cls(fd, size, str(path), is_direct, readers, pool, io_threads)
+        except MemoryError:
+            readers.close(wait=False)
+            pool.close(wait=False)
+            os.close(fd)
+            raise DeviceError(f"no memory to read {path}", hint="raise MemoryMax=") from None
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         statuses = [Status.OK] * len(ops)
@@ -112,9 +127,13 @@ class FileDevice:
         reads = Reads(self._fd, runs, ops, check)
         self._reading += 1
         try:
-            threads = threads_of(runs, read_threads(self._threads))
             # Held by nothing here: a job that failed has its error, which has this frame.
-            work = self._readers.submit_shared(reads.work, threads=threads).outcome(reads.give_up)
+            if self._queue is not None:
+                work = self._queue.submit(reads, runs)
+            else:
+                threads = threads_of(runs, read_threads(self._threads))
+                shared = self._readers.submit_shared
+                work = shared(reads.work, threads=threads).outcome(reads.give_up)
             await self._outcome(work, "read")
         finally:
             self._reading -= 1
@@ -147,6 +166,8 @@ class FileDevice:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
+        if self._queue is not None:
+            self._queue.close()
         self._readers.close()
         self._pool.close()
         os.close(fd)

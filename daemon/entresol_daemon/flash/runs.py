@@ -112,35 +112,36 @@ def is_bug(error: OSError) -> bool:
     return error.errno in (errno.EINVAL, errno.EBADF, errno.EFAULT)
 
 
-def read_job(fd: int, runs: list[Run], check: Check | None = None) -> list[Bad]:
-    """Read runs and look at their ops; those that are not OK, by number. Runs in a thread."""
-    failed: list[Bad] = []
-    for run in runs:
-        offset, views = run.offset_bytes, run.views
-        end = offset + run.length_bytes
-        try:
-            while offset < end:
-                done = os.preadv(fd, views, offset)
-                if done == 0:
-                    raise OSError(errno.EIO, "unexpected end of device")
-                offset += done
-                if offset < end:
-                    views = _advance(views, done)
-        except OSError as error:
-            if is_bug(error):
-                raise
-            if len(run.views) == 1:
-                log.warning("event=read_failed offset=%d errno=%s", offset, error.errno)
-                failed.append((run.owners[0], Status.IO_ERROR))
-                continue
-            at = run.offset_bytes  # isolate the bad op: one by one
-            for view, owner in zip(run.views, run.owners, strict=True):
-                failed += read_job(fd, [Run(at, view.nbytes, [view], [owner])], check)
-                at += view.nbytes
-            continue
-        if check is not None:
-            failed += [(owner, Status.CORRUPT) for owner in run.owners if not check(owner)]
-    return failed
+def read_job(fd: int, run: Run, got: int, check: Check | None = None) -> list[Bad]:
+    """Read a run and look at its ops; those that are not OK, by number. So many of its bytes are
+    there already; below 0 it was tried, and this is the errno, negated. Runs in a thread."""
+    offset, end = run.offset_bytes + max(0, got), run.offset_bytes + run.length_bytes
+    views = _advance(run.views, got) if got > 0 else run.views
+    try:
+        if got < 0:
+            raise OSError(-got, os.strerror(-got))
+        while offset < end:
+            done = os.preadv(fd, views, offset)
+            if done == 0:
+                raise OSError(errno.EIO, "unexpected end of device")
+            offset += done
+            if offset < end:
+                views = _advance(views, done)
+    except OSError as error:
+        if is_bug(error):
+            raise
+        if len(run.views) == 1:
+            log.warning("event=read_failed offset=%d errno=%s", offset, error.errno)
+            return [(run.owners[0], Status.IO_ERROR)]
+        failed: list[Bad] = []
+        at = run.offset_bytes  # isolate the bad op: one by one
+        for view, owner in zip(run.views, run.owners, strict=True):
+            failed += read_job(fd, Run(at, view.nbytes, [view], [owner]), 0, check)
+            at += view.nbytes
+        return failed
+    if check is None:
+        return []
+    return [(owner, Status.CORRUPT) for owner in run.owners if not check(owner)]
 
 
 class Reads:
@@ -164,13 +165,18 @@ class Reads:
 
     def work(self) -> bool:
         """In a thread: one run after the other, until all are read or being read."""
-        check = None if self._check is None else self._look
         while True:
             try:
                 run = self._left.popleft()
             except IndexError:
                 return False
-            self.bad.extend(read_job(self._fd, [run], check))
+            self.came(run, 0)
+
+    def came(self, run: Run, got: int) -> None:
+        """In a thread: this is what was read of a run, in bytes or as an errno, negated. What is
+        missing is read, then looked at."""
+        check = None if self._check is None else self._look
+        self.bad.extend(read_job(self._fd, run, got, check))
 
     def _look(self, number: int) -> bool:
         """What `check` says, but nothing yet of an op of which pieces are missing."""

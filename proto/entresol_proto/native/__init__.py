@@ -21,7 +21,7 @@ _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 6  # of `entresol_kernel_version`
+KERNEL_VERSION = 7  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
@@ -67,7 +67,7 @@ class Kernel:
 
     def __init__(self, path: Path) -> None:
         """Raises: OSError if it does not load, ValueError if it is of another version."""
-        library = ctypes.CDLL(str(path))
+        self._library = library = ctypes.CDLL(str(path))
         try:
             version = library.entresol_kernel_version()
         except AttributeError:
@@ -105,6 +105,7 @@ class Kernel:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
         )  # fmt: skip
         self._ladder_decode.restype = ctypes.c_int32
+        self._holding_the_lock = ctypes.PyDLL(str(path))
         self.portable = False  # plain C also where there is something faster: for tests
 
     def blake2b_many(
@@ -168,6 +169,76 @@ class Kernel:
             _address(stored), len(stored), kind, _address(into), len(into), self.portable
         )
         return LADDER_PROBLEMS[found]
+
+    def reads(self, fd: int, at_once: int) -> Reads:
+        """What threads read of `fd`, at most so many pieces at a time; it stays the caller's, and
+        open until `Reads.free`. Raises: MemoryError."""
+        return Reads(self._library, self._holding_the_lock, fd, at_once)
+
+
+class Taken(ctypes.Structure):
+    """What `Reads.next` brought: `struct taken` of reads.h. `got_bytes` is as of preadv(2), perhaps
+    fewer than were asked for, or an errno, negated."""
+
+    _fields_ = (("number", ctypes.c_uint64), ("got_bytes", ctypes.c_int64))
+
+
+class Reads:
+    """Pieces of a file that were asked for, and are read in that order by the threads that are in
+    `next`. Made by `Kernel.reads`; see reads.h."""
+
+    def __init__(
+        self, library: ctypes.CDLL, holding_the_lock: ctypes.PyDLL, fd: int, at_once: int
+    ) -> None:
+        self._next = library.entresol_reads_next
+        self._next.argtypes = (ctypes.c_void_p, ctypes.POINTER(Taken))
+        self._next.restype = ctypes.c_int32
+        # So short that to give the interpreter's lock up, and to get it again, would take longer.
+        short = holding_the_lock
+        self._add, self._drop = short.entresol_reads_add, short.entresol_reads_drop
+        self._add.argtypes = (
+            ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t,
+            ctypes.c_void_p, ctypes.c_void_p,
+        )  # fmt: skip
+        self._add.restype = ctypes.c_int32
+        self._drop.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+        self._drop.restype = ctypes.c_int32
+        self._close, self._free = short.entresol_reads_close, short.entresol_reads_free
+        for each in (self._close, self._free):
+            each.argtypes, each.restype = (ctypes.c_void_p,), None
+        opened = short.entresol_reads_open
+        opened.argtypes, opened.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_void_p
+        self._place = opened(fd, at_once)
+        if not self._place:
+            raise MemoryError
+
+    def add(self, number: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
+        """Ask for the bytes from there on, into writable views, at most IOV_MAX. They are written
+        to until the `next` that tells of `number` returned, or `drop` said yes; their owner keeps
+        them so long. Raises: MemoryError, and nothing is asked for."""
+        count = len(views)
+        first = ctypes.c_char.from_buffer  # of what can be written to; it raises TypeError
+        places = (ctypes.c_void_p * count)(*[ctypes.addressof(first(view)) for view in views])
+        sizes = (ctypes.c_size_t * count)(*[view.nbytes for view in views])
+        if self._add(self._place, number, offset_bytes, count, places, sizes):
+            raise MemoryError
+
+    def next(self, taken: Taken) -> bool:
+        """In a thread: take a piece, when there is one, and read it. False: closed, and no more."""
+        return bool(self._next(self._place, taken))
+
+    def drop(self, number: int) -> bool:
+        """Do not read it after all: true if no thread had begun, and none will."""
+        return bool(self._drop(self._place, number))
+
+    def close(self) -> None:
+        """Whoever is in `next`, or comes, gets what is left, and then None."""
+        self._close(self._place)
+
+    def free(self) -> None:
+        """After `close`, when no thread is in any call, nor will be."""
+        place, self._place = self._place, None
+        self._free(place)
 
 
 class _Buffer(ctypes.Structure):

@@ -5,6 +5,9 @@
  * __init__.py. Callers vouch for lengths and lifetimes of all memory.
  */
 
+#define _GNU_SOURCE /* preadv(2) */
+#define _FILE_OFFSET_BITS 64
+
 #include <errno.h>
 #include <poll.h>
 #include <stddef.h>
@@ -24,7 +27,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of a signature below; the loader refuses any other. */
-EXPORT int32_t entresol_kernel_version(void) { return 6; }
+EXPORT int32_t entresol_kernel_version(void) { return 7; }
 
 /* Copy that does not read the destination into the caches, nor leave it there. */
 static void stream_copy(uint8_t *into, const uint8_t *from, size_t length_bytes)
@@ -157,3 +160,4 @@ EXPORT void entresol_blake2b_many(const uint8_t *key, size_t key_bytes, const ui
 }
 
 #include "ladder.h"
+#include "reads.h"
