@@ -6,345 +6,31 @@ still do: into a buffer that its owner believes to be his own again. And it tell
 result by a call of its own, a write to the loop's descriptor while the interpreter's lock is held:
 in a flood of puts on a virtual machine that was two fifths of all the time the daemon held it.
 
-Here all threads are there from the start, results gather in a list of their loop, and one write,
-without the lock, wakes the loop for as many as have come.
+Here all threads are there from the start, and one write wakes the loop for as many jobs as have
+ended (`jobs`).
 
 Invariants: handing work over never starts a thread, and raises only when the pool is closed, and
-nothing of what raised is ever run; when `Job.outcome` returned or raised, no thread touches what
-the job was given, cancelled or not; a job that was cancelled before a thread began it never runs.
+nothing of what raised is ever run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import queue
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
+from entresol_proto.jobs import Home, Job, Outside, Posted, Shared, home_here, home_of
 from entresol_proto.status import EntresolError, Status
 
+__all__ = ["Job", "Outside", "Pool", "Shared", "all_outcomes"]
+
 R = TypeVar("R")
-
-log = logging.getLogger("entresol.threads")
-
-
-class Job(Generic[R]):
-    """A call handed over to a pool. Belongs to the loop it was handed over on."""
-
-    __slots__ = (
-        "_again", "_args", "_begin", "_begun", "_ended", "_error", "_fn", "_future", "_home",
-        "_value",
-    )  # fmt: skip
-
-    def __init__(self, home: _Home, fn: Callable[..., R], args: tuple[Any, ...]) -> None:
-        """Use `Pool.submit`."""
-        self._home = home
-        self._fn: Callable[..., R] | None = fn
-        self._args = args
-        self._begin = [True]  # whoever takes it decides: a thread, or `cancel`
-        self._begun = False
-        self._ended = False  # the loop knows that no thread is at it, nor will be
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._again: asyncio.Future[None] | None = None
-
-    def cancel(self) -> bool:
-        """On its loop: true when no thread had begun it; then none will."""
-        if not self._taken():
-            return False
-        self._fn, self._args = None, ()
-        self._ended = True
-        self._future.cancel()
-        return True
-
-    @property
-    def begun(self) -> bool:
-        """On its loop, once it has ended: whether a thread was ever at it."""
-        return self._begun
-
-    async def outcome(self, on_cancel: Callable[[], None] | None = None) -> R:
-        """What the call returned; raises what it raised. For one caller, once.
-
-        When the caller is cancelled, so is the job if no thread has begun it; otherwise this waits
-        for its end before it raises, however often it is cancelled meanwhile. `on_cancel` is called
-        first then: it may tell the call to be quick.
-        """
-        try:
-            return await self._future
-        except asyncio.CancelledError:
-            if not self.cancel() and not self._ended and on_cancel is not None:
-                on_cancel()
-            while not self._ended:
-                self._again = asyncio.get_running_loop().create_future()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._again
-            raise
-        finally:
-            del self  # which has the error, which has this frame
-
-    def _taken(self) -> bool:
-        try:
-            self._begin.pop()
-        except IndexError:
-            return False
-        return True
-
-    def _run(self) -> bool:
-        """In a thread of the pool; whether it should come again."""
-        if not self._taken():
-            self._home.ended(self)  # cancelled meanwhile
-            return False
-        self._begun = True
-        assert self._fn is not None
-        try:
-            self._value = self._fn(*self._args)
-        except StopIteration as error:  # no future takes it
-            self._error = RuntimeError(f"the call raised {error!r}")
-        except BaseException as error:
-            # Without this frame, which has the job, which has the error.
-            self._error = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
-        self._fn, self._args = None, ()
-        self._home.ended(self)
-        return False
-
-    def _give_up(self) -> None:
-        """In a thread: its pool was closed."""
-        self._home.ended(self)
-
-    def _tell(self) -> None:
-        """On the loop: the thread is done with it."""
-        self._ended = True
-        value, self._value = self._value, None
-        error, self._error = self._error, None
-        if self._again is not None:  # its caller was cancelled, and waits for this
-            if not self._again.done():
-                self._again.set_result(None)
-        elif not self._begun:
-            self._future.cancel()  # its pool was closed
-        elif not self._future.done():
-            if error is None:
-                self._future.set_result(value)
-            else:
-                self._future.set_exception(error)
-
-
-class Shared(Job[None]):
-    """A call that several threads are in at a time; see `Pool.submit_shared`. It ends when no
-    thread is in it and none will be, whether or not all that were asked for ever came."""
-
-    __slots__ = ("_lock", "_open", "_over", "_running")
-
-    def __init__(self, home: _Home, fn: Callable[..., bool], args: tuple[Any, ...]) -> None:
-        """Use `Pool.submit_shared`."""
-        super().__init__(home, cast(Any, fn), args)
-        self._lock = threading.Lock()
-        self._open = True  # a thread that comes has something to do
-        self._running = 0
-        self._over = False
-
-    def cancel(self) -> bool:
-        """See `Job.cancel`."""
-        if not super().cancel():
-            return False
-        self._home.ended(self)  # now: no thread need come by
-        return True
-
-    def stop(self) -> None:
-        """On its loop: no further thread begins it, and none comes again. It ends now, or with the
-        calls that are running."""
-        self._leave(came=False, more=False)
-
-    def _taken(self) -> bool:
-        with self._lock:
-            if self._begun or self._over:
-                return False
-            self._open, self._over = False, True
-            return True
-
-    def _run(self) -> bool:
-        """In a thread of the pool; whether it should come again."""
-        with self._lock:
-            if not self._open:
-                return False
-            assert self._fn is not None
-            self._running += 1
-            self._begun = True
-            fn, args = cast(Callable[..., bool], self._fn), self._args
-        more = False
-        failed: BaseException | None = None
-        try:
-            more = fn(*args)
-        except StopIteration as error:  # no future takes it
-            failed = RuntimeError(f"the call raised {error!r}")
-        except BaseException as error:
-            # Without this frame, as in `Job._run`.
-            failed = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
-        if failed is not None:
-            with self._lock:
-                self._error, failed = self._error or failed, None
-        del fn, args
-        return self._leave(came=True, more=more)
-
-    def _give_up(self) -> None:
-        self._leave(came=False, more=False)
-
-    def _leave(self, *, came: bool, more: bool) -> bool:
-        """One thread less is in it, or whoever says that there is no more; true if it goes on."""
-        with self._lock:
-            self._running -= came
-            self._open = self._open and more
-            going_on = self._open
-            ended = not going_on and not self._running and not self._over
-            if ended:
-                self._over = True
-                self._fn, self._args = None, ()
-        if ended:
-            self._home.ended(self)
-        return going_on
-
-
-class Outside(Job[None]):
-    """What no thread takes from its pool's queue: it is under way as soon as it is made, and ends
-    when somebody says so; see `Pool.expect`."""
-
-    __slots__ = ()
-
-    def __init__(self, home: _Home) -> None:
-        """Use `Pool.expect`."""
-        super().__init__(home, cast(Any, None), ())
-        self._begun = True
-
-    def cancel(self) -> bool:
-        """False: it has begun."""
-        return False
-
-    def end(self, error: BaseException | None = None) -> None:
-        """From any thread, once: no thread is at it, nor will be. `error` is what it raises."""
-        self._error = error
-        self._home.ended(self)
-
-
-class _Posted:
-    """A call that nobody waits for."""
-
-    __slots__ = ("_args", "_fn")
-
-    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self._fn = fn
-        self._args = args
-
-    def _run(self) -> bool:
-        try:
-            self._fn(*self._args)
-        except Exception:
-            log.exception("event=bug where=posted_call")
-        return False
-
-    def _give_up(self) -> None:
-        """Its pool was closed."""
-
-
-class _Home:
-    """Where jobs of one loop come back to, from the first of its pools to the last."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.pools: set[Pool] = set()  # open ones that were handed work on this loop
-        self.jobs = 0  # handed over and not come back
-        self._ended: deque[Job[Any]] = deque()
-        self._called = False  # the loop was woken and has not come yet
-        self._lock = threading.Lock()  # of the descriptor
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._loop = weakref.ref(loop)
-        loop.add_reader(self._fd, self._come)
-        weakref.finalize(loop, self.close)
-
-    def ended(self, job: Job[Any]) -> None:
-        """From a thread: this one has ended."""
-        self._ended.append(job)
-        if not self._called:
-            self._called = True
-            with self._lock:
-                if self._fd >= 0:
-                    os.eventfd_write(self._fd, 1)
-
-    def leave(self, pool: Pool) -> None:
-        """From any thread: this pool is closed."""
-        with _homes_lock:
-            self.pools.discard(pool)
-        loop = self._loop()
-        if loop is None or self.pools:
-            return
-        try:
-            if asyncio._get_running_loop() is loop:
-                self._retire()
-            else:
-                loop.call_soon_threadsafe(self._retire)
-        except RuntimeError:  # the loop is closed
-            self.close()
-
-    def close(self) -> None:
-        """Whoever still works for this loop is not heard. Idempotent."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def _come(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-        self._called = False  # before the look: what ends after it calls again
-        ended = self._ended
-        while ended:
-            self.jobs -= 1
-            ended.popleft()._tell()
-        if not self.pools:
-            self._retire()
-
-    def _retire(self) -> None:
-        """On the loop: nobody comes back here any more."""
-        loop = self._loop()
-        if loop is None or self._fd < 0:
-            return
-        with _homes_lock:
-            if self.pools or self.jobs:
-                return
-            if _homes.get(loop) is self:
-                del _homes[loop]
-        loop.remove_reader(self._fd)
-        self.close()
-
-
-_homes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Home] = weakref.WeakKeyDictionary()
-_homes_lock = threading.Lock()
-
-
-def _begin_anew() -> None:
-    """In a forked child: another thread of the parent may have held it."""
-    global _homes_lock
-    _homes_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
-def _home_of(pool: Pool) -> _Home:
-    """Of the running loop, with one more job of this pool."""
-    loop = asyncio.get_running_loop()
-    with _homes_lock:
-        found = _homes.get(loop)
-        if found is None:
-            found = _homes[loop] = _Home(loop)
-        found.pools.add(pool)
-        found.jobs += 1
-    return found
 
 
 class Pool:
@@ -356,11 +42,11 @@ class Pool:
     """
 
     def __init__(self, threads: int, name: str, *, nice: int = 0) -> None:
-        self._queue: queue.SimpleQueue[Job[Any] | _Posted | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job[Any] | Posted | None] = queue.SimpleQueue()
         self._closed = False
         self._dropped = False  # what is queued is given up
         self._lock = threading.Lock()  # between `submit` and `close`
-        self._homes: set[_Home] = set()  # of the loops that handed work over
+        self._homes: set[Home] = set()  # of the loops that handed work over
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
@@ -383,7 +69,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            home = _home_of(self)
+            home = home_of(self)
             job = Job(home, fn, args)
             self._homes.add(home)
             self._queue.put(job)
@@ -400,7 +86,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            home = _home_of(self)
+            home = home_of(self)
             job = Shared(home, fn, args)
             self._homes.add(home)
             self._queue.put(job)
@@ -415,7 +101,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            home = _home_of(self)
+            home = home_of(self)
             self._homes.add(home)
         return Outside(home)
 
@@ -425,7 +111,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            self._queue.put(_Posted(fn, args))
+            self._queue.put(Posted(fn, args))
 
     async def run(self, fn: Callable[..., R], *args: Any) -> R:
         """`fn(*args)` in a thread; see `Job.outcome`. Raises: RuntimeError when closed."""
@@ -434,9 +120,7 @@ class Pool:
     def leave(self) -> None:
         """The running loop hands no more over for now, and may end: nothing of it is kept, once
         what it handed over has come back. For pools that outlive their loops."""
-        loop = asyncio._get_running_loop()
-        with _homes_lock:
-            home = None if loop is None else _homes.get(loop)
+        home = home_here()
         if home is not None:
             with self._lock:
                 self._homes.discard(home)
@@ -468,7 +152,7 @@ class Pool:
                 break
             del job  # and with it what it was given
 
-    def _put_back(self, job: Job[Any] | _Posted) -> bool:
+    def _put_back(self, job: Job[Any] | Posted) -> bool:
         """Behind what else is queued; false if nothing is, or nobody will look there any more."""
         if self._queue.empty():
             return False

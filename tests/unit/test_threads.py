@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from entresol_proto import threads
+from entresol_proto import jobs
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.threads import Job, Pool, all_outcomes
 
@@ -82,9 +82,7 @@ async def test_thousands_of_results_come_back_each_to_its_own(pool: Pool) -> Non
 async def test_many_results_wake_the_loop_once(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     await pool.run(int)
     written, write = [], os.eventfd_write
-    monkeypatch.setattr(
-        threads.os, "eventfd_write", lambda fd, n: (written.append(fd), write(fd, n))
-    )
+    monkeypatch.setattr(os, "eventfd_write", lambda fd, n: (written.append(fd), write(fd, n)))
     jobs = [pool.submit(int) for _ in range(300)]
     while not all(job.begun for job in jobs):  # the loop does not look meanwhile
         pass
@@ -225,7 +223,7 @@ async def test_the_last_pool_that_closes_leaves_nothing_on_its_loop() -> None:
     await asyncio.to_thread(second.close)
     await asyncio.sleep(0)
     assert set(os.listdir("/proc/self/fd")) - before == set()
-    assert asyncio.get_running_loop() not in threads._homes
+    assert asyncio.get_running_loop() not in jobs._homes
 
 
 def test_a_call_that_nobody_waits_for_needs_no_loop(
@@ -285,7 +283,7 @@ def test_a_pool_serves_several_loops_and_keeps_nothing_of_theirs(pool: Pool, run
 
     once()
     gc.collect()
-    before, homes = len(os.listdir("/proc/self/fd")), len(threads._homes)
+    before, homes = len(os.listdir("/proc/self/fd")), len(jobs._homes)
     each = [threading.Thread(target=once) for _ in range(20)]
     for thread in each:
         thread.start()
@@ -293,7 +291,7 @@ def test_a_pool_serves_several_loops_and_keeps_nothing_of_theirs(pool: Pool, run
         thread.join()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert len(threads._homes) <= homes
+    assert len(jobs._homes) <= homes
 
 
 def test_what_ends_after_its_loop_is_heard_by_nobody(pool: Pool) -> None:

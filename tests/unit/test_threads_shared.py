@@ -18,7 +18,7 @@ import pytest
 
 from entresol_client.results import RequestFailedError
 from entresol_client.workers import InlineWorkers, ThreadWorkers
-from entresol_proto import threads
+from entresol_proto import jobs
 from entresol_proto.status import Status
 from entresol_proto.threads import Pool
 
@@ -96,9 +96,7 @@ async def test_threads_share_the_work_and_the_loop_hears_once(
 ) -> None:
     await pool.run(int)
     written, write = [], os.eventfd_write
-    monkeypatch.setattr(
-        threads.os, "eventfd_write", lambda fd, n: (written.append(fd), write(fd, n))
-    )
+    monkeypatch.setattr(os, "eventfd_write", lambda fd, n: (written.append(fd), write(fd, n)))
     work = Work(60, piece_s=0.001)
     work.gate.clear()
     job = pool.submit_shared(work, threads=THREADS)
@@ -296,7 +294,7 @@ async def test_a_loop_keeps_nothing_of_a_pool_that_is_gone() -> None:
     cancelled.cancel()
     pool.close()
     await asyncio.sleep(0.01)
-    assert asyncio.get_running_loop() not in threads._homes
+    assert asyncio.get_running_loop() not in jobs._homes
 
 
 async def test_workers_tell_when_no_thread_came_in_time() -> None:
@@ -373,4 +371,4 @@ async def test_whatever_ends_a_call_nobody_is_in_it_afterwards(seed: int) -> Non
     workers.close()
     await asyncio.sleep(0.005)
     assert not any(work.inside or work.late for work in works)
-    assert loop not in threads._homes
+    assert loop not in jobs._homes

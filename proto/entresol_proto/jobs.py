@@ -1,0 +1,343 @@
+"""Jobs of thread pools, and how a loop hears of their end; see `threads`.
+
+Results gather in a list of their loop, and one write, without the interpreter's lock, wakes the
+loop for as many as have come.
+
+Invariants: when `Job.outcome` returned or raised, no thread touches what the job was given,
+cancelled or not; a job that was cancelled before a thread began it never runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+R = TypeVar("R")
+
+log = logging.getLogger("entresol.threads")
+
+
+class Job(Generic[R]):
+    """A call handed over to a pool. Belongs to the loop it was handed over on."""
+
+    __slots__ = (
+        "_again", "_args", "_begin", "_begun", "_ended", "_error", "_fn", "_future", "_home",
+        "_value",
+    )  # fmt: skip
+
+    def __init__(self, home: Home, fn: Callable[..., R], args: tuple[Any, ...]) -> None:
+        """Use `Pool.submit`."""
+        self._home = home
+        self._fn: Callable[..., R] | None = fn
+        self._args = args
+        self._begin = [True]  # whoever takes it decides: a thread, or `cancel`
+        self._begun = False
+        self._ended = False  # the loop knows that no thread is at it, nor will be
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._again: asyncio.Future[None] | None = None
+
+    def cancel(self) -> bool:
+        """On its loop: true when no thread had begun it; then none will."""
+        if not self._taken():
+            return False
+        self._fn, self._args = None, ()
+        self._ended = True
+        self._future.cancel()
+        return True
+
+    @property
+    def begun(self) -> bool:
+        """On its loop, once it has ended: whether a thread was ever at it."""
+        return self._begun
+
+    async def outcome(self, on_cancel: Callable[[], None] | None = None) -> R:
+        """What the call returned; raises what it raised. For one caller, once.
+
+        When the caller is cancelled, so is the job if no thread has begun it; otherwise this waits
+        for its end before it raises, however often it is cancelled meanwhile. `on_cancel` is called
+        first then: it may tell the call to be quick.
+        """
+        try:
+            return await self._future
+        except asyncio.CancelledError:
+            if not self.cancel() and not self._ended and on_cancel is not None:
+                on_cancel()
+            while not self._ended:
+                self._again = asyncio.get_running_loop().create_future()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._again
+            raise
+        finally:
+            del self  # which has the error, which has this frame
+
+    def _taken(self) -> bool:
+        try:
+            self._begin.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _run(self) -> bool:
+        """In a thread of the pool; whether it should come again."""
+        if not self._taken():
+            self._home.ended(self)  # cancelled meanwhile
+            return False
+        self._begun = True
+        assert self._fn is not None
+        try:
+            self._value = self._fn(*self._args)
+        except StopIteration as error:  # no future takes it
+            self._error = RuntimeError(f"the call raised {error!r}")
+        except BaseException as error:
+            # Without this frame, which has the job, which has the error.
+            self._error = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
+        self._fn, self._args = None, ()
+        self._home.ended(self)
+        return False
+
+    def _give_up(self) -> None:
+        """In a thread: its pool was closed."""
+        self._home.ended(self)
+
+    def _tell(self) -> None:
+        """On the loop: the thread is done with it."""
+        self._ended = True
+        value, self._value = self._value, None
+        error, self._error = self._error, None
+        if self._again is not None:  # its caller was cancelled, and waits for this
+            if not self._again.done():
+                self._again.set_result(None)
+        elif not self._begun:
+            self._future.cancel()  # its pool was closed
+        elif not self._future.done():
+            if error is None:
+                self._future.set_result(value)
+            else:
+                self._future.set_exception(error)
+
+
+class Shared(Job[None]):
+    """A call that several threads are in at a time; see `Pool.submit_shared`. It ends when no
+    thread is in it and none will be, whether or not all that were asked for ever came."""
+
+    __slots__ = ("_lock", "_open", "_over", "_running")
+
+    def __init__(self, home: Home, fn: Callable[..., bool], args: tuple[Any, ...]) -> None:
+        """Use `Pool.submit_shared`."""
+        super().__init__(home, cast(Any, fn), args)
+        self._lock = threading.Lock()
+        self._open = True  # a thread that comes has something to do
+        self._running = 0
+        self._over = False
+
+    def cancel(self) -> bool:
+        """See `Job.cancel`."""
+        if not super().cancel():
+            return False
+        self._home.ended(self)  # now: no thread need come by
+        return True
+
+    def stop(self) -> None:
+        """On its loop: no further thread begins it, and none comes again. It ends now, or with the
+        calls that are running."""
+        self._leave(came=False, more=False)
+
+    def _taken(self) -> bool:
+        with self._lock:
+            if self._begun or self._over:
+                return False
+            self._open, self._over = False, True
+            return True
+
+    def _run(self) -> bool:
+        """In a thread of the pool; whether it should come again."""
+        with self._lock:
+            if not self._open:
+                return False
+            assert self._fn is not None
+            self._running += 1
+            self._begun = True
+            fn, args = cast(Callable[..., bool], self._fn), self._args
+        more = False
+        failed: BaseException | None = None
+        try:
+            more = fn(*args)
+        except StopIteration as error:  # no future takes it
+            failed = RuntimeError(f"the call raised {error!r}")
+        except BaseException as error:
+            # Without this frame, as in `Job._run`.
+            failed = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
+        if failed is not None:
+            with self._lock:
+                self._error, failed = self._error or failed, None
+        del fn, args
+        return self._leave(came=True, more=more)
+
+    def _give_up(self) -> None:
+        self._leave(came=False, more=False)
+
+    def _leave(self, *, came: bool, more: bool) -> bool:
+        """One thread less is in it, or whoever says that there is no more; true if it goes on."""
+        with self._lock:
+            self._running -= came
+            self._open = self._open and more
+            going_on = self._open
+            ended = not going_on and not self._running and not self._over
+            if ended:
+                self._over = True
+                self._fn, self._args = None, ()
+        if ended:
+            self._home.ended(self)
+        return going_on
+
+
+class Outside(Job[None]):
+    """What no thread takes from its pool's queue: it is under way as soon as it is made, and ends
+    when somebody says so; see `Pool.expect`."""
+
+    __slots__ = ()
+
+    def __init__(self, home: Home) -> None:
+        """Use `Pool.expect`."""
+        super().__init__(home, cast(Any, None), ())
+        self._begun = True
+
+    def cancel(self) -> bool:
+        """False: it has begun."""
+        return False
+
+    def end(self, error: BaseException | None = None) -> None:
+        """From any thread, once: no thread is at it, nor will be. `error` is what it raises."""
+        self._error = error
+        self._home.ended(self)
+
+
+class Posted:
+    """A call that nobody waits for."""
+
+    __slots__ = ("_args", "_fn")
+
+    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._fn = fn
+        self._args = args
+
+    def _run(self) -> bool:
+        try:
+            self._fn(*self._args)
+        except Exception:
+            log.exception("event=bug where=posted_call")
+        return False
+
+    def _give_up(self) -> None:
+        """Its pool was closed."""
+
+
+class Home:
+    """Where jobs of one loop come back to, from the first of its pools to the last."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.pools: set[object] = set()  # open ones that were handed work on this loop
+        self.jobs = 0  # handed over and not come back
+        self._ended: deque[Job[Any]] = deque()
+        self._called = False  # the loop was woken and has not come yet
+        self._lock = threading.Lock()  # of the descriptor
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._loop = weakref.ref(loop)
+        loop.add_reader(self._fd, self._come)
+        weakref.finalize(loop, self.close)
+
+    def ended(self, job: Job[Any]) -> None:
+        """From a thread: this one has ended."""
+        self._ended.append(job)
+        if not self._called:
+            self._called = True
+            with self._lock:
+                if self._fd >= 0:
+                    os.eventfd_write(self._fd, 1)
+
+    def leave(self, pool: object) -> None:
+        """From any thread: this pool is closed."""
+        with _homes_lock:
+            self.pools.discard(pool)
+        loop = self._loop()
+        if loop is None or self.pools:
+            return
+        try:
+            if asyncio._get_running_loop() is loop:
+                self._retire()
+            else:
+                loop.call_soon_threadsafe(self._retire)
+        except RuntimeError:  # the loop is closed
+            self.close()
+
+    def close(self) -> None:
+        """Whoever still works for this loop is not heard. Idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _come(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        self._called = False  # before the look: what ends after it calls again
+        ended = self._ended
+        while ended:
+            self.jobs -= 1
+            ended.popleft()._tell()
+        if not self.pools:
+            self._retire()
+
+    def _retire(self) -> None:
+        """On the loop: nobody comes back here any more."""
+        loop = self._loop()
+        if loop is None or self._fd < 0:
+            return
+        with _homes_lock:
+            if self.pools or self.jobs:
+                return
+            if _homes.get(loop) is self:
+                del _homes[loop]
+        loop.remove_reader(self._fd)
+        self.close()
+
+
+_homes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Home] = weakref.WeakKeyDictionary()
+_homes_lock = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global _homes_lock
+    _homes_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def home_of(pool: object) -> Home:
+    """Of the running loop, with one more job of this pool."""
+    loop = asyncio.get_running_loop()
+    with _homes_lock:
+        found = _homes.get(loop)
+        if found is None:
+            found = _homes[loop] = Home(loop)
+        found.pools.add(pool)
+        found.jobs += 1
+    return found
+
+
+def home_here() -> Home | None:
+    """Of the running loop, if there is one that has a home."""
+    loop = asyncio._get_running_loop()
+    with _homes_lock:
+        return None if loop is None else _homes.get(loop)
