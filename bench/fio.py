@@ -73,11 +73,15 @@ class Fio:
         depth: int = DEPTH,
         random: bool = False,
         count: int = 0,
+        lead_ms: int = 0,
     ) -> Rate:
-        """Direct reads of a part of a file into the shared region; `count` of them, or all."""
+        """Direct reads of a part of a file into the shared region; `count` of them, or all. Those
+        of the first `lead_ms` are not counted."""
         words = ["--rw=randread" if random else "--rw=read", "--readonly", f"--iodepth={depth}"]
         if count:
             words.append(f"--io_size={count * block_bytes}")
+        if lead_ms:
+            words.append(f"--ramp_time={lead_ms}ms")
         return self._rate("read", path, block_bytes, offset, length, memory, words)
 
     def write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from entresol_daemon.shard.resident import BLOCKS_MAX_ALONE
 from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
 from entresol_proto.status import Status
 from entresol_proto.wire import data
-from entresol_proto.wire.data import OpenAt
+from entresol_proto.wire.data import Fetch, OpenAt
 from entresol_proto.wire.quote import Quote
 from tests.sim.shardlab import Host, World
-from tests.sim.test_shard_review import forget_memory, joined, names, simulate, stored
+from tests.sim.test_shard_review import forget_memory, joined, names, simulate, stage, stored
 
 OK = Status.OK
 KEYS = [b"resident-%08d" % number for number in range(128)]
@@ -46,9 +47,9 @@ def ways(world: World) -> list[str]:
     return found
 
 
-async def warm(world: World, count: int = 8) -> tuple[Host, list[str]]:
+async def warm(world: World, count: int = 8, *, private: bool = False) -> tuple[Host, list[str]]:
     """A host to which its blocks are shown, all in memory; and the ways of its gets."""
-    host = await joined(world)
+    host = await joined(world, private=private)
     await stored(host, KEYS[:count])
     assert await host.get(KEYS[:count], OpenAt.HOST) == [OK] * count
     await asyncio.sleep(0.1)  # the last release arrives
@@ -85,10 +86,11 @@ def counted(world: World) -> dict[str, float]:
     }
 
 
+@pytest.mark.parametrize("open_at", OpenAt)
 @pytest.mark.parametrize("blocks", [8, BLOCKS_MAX_ALONE])
-def test_both_ways_count_the_same(tmp_path: Path, blocks: int) -> None:
+def test_both_ways_count_the_same(tmp_path: Path, blocks: int, open_at: OpenAt) -> None:
     async def story(world: World) -> None:
-        host, found = await warm(world, blocks)
+        host, found = await (warm if open_at is OpenAt.HOST else opened)(world, blocks)
         index, index_use = world.shard.parts.engine.index, world.shard.parts.meters.usefulness
         grown, uses = [], []
         at_once = world.shard.gets.resident.fetch_now
@@ -98,7 +100,7 @@ def test_both_ways_count_the_same(tmp_path: Path, blocks: int) -> None:
             names = host._names(KEYS[:blocks])
             slots = [index.find(host.namespace_id, name) for name in names]
             touched = index.last_touch[slots].copy()
-            assert await host.get(KEYS[:blocks], OpenAt.HOST) == [OK] * blocks
+            assert await host.get(KEYS[:blocks], open_at) == [OK] * blocks
             await asyncio.sleep(0.1)
             after = counted(world)
             grown.append({name: after[name] - before.get(name, 0) for name in after})
@@ -412,5 +414,83 @@ def test_a_get_is_answered_before_leases_that_came_with_it_are_let_go(tmp_path: 
             )
         assert handler._answers is None, "what comes later is not kept for nothing"
         handler._write = write
+
+    simulate(tmp_path, story)
+
+
+# Opened by the daemon -----------------------------------------------------------------------------
+
+
+async def opened(world: World, count: int = 8) -> tuple[Host, list[str]]:
+    """The same for blocks held opened for four seconds, over a fabric that shows whole slabs,
+    as shm does."""
+    host, found = await warm(world, count, private=True)
+    (session,) = world.shard.sessions.values()
+    assert session.endpoint is not None
+    session.endpoint.capabilities = replace(session.endpoint.capabilities, revokes=False)  # type: ignore[misc]
+    assert set(await stage(host, KEYS[:count], OpenAt.DAEMON)) == {OK}
+    return host, found
+
+
+def test_what_is_held_opened_is_answered_at_once_until_it_is_wiped(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, found = await opened(world, BLOCKS_MAX_ALONE)
+        (session,) = world.shard.sessions.values()
+        session.exposures.clear()  # nothing sealed is read
+        for keys in (KEYS[:8], KEYS[3:4], [KEYS[0], KEYS[0]], KEYS[:BLOCKS_MAX_ALONE]):
+            assert await host.get(keys, OpenAt.DAEMON) == [OK] * len(keys)
+        assert found == ["now"] * 4
+        await asyncio.sleep(0.1)
+        assert {block.pins for block in session.plain_blocks.values()} == {1}, "the hold's"
+        assert (session.held_bytes, session.account.leases) != (0, 0), "the hold's"
+        await asyncio.sleep(5)
+        assert not session.plain_blocks
+        assert (session.held_bytes, session.account.leases) == (0, 0)
+        assert await host.get(KEYS[:8], OpenAt.DAEMON) == [OK] * 8
+        assert found == ["now"] * 4 + ["later"]
+
+    simulate(tmp_path, story)
+
+
+def test_an_opened_block_is_not_found_any_more_once_its_sealed_one_is_gone(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, found = await opened(world)
+        (session,) = world.shard.sessions.values()
+        fetch = Fetch(host.handle, OpenAt.DAEMON, False, 10**9, names(host, KEYS[:2]), False)
+        (grant,) = [each async for each in host._answers(fetch)]
+        assert found == ["now"]
+        await host.forget(KEYS[:2])
+        forget_memory(world)
+        lease = world.shard.parts.leases.get(session.number, grant.lease_id)
+        assert lease is not None
+        assert [block.pins for block in lease.payload.plain.values()] == [2, 2]  # and the hold's
+        assert await host.get(KEYS[:2], OpenAt.DAEMON) == [Status.MISS] * 2
+        host._send(data.Release((grant.lease_id,), ()))
+        await asyncio.sleep(0.1)
+        assert {block.pins for block in session.plain_blocks.values()} == {1}
+
+    simulate(tmp_path, story)
+
+
+def _shown_one_by_one(world: World) -> None:
+    (session,) = world.shard.sessions.values()
+    assert session.endpoint is not None
+    session.endpoint.capabilities = replace(session.endpoint.capabilities, revokes=True)  # type: ignore[misc]
+
+
+def _opened_for_nobody(world: World) -> None:
+    (session,) = world.shard.sessions.values()
+    session.plain_blocks.popitem()
+
+
+@pytest.mark.parametrize("case", [_shown_one_by_one, _opened_for_nobody])
+def test_what_is_to_be_opened_or_shown_goes_the_long_way(
+    tmp_path: Path, case: Callable[[World], None]
+) -> None:
+    async def story(world: World) -> None:
+        host, found = await opened(world)
+        case(world)
+        assert await host.get(KEYS[:8], OpenAt.DAEMON) == [OK] * 8
+        assert found == ["later"]
 
     simulate(tmp_path, story)

@@ -15,10 +15,10 @@ from operator import itemgetter
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.jobs import Job
-from entresol_daemon.shard.opened import OpenedBlocks
+from entresol_daemon.shard.opened import NO_COMMITMENT, OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
-from entresol_daemon.shard.sessions import Leased, OpenedNamespace, Session
+from entresol_daemon.shard.sessions import Leased, OpenedNamespace, PlainBlock, Session
 from entresol_proto.fabric.base import Exposure, RemoteSpan
 from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_block_key
 from entresol_proto.seal.wiping import wipe
@@ -75,7 +75,6 @@ class Granting:
     ) -> PackedGrant:
         """Lease to their host blocks that are in memory, pinned, usable and shown to it; there is
         room for the lease. It is the caller that counts them."""
-        parts = self._parts
         leased = Leased(session, namespace)
         leased.sealed = dict(enumerate(residents))
         leased.held_bytes = sum(resident.extent.length_bytes for resident in residents)
@@ -89,11 +88,37 @@ class Granting:
                 exposure.address + extent.offset_bytes + RECORD_HEADER_BYTES,
                 resident.sealed_bytes, resident.plain_bytes, _key_of(resident, deks),
             )  # fmt: skip
-        lease_ns = parts.config.limits.lease_ns
-        expires_ns = parts.now_ns() + lease_ns
-        lease_id = self._lease(leased, expires_ns)
-        grant.lease(lease_id, lease_ns, expires_ns)
+        self._lease_now(leased, grant)
         return grant
+
+    def grant_opened_now(
+        self,
+        session: Session,
+        namespace: OpenedNamespace,
+        residents: Sequence[Resident],
+        blocks: Sequence[PlainBlock],
+    ) -> PackedGrant:
+        """The same of blocks as they lie opened in its session's memory. Nothing of it is pinned
+        before: what is leased is the opened block, whatever becomes of the sealed one."""
+        leased = Leased(session, namespace)
+        leased.plain = dict(enumerate(blocks))
+        leased.held_bytes = sum(resident.extent.length_bytes for resident in residents)
+        grant = PackedGrant(len(blocks))
+        for index, (resident, block) in enumerate(zip(residents, blocks, strict=True)):
+            block.pins += 1
+            tier = _tier_of(resident)
+            exposure = session.plain_exposures[block.extent.slab.number]
+            grant.add(
+                index, tier, exposure.rkey, exposure.address + block.extent.offset_bytes,
+                block.plain_bytes, block.plain_bytes, block.engine_key_digest + NO_COMMITMENT,
+            )  # fmt: skip
+        self._lease_now(leased, grant)
+        return grant
+
+    def _lease_now(self, leased: Leased, grant: PackedGrant) -> None:
+        lease_ns = self._parts.config.limits.lease_ns
+        expires_ns = self._parts.now_ns() + lease_ns
+        grant.lease(self._lease(leased, expires_ns), lease_ns, expires_ns)
 
     def carry_now(self, session: Session, residents: Sequence[Resident]) -> Grant:
         """Give their host blocks that are in memory and usable, in the grant itself: there is no

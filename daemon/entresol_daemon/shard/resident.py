@@ -1,4 +1,5 @@
-"""A get of some blocks that are all in memory: answered where it is read, without a task.
+"""A get of some blocks that are all in memory: answered where it is read, without a task. So is one
+that wants them opened, if they are, by a STAGE or for another lease of the session.
 
 Whatever is not ready to be answered in this very moment goes the way of every get (`gets`), which
 does the same and waits. What is counted is the same on both.
@@ -7,15 +8,16 @@ does the same and waits. What is counted is the same on both.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.shard.door import Door
 from entresol_daemon.shard.granting import Granting, usable
 from entresol_daemon.shard.parts import Parts
-from entresol_daemon.shard.sessions import OpenedNamespace, Session
+from entresol_daemon.shard.sessions import OpenedNamespace, PlainBlock, Session
 from entresol_daemon.shard.turns import BLOCK_COST, CARRY_COST_SHIFT, WINDOW_BLOCKS_IN_TURN
 from entresol_proto import limits
+from entresol_proto.fabric.base import Exposure
 from entresol_proto.ids import TenantName
 from entresol_proto.wire.data import Fetch, Grant, OpenAt
 from entresol_proto.wire.frames import FrameType
@@ -45,22 +47,34 @@ class ResidentGets:
         Raises: EntresolError as `GetPath.fetch`.
         """
         blocks = len(request.keys) // _KEY
-        if request.open_at is not OpenAt.HOST or blocks > self._blocks_max:
+        if blocks > self._blocks_max:
             return None
         parts = self._parts
         begun_ns = parts.now_ns()
-        session.data_path()
+        endpoint = session.data_path()
         namespace = session.namespace(request.handle)
-        residents = self._residents(session, namespace, request.keys)
+        shown = session.exposures if request.open_at is OpenAt.HOST else None
+        residents = self._residents(session, namespace, request.keys, shown)
         if residents is None or not self._may_hold(session, residents):
             return None
+        plain: list[PlainBlock] | None = None
+        if request.open_at is OpenAt.DAEMON:
+            if not endpoint.capabilities.private or endpoint.capabilities.revokes:
+                return None  # refused, or shown block by block
+            plain = _opened(session, namespace, residents)
+            if plain is None:
+                return None
         if not self._door.passes(session.account):
             return None
         flash = len({resident.slot for resident in residents if resident.from_flash})
         grant: Grant | PackedGrant
         cost = (blocks - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST
         sealed_bytes = sum([resident.sealed_bytes for resident in residents])
-        if carry and sealed_bytes <= CARRY_BYTES_MAX:
+        if plain is not None:
+            parts.turns.loop.count(session.account, cost)
+            grant = self._granting.grant_opened_now(session, namespace, residents, plain)
+            self._charge(session, residents)  # the sealed blocks may leave meanwhile
+        elif carry and sealed_bytes <= CARRY_BYTES_MAX:
             cost = max(0, cost) + (sealed_bytes >> CARRY_COST_SHIFT)
             parts.turns.loop.count(session.account, cost)
             grant = self._granting.carry_now(session, residents)
@@ -72,7 +86,7 @@ class ResidentGets:
         took_ns = parts.now_ns() - begun_ns
         # While the answer is on its way: it leaves before the loop's next turn.
         asyncio.get_running_loop().call_soon(
-            self._count, session.account.name, residents, flash, took_ns
+            self._count, session.account.name, request.open_at, residents, flash, took_ns
         )
         return grant
 
@@ -80,6 +94,10 @@ class ResidentGets:
         """They are the session's until a lease of them ends."""
         for resident in residents:
             self._parts.residency.pin(resident)
+        self._charge(session, residents)
+
+    def _charge(self, session: Session, residents: Sequence[Resident]) -> None:
+        """What the lease is charged with, until it ends."""
         held_bytes = sum([resident.extent.length_bytes for resident in residents])
         session.held_bytes += held_bytes
         self._parts.held.hold(session.account, held_bytes)
@@ -94,6 +112,7 @@ class ResidentGets:
     def _count(
         self,
         tenant: TenantName,
+        open_at: OpenAt,
         residents: list[Resident],
         flash: int,
         took_ns: int,
@@ -101,8 +120,10 @@ class ResidentGets:
         """What `gets` counts and learns of a get."""
         parts = self._parts
         plain = sum([resident.plain_bytes for resident in residents])
-        sealed = sum([resident.sealed_bytes for resident in residents])
-        parts.meters.served(tenant, OpenAt.HOST, len(residents), flash, plain, sealed)
+        wire = plain
+        if open_at is OpenAt.HOST:
+            wire = sum([resident.sealed_bytes for resident in residents])
+        parts.meters.served(tenant, open_at, len(residents), flash, plain, wire)
         parts.metrics.first_grant_seconds.observe(took_ns / 1e9)
         parts.metrics.request_seconds[FrameType.FETCH].observe(took_ns / 1e9)
         here = parts.residency.holds
@@ -112,20 +133,23 @@ class ResidentGets:
         parts.valued.used(slots)
 
     def _residents(
-        self, session: Session, namespace: OpenedNamespace, keys: bytes
+        self,
+        session: Session,
+        namespace: OpenedNamespace,
+        keys: bytes,
+        shown: Mapping[int, Exposure] | None,
     ) -> list[Resident] | None:
-        """All of them in memory, their keys at hand and their slabs shown; or None. Where the first
-        is not, the others are not looked up."""
+        """All of them in memory, their keys at hand and, where `shown` tells which are, their slabs
+        shown; or None. Where the first is not, the others are not looked up."""
         found: list[Resident] = []
         lookup, get = self._parts.engine.index.lookup, self._parts.residency.get
-        exposures = session.exposures
         for some in (keys[:_KEY], keys[_KEY:]) if len(keys) > _KEY else (keys,):
             for slot in lookup(namespace.namespace_id, some).tolist():
                 resident = get(slot) if slot >= 0 else None
                 if (
                     resident is None
                     or resident.state is not ResidentState.READY
-                    or resident.extent.slab.number not in exposures
+                    or (shown is not None and resident.extent.slab.number not in shown)
                     or not usable(session, namespace, resident)
                 ):
                     return None
@@ -139,3 +163,18 @@ class ResidentGets:
         room = min(room, parts.held.get_room(account, parts.accounts.of_free(account)))
         wanted = sum([resident.extent.length_bytes for resident in residents])
         return 0 < wanted <= room and self._granting.may_lease(session)
+
+
+def _opened(
+    session: Session, namespace: OpenedNamespace, residents: Sequence[Resident]
+) -> list[PlainBlock] | None:
+    """All of them as the session's memory has them opened and its host sees them; or None."""
+    if namespace.host_sealed:
+        return None
+    blocks, exposures, found = session.plain_blocks, session.plain_exposures, []
+    for resident in residents:
+        block = blocks.get((resident.namespace_id, resident.wire_key, resident.salt))
+        if block is None or block.extent.slab.number not in exposures:
+            return None
+        found.append(block)
+    return found
