@@ -3,13 +3,12 @@
     python -m bench.flash [--rounds 5] [--kib 1024] [--count 32] [--folder DIR]
 
 One daemon with little memory and a data set several times as large, so that every get finds its
-blocks on flash (each get's own tiers are checked). The first batches of a turn, and the first of the
-single blocks, are not counted: a scheduler takes some ten milliseconds to spread threads that were
-idle over the processors. fio
-reads the daemon's own data file, where the blocks lie, with O_DIRECT into the region; it writes a
-new preallocated file of the same file system with one fdatasync per group of the daemon's size.
-Peers with flash do the same work on files of their own. All take turns within a round. GB are 10^9
-plain bytes.
+blocks on flash (each get's own tiers are checked). The first batches of a turn are not counted, nor
+the first of the single blocks: a scheduler takes some ten milliseconds to spread threads that were
+idle over the processors. fio reads the daemon's own data file, where the blocks lie, with O_DIRECT
+into the region; it writes a new preallocated file of the same file system with one fdatasync per
+group of the daemon's size. Peers with flash do the same work on files of their own. All take turns
+within a round. GB are 10^9 plain bytes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -138,6 +139,14 @@ def test_load_budget_at_the_limit_and_one_past() -> None:
         got = window(pending, [shape(slot) for slot in range(5)], table, load_bytes_max=budget)
         assert len(got.loads) == count
         assert list(pending) == list(range(count, 5))
+
+
+def test_of_what_is_loaded_the_longer_of_record_and_plaintext_counts() -> None:
+    shapes = [replace(shape(slot), plain_bytes=3 * PAGE) for slot in range(5)]
+    pending = deque(range(5))
+    got = window(pending, shapes, residency(), load_bytes_max=6 * PAGE)
+    assert len(got.loads) == 2
+    assert got.taken_bytes == 2 * PAGE, "memory is held for records"
 
 
 @pytest.mark.parametrize("state", [ResidentState.READY, None])

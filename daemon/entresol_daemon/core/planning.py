@@ -95,7 +95,8 @@ def take_window(
 
     `shapes` belong to `pending`, in order. Stops at the first block that does not fit; an empty
     window means: wait for memory. The first block is taken even if it exceeds the byte budgets, so
-    that a block larger than a budget can be served alone. With `prefix`, a block that went away
+    that a block larger than a budget can be served alone. Of what is to be loaded the longer of
+    record and plaintext counts: it is read, then opened. With `prefix`, a block that went away
     since `plan_fetch` is a gap like any other: the rest of `pending` is answered GAP.
     """
     window = Window()
@@ -114,7 +115,8 @@ def take_window(
             break
         resident = residency.get(shape.slot)
         if resident is None:
-            if loading and loading + shape.record_bytes > load_bytes_max:
+            size = max(shape.record_bytes, shape.plain_bytes)  # what takes the longer for it
+            if loading and loading + size > load_bytes_max:
                 break
             extent = residency.allocate(owner, shape.record_bytes, owner_bytes_max)
             if extent is None:
@@ -125,7 +127,7 @@ def take_window(
             )  # fmt: skip
             residency.add(resident)
             window.loads.append((index, resident))
-            loading += shape.record_bytes
+            loading += size
         else:
             residency.pin(resident)
             if resident.state is ResidentState.READY:

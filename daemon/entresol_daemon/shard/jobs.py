@@ -50,7 +50,8 @@ class Job:
         mine: list[tuple[int, Resident]] = []
         length_bytes = 0
         while self.landed:
-            length_bytes += sum(resident.extent.length_bytes for _, resident in self.landed[0])
+            for _, resident in self.landed[0]:
+                length_bytes += max(resident.extent.length_bytes, resident.plain_bytes)
             if mine and (length_bytes > bytes_max or len(mine) + len(self.landed[0]) > blocks_max):
                 break
             mine += self.landed.popleft()
