@@ -129,6 +129,8 @@ def parse(report: Mapping[str, Any], way: str) -> Rate:
     if job.get("error"):
         raise NotRunError(f"fio ended with error {job['error']}")
     side = job[way]
+    if not side["total_ios"]:
+        raise NotRunError("fio was through before what it counts began")
     percentiles = side["clat_ns"].get("percentile", {})
     seconds = side["runtime"] / 1e3
     return Rate(

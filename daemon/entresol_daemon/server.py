@@ -26,6 +26,7 @@ from entresol_daemon.fabrics import open_fabrics
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.folders import private_folder
+from entresol_daemon.keys import pool_ends
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import sweep
@@ -479,6 +480,8 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
     # What was imported and built so far lives as long as the process: keep the collector from
     # walking it again and again.
     gc.collect()
+    for _ in pool_ends.clear():  # which does not find them later
+        pass
     gc.freeze()
     gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, GC_OLD_LOOKS)
     try:

@@ -418,6 +418,25 @@ def test_a_get_is_answered_before_leases_that_came_with_it_are_let_go(tmp_path: 
     simulate(tmp_path, story)
 
 
+@pytest.mark.parametrize(("open_at", "carry"), [("HOST", False), ("HOST", True), ("DAEMON", False)])
+def test_what_was_found_is_the_last_to_leave_memory(
+    tmp_path: Path, open_at: str, carry: bool
+) -> None:
+    async def story(world: World) -> None:
+        place = OpenAt[open_at]
+        host, found = await (warm if place is OpenAt.HOST else opened)(world)
+        index, (session,) = world.shard.parts.engine.index, world.shard.sessions.values()
+        for keys in (KEYS[:2], KEYS[4:6], KEYS[1:3]):
+            assert await host.get(keys, place, carry=carry) == [OK] * 2
+            await asyncio.sleep(0.1)
+            slots = [index.find(host.namespace_id, name) for name in host._names(keys)]
+            order = list(world.shard.parts.residency._idle[session.account.stream])
+            assert sorted(order[-2:]) == sorted(slots)
+        assert found == ["now"] * 3
+
+    simulate(tmp_path, story)
+
+
 # Opened by the daemon -----------------------------------------------------------------------------
 
 

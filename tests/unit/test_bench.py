@@ -185,6 +185,12 @@ def test_an_error_of_fio_is_a_reason() -> None:
         fio.parse(report(error=22), "read")
 
 
+def test_a_run_of_fio_of_which_nothing_counted_is_a_reason() -> None:
+    side = {"clat_ns": {}, "runtime": 3, "io_bytes": 4096, "total_ios": 0}
+    with pytest.raises(NotRunError, match="before what it counts"):
+        fio.parse({"jobs": [{"error": 0, "read": side}]}, "read")
+
+
 def test_no_fio_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NotRunError, match="not installed"):

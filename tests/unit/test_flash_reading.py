@@ -26,7 +26,8 @@ from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, Reads, read_runs
 from entresol_proto import native
 from entresol_proto.native import Taken
-from entresol_proto.status import Status
+from entresol_proto.status import DeviceError, Status
+from entresol_proto.threads import Pool
 
 SIZE = READ_MERGED_BYTES_MAX  # of one read
 OPS = 8
@@ -210,6 +211,89 @@ async def test_without_memory_for_all_of_it_what_was_asked_for_is_waited_for(
         monkeypatch.undo()
         assert device._queue is not None
         assert not device._queue._under_way
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+async def test_without_memory_to_keep_account_of_it_nothing_is_asked_for(
+    tmp_path: Path, gate: Gate, fails_at: int
+) -> None:
+    class Scarce(dict[int, object]):
+        def __setitem__(self, number: int, value: object) -> None:
+            if number == fails_at:
+                raise MemoryError
+            super().__setitem__(number, value)
+
+    async with opened(tmp_path / "data", gate, at_once=2) as device:
+        assert device._queue is not None
+        device._queue._under_way = Scarce()  # type: ignore[assignment]
+        gate.open(2)
+        with pytest.raises(MemoryError):
+            await device.read(ops())
+        gate.open(OPS)
+        assert await device.read(ops(4, 1)) == [Status.OK]
+        assert not device._queue._under_way
+        assert set(gate.begun) <= {0, SIZE, 4 * SIZE}
+
+
+async def test_who_waits_for_a_read_is_told_when_there_is_memory_again(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = native.Reads.next, [3]
+
+    def scarce(self: native.Reads, taken: Taken) -> bool:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError
+        return real(self, taken)
+
+    class Scarce(dict[int, object]):
+        failed = 0
+
+        def pop(self, *args: object) -> object:  # type: ignore[override]
+            if self.failed < 5:
+                self.failed += 1
+                raise MemoryError
+            return super().pop(*args)  # type: ignore[arg-type,call-overload]
+
+    monkeypatch.setattr(native.Reads, "next", scarce)
+    async with opened(tmp_path / "data", gate, at_once=2) as device:
+        assert device._queue is not None
+        device._queue._under_way = Scarce()  # type: ignore[assignment]
+        gate.open(OPS)
+        assert await device.read(ops()) == [Status.OK] * OPS
+        assert (left, device._queue._under_way.failed) == ([0], 5)  # type: ignore[attr-defined]
+
+
+async def test_threads_that_came_are_let_go_where_others_cannot(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = Pool.post, [2]
+
+    def scarce(self: Pool, *args: object) -> None:
+        if not left[0]:
+            raise MemoryError
+        left[0] -= 1
+        real(self, *args)  # type: ignore[arg-type]
+
+    before = {one.name for one in threading.enumerate()}
+    monkeypatch.setattr(Pool, "post", scarce)
+    (tmp_path / "data").write_bytes(BYTES)
+    with pytest.raises(DeviceError, match="no memory"):
+        await FileDevice.open(tmp_path / "data")
+    await eventually(lambda: {one.name for one in threading.enumerate()} <= before)
+
+
+async def test_a_read_that_is_cancelled_after_the_close_is_the_callers_again(
+    tmp_path: Path, gate: Gate
+) -> None:
+    async with opened(tmp_path / "data", gate, at_once=2) as device:
+        asked = asyncio.ensure_future(device.read(ops()))
+        await asyncio.sleep(0)
+        gate.open(OPS)
+        await device.close()  # all of it was read, which its caller has not heard
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
 
 
 async def test_close_waits_for_what_was_asked_for(tmp_path: Path, gate: Gate) -> None:

@@ -134,8 +134,8 @@ def test_a_sweep_reaches_what_small_objects_were_put_beside(kind: int) -> None:
 
 
 ENDS = """
-import hashlib, sys
-from entresol_daemon.keys import sweeping
+import gc, hashlib, sys
+from entresol_daemon.keys import pool_ends, sweeping
 
 class Full:
     __slots__ = tuple("abcdefghijklmnopqrstuvwxyz"[: int(sys.argv[2])])
@@ -145,7 +145,11 @@ del secrets
 held = [[Full(), at] for at in range(120_000)]  # into those pools, and full of them
 for one, at in held:
     one.a = at
-for _ in sweeping.sweep() if sys.argv[1] == "sweep" else ():
+if sys.argv[1] == "frozen":  # as a daemon does once it has started
+    for _ in pool_ends.clear():
+        pass
+    gc.freeze()
+for _ in sweeping.sweep() if sys.argv[1] != "nothing" else ():
     pass
 assert all(one.a == at for one, at in held)
 print("ready", flush=True)
@@ -153,12 +157,14 @@ sys.stdin.read()
 """
 
 
-def ends_left(how: str, slots: int) -> int:
+def ends_left(how: str, slots: int, *, kernel: bool = True) -> int:
     """How many of the secrets are still there."""
+    env = {**os.environ} if kernel else {**os.environ, "ENTRESOL_NATIVE": "0"}
     names = {hashlib.sha256(b"%d" % at).digest(): "" for at in range(60_000)}
     with subprocess.Popen(
-        [sys.executable, "-c", ENDS, how, str(slots)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
+        [sys.executable, "-c", ENDS, how, str(slots)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
+    ) as child:  # fmt: skip
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         found = Search(names).in_process(child.pid)
@@ -171,6 +177,50 @@ def test_a_sweep_reaches_the_ends_of_pools_that_are_full(slots: int) -> None:
     """Behind the last object that fits lies what was in a pool when it was of another size."""
     assert ends_left("nothing", slots) > 20
     assert ends_left("sweep", slots) == 0
+    assert ends_left("frozen", slots) == 0
+    assert ends_left("sweep", slots, kernel=False) == 0
+
+
+NO_ARENAS = """
+import resource
+from entresol_daemon.keys import sweeping
+
+class Small:
+    __slots__ = ("a", "b")
+
+def size_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+held = [[Small() for _ in range(100)] for _ in range(10)]
+usual = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size_bytes() + (3 << 20), usual[1]))
+try:
+    while True:  # the last ones from the C library, as no arena is to be had
+        held.append([Small() for _ in range(100)])
+except MemoryError:
+    pass
+resource.setrlimit(resource.RLIMIT_AS, usual)
+for some in held:
+    for one in some:
+        one.a, one.b = some, one
+for _ in range(2):
+    for _ in sweeping.sweep():
+        pass
+assert all(one.a is some and one.b is one for some in held for one in some)
+print(len(held))
+"""
+
+
+@pytest.mark.parametrize("kernel", ["1", "0"])
+def test_ends_are_not_looked_for_beside_objects_outside_of_pools(kernel: str) -> None:
+    """Where the interpreter gets no arena, small objects come from elsewhere, among anything."""
+    env = {**os.environ, "ENTRESOL_NATIVE": kernel}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ARENAS], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
 
 
 def test_ends_are_left_alone_where_objects_are_not_in_pools() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -151,6 +151,12 @@ class Residency:
             self._free(resident)
         else:
             self._rest(resident)
+
+    def use(self, residents: Iterable[Resident]) -> None:
+        """They were found, and nothing keeps them: the last to leave of those that nobody pins."""
+        for resident in residents:
+            self.pin(resident)
+            self.unpin(resident)
 
     def kill(self, resident: Resident) -> None:
         """Take a block out of the table; nobody can find it any more. Idempotent."""

@@ -10,13 +10,17 @@ ends when it is owed nothing, and then no thread touches its buffers.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Sequence
 from itertools import count
 
 from entresol_daemon.flash.runs import Reads, Run
 from entresol_proto.native import Kernel, Taken
 from entresol_proto.threads import Outside, Pool
+
+NO_MEMORY_S = 0.01  # until it is tried again
 
 
 class _Batch:
@@ -42,6 +46,15 @@ class _Batch:
         assert job is not None
         job.end(error)
 
+    def came(self, run: Run, got_bytes: int) -> BaseException | None:
+        """In a thread: so much of a run was read. What went wrong, if it was not the device."""
+        try:
+            self.reads.came(run, got_bytes)
+        except BaseException as error:
+            # Without this frame, which has the batch.
+            return error.with_traceback(getattr(error.__traceback__, "tb_next", None))
+        return None
+
 
 class ReadQueue:
     """Reads of one descriptor by all threads of a pool, in the order of `submit`."""
@@ -53,8 +66,12 @@ class ReadQueue:
         self._pool = pool
         self._numbers = count()
         self._under_way: dict[int, tuple[_Batch, Run]] = {}
-        for _ in range(threads):
-            pool.post(self._serve)
+        try:
+            for _ in range(threads):
+                pool.post(self._serve)
+        except BaseException:
+            self._native.close()  # those that came are let go
+            raise
 
     def submit(self, reads: Reads, runs: Sequence[Run]) -> Awaitable[None]:
         """Have these runs read, and given to `reads.came`. On a loop.
@@ -63,21 +80,12 @@ class ReadQueue:
         """
         job = self._pool.expect()
         batch = _Batch(reads, job, len(runs))
-        asked = 0
         try:
             for run in runs:
-                number = next(self._numbers)
-                self._under_way[number] = batch, run
-                try:
-                    self._native.add(number, run.offset_bytes, run.views)
-                except BaseException:
-                    del self._under_way[number]
-                    raise
-                batch.numbers.append(number)
-                asked += 1
+                self._ask(batch, run)
         except BaseException as error:  # no memory; what was asked for may be read already
             self._give_up(batch)
-            batch.less(len(runs) - asked, error)
+            batch.less(len(runs) - len(batch.numbers), error)
         return job.outcome(lambda: self._give_up(batch))
 
     def close(self) -> None:
@@ -86,24 +94,49 @@ class ReadQueue:
         self._pool.close()
         self._native.free()
 
+    def _ask(self, batch: _Batch, run: Run) -> None:
+        """Its number is among the batch's if it was asked for, and only then."""
+        number = next(self._numbers)
+        batch.numbers.append(number)
+        try:
+            self._under_way[number] = batch, run
+            self._native.add(number, run.offset_bytes, run.views)
+        except BaseException:
+            batch.numbers.pop()
+            self._under_way.pop(number, None)
+            raise
+
     def _give_up(self, batch: _Batch) -> None:
-        """What no thread has begun is not read. From any thread."""
-        for number in batch.numbers:
-            if self._native.drop(number):
-                del self._under_way[number]
-                batch.less()
+        """What no thread has begun is not read, unless there is no memory to say so. From any
+        thread."""
+        with contextlib.suppress(MemoryError):
+            for number in batch.numbers:
+                if self._native.drop(number):
+                    del self._under_way[number]
+                    batch.less()
 
     def _serve(self) -> None:
         """In a thread: one run after the other, until the queue is closed."""
         taken = Taken()
-        while self._native.next(taken):
-            batch, run = self._under_way.pop(taken.number)
-            try:
-                batch.reads.came(run, taken.got_bytes)
-            except BaseException as error:
+        while self._next(taken):
+            batch, run = self._took(taken)
+            error = batch.came(run, taken.got_bytes)
+            if error is not None:
                 self._give_up(batch)
-                # Without this frame, which has the batch.
-                batch.less(1, error.with_traceback(getattr(error.__traceback__, "tb_next", None)))
-            else:
-                batch.less()
-            del batch, run  # and with them the buffers
+            batch.less(1, error)
+            del batch, run, error  # and with them the buffers
+
+    def _next(self, taken: Taken) -> bool:
+        while True:
+            try:
+                return self._native.next(taken)
+            except MemoryError:  # before anything was taken
+                time.sleep(NO_MEMORY_S)
+
+    def _took(self, taken: Taken) -> tuple[_Batch, Run]:
+        """Whatever else fails, who waits for it is told."""
+        while True:
+            try:
+                return self._under_way.pop(taken.number)
+            except MemoryError:
+                time.sleep(NO_MEMORY_S)

@@ -6,22 +6,28 @@ pool was of another size, for as long as the pool is in use. A full pool gives n
 by which it could be found; but an object in it that the collector knows tells where it is, and
 between two pools of one arena there are only others of it.
 
-Invariant: only such ends are written to. What is read to find them is a pool's head, of a pool that
-an object of ours lives in, or that lies between two such pools of one arena.
+Invariant: only such ends are written to. A pool that an object of ours lives in stays what it is
+while we have that; others are looked at and cleared in one call of the native kernel, in which no
+other thread runs. Without it, they are left.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import mmap
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import cast
 
+from entresol_proto import native
+
 POOL_BYTES = 16 * 1024  # aligned to as much
+ARENA_POOLS = 64
 POOL_HEAD_BYTES = 48
 SMALL_STEP_BYTES = 16  # sizes of objects in pools
 SMALL_BYTES_MAX = 512  # larger ones are not in pools
@@ -32,47 +38,70 @@ _HEADS_BYTES_MAX = 32  # before an object, of which `sys.getsizeof` tells only t
 # Whatever its size, an object of these comes from the interpreter's own allocator.
 _IN_POOLS: tuple[type, ...] = (tuple, list, dict, set, FunctionType, MethodType, CellType)
 _POOL = struct.Struct("=32xIIII")  # pool_header, behind its pointers
-_memset = ctypes.PyDLL(None).memset  # it keeps the interpreter's lock
+_libc = ctypes.PyDLL(None)  # it keeps the interpreter's lock
+_memset = _libc.memset
 _memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _memset.restype = ctypes.c_void_p
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def clear() -> Iterator[None]:
-    """Zeros into the ends of all pools that can be found, in steps; nothing where the interpreter
-    keeps its objects in another way."""
+    """Zeros into the ends of the pools that can be found, in steps; nothing where the interpreter
+    keeps its objects in another way. What was taken from the collector (`gc.freeze`) is not found:
+    clear before that."""
     if not _are_known():
         return
-    objects = gc.get_objects()  # held: their arenas stay where they are
-    yield
-    known = dict.fromkeys(_IN_POOLS, True)
+    found = yield from _pools()
     spans: dict[int, tuple[int, int]] = {}  # of an arena, the first and the last pool seen
-    for at in range(0, len(objects), OBJECTS_AT_ONCE):
-        for number in _pools_of(objects[at : at + OBJECTS_AT_ONCE], known):
-            arena = _head(number)[0]
-            low, high = spans.get(arena, (number, number))
-            spans[arena] = min(low, number), max(high, number)
-        yield
-    cleared = 0
-    for low, high in spans.values():
-        for number in range(low, high + 1):
-            _clear_end(number)
-            cleared += 1
-            if cleared % POOLS_AT_ONCE == 0:
-                yield
+    for number in found:
+        arena = _head(number)[0]
+        low, high = spans.get(arena, (number, number))
+        spans[arena] = min(low, number), max(high, number)
     yield
+    kernel, alone = native.KERNEL, sorted(found)
+    if kernel is not None:
+        whole = [(low, high) for low, high in spans.values() if high - low < ARENA_POOLS]
+        for low, high in whole:
+            kernel.clear_pool_ends(low * POOL_BYTES, high - low + 1)
+        alone = [n for n in alone if not any(low <= n <= high for low, high in whole)]
+        yield
+    for at in range(0, len(alone), POOLS_AT_ONCE):
+        for number in alone[at : at + POOLS_AT_ONCE]:
+            _clear_end(number)
+        yield
 
 
 def clear_those_of(size_bytes: int, taken: Iterable[Iterable[object]]) -> None:
     """Zeros into the ends of the pools that these objects are in, all of one size, some of which
     have filled a pool; they live until this returns."""
-    if (POOL_BYTES - POOL_HEAD_BYTES) % size_bytes <= SMALL_STEP_BYTES:
+    if (POOL_BYTES - POOL_HEAD_BYTES) % size_bytes <= SMALL_STEP_BYTES or not _are_known():
         return  # nothing of a secret is that short
     for number in {id(one) // POOL_BYTES for some in taken for one in some}:
-        if _size_of(number) != size_bytes:
-            return  # another interpreter
-        _clear_end(number)
+        if _size_of(number) == size_bytes:
+            _clear_end(number)
 
 
+def _pools() -> Generator[None, None, dict[int, object]]:
+    """The pools, by number, of what the collector knows, and an object in each, which keeps it."""
+    objects = gc.get_objects()
+    yield
+    known = dict.fromkeys(_IN_POOLS, True)
+    found: dict[int, object] = {}
+    while objects:
+        some = objects[-OBJECTS_AT_ONCE:]
+        del objects[-OBJECTS_AT_ONCE:]  # not kept longer than they are looked at
+        for one in _in_pools(some, known):
+            number = id(one) // POOL_BYTES
+            # Where the interpreter got no arena, it took memory elsewhere.
+            if number not in found and _size_of(number):
+                found[number] = one
+        del some
+        yield
+    return found
+
+
+@functools.cache
 def _are_known() -> bool:
     """Whether objects are in pools, and their heads are as we know them: some objects of ours must
     have filled a pool from end to end."""
@@ -87,17 +116,16 @@ def _are_known() -> bool:
     return False
 
 
-def _pools_of(objects: Sequence[object], known: dict[type, bool]) -> set[int]:
-    """The pools, by number, of those objects that are surely in one; `known` are types so far."""
-    size_of, found = sys.getsizeof, set[int]()
+def _in_pools(objects: Sequence[object], known: dict[type, bool]) -> Iterator[object]:
+    """Those objects that come from the interpreter's allocator; `known` are types so far."""
+    size_of = sys.getsizeof
     for one in objects:
         kind = type(one)
         surely = known.get(kind)
         if surely is None:
             surely = known[kind] = all(map(_is_plain, kind.__mro__))
         if surely and size_of(one) <= SMALL_BYTES_MAX - _HEADS_BYTES_MAX:
-            found.add(id(one) // POOL_BYTES)
-    return found
+            yield one
 
 
 def _is_plain(kind: type) -> bool:
@@ -116,7 +144,9 @@ def _head(number: int) -> tuple[int, int, int, int]:
 
 
 def _size_of(number: int) -> int:
-    """Of the objects in a pool; 0 where its head makes no sense."""
+    """Of the objects in a pool; 0 where its head makes no sense, or there is none."""
+    if _madvise(number * POOL_BYTES, mmap.PAGESIZE, mmap.MADV_NORMAL):
+        return 0  # no memory of this process: to ask for what is so already tells that
     _, index, _, last = _head(number)
     size = (index + 1) * SMALL_STEP_BYTES
     return size if size <= SMALL_BYTES_MAX and last == POOL_BYTES - size else 0

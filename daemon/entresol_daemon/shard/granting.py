@@ -105,7 +105,6 @@ class Granting:
         leased.held_bytes = sum(resident.extent.length_bytes for resident in residents)
         grant = PackedGrant(len(blocks))
         for index, (resident, block) in enumerate(zip(residents, blocks, strict=True)):
-            block.pins += 1
             tier = _tier_of(resident)
             exposure = session.plain_exposures[block.extent.slab.number]
             grant.add(
@@ -113,6 +112,8 @@ class Granting:
                 block.plain_bytes, block.plain_bytes, block.engine_key_digest + NO_COMMITMENT,
             )  # fmt: skip
         self._lease_now(leased, grant)
+        for block in blocks:
+            block.pins += 1
         return grant
 
     def _lease_now(self, leased: Leased, grant: PackedGrant) -> None:

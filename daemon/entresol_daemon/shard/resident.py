@@ -74,10 +74,12 @@ class ResidentGets:
             parts.turns.loop.count(session.account, cost)
             grant = self._granting.grant_opened_now(session, namespace, residents, plain)
             self._charge(session, residents)  # the sealed blocks may leave meanwhile
+            parts.residency.use(residents)
         elif carry and sealed_bytes <= CARRY_BYTES_MAX:
             cost = max(0, cost) + (sealed_bytes >> CARRY_COST_SHIFT)
             parts.turns.loop.count(session.account, cost)
             grant = self._granting.carry_now(session, residents)
+            parts.residency.use(residents)
             parts.metrics.grants_carried.inc()
         else:
             parts.turns.loop.count(session.account, cost)

@@ -21,7 +21,7 @@ _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 7  # of `entresol_kernel_version`
+KERNEL_VERSION = 8  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
@@ -106,6 +106,9 @@ class Kernel:
         )  # fmt: skip
         self._ladder_decode.restype = ctypes.c_int32
         self._holding_the_lock = ctypes.PyDLL(str(path))
+        self._clear_pool_ends = self._holding_the_lock.entresol_clear_pool_ends
+        self._clear_pool_ends.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._clear_pool_ends.restype = None
         self.portable = False  # plain C also where there is something faster: for tests
 
     def blake2b_many(
@@ -170,6 +173,11 @@ class Kernel:
         )
         return LADDER_PROBLEMS[found]
 
+    def clear_pool_ends(self, address: int, count: int) -> None:
+        """Zeros behind the last objects of so many of the interpreter's pools, all of one arena,
+        from this address on; see pools.h. The interpreter's lock is kept."""
+        self._clear_pool_ends(address, count)
+
     def reads(self, fd: int, at_once: int) -> Reads:
         """What threads read of `fd`, at most so many pieces at a time; it stays the caller's, and
         open until `Reads.free`. Raises: MemoryError."""
@@ -229,7 +237,7 @@ class Reads:
 
     def drop(self, number: int) -> bool:
         """Do not read it after all: true if no thread had begun, and none will."""
-        return bool(self._drop(self._place, number))
+        return self._place is not None and bool(self._drop(self._place, number))
 
     def close(self) -> None:
         """Whoever is in `next`, or comes, gets what is left, and then None."""
