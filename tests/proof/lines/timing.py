@@ -1,12 +1,14 @@
 """S4: how long an answer takes does not tell whether another tenant has the block.
 
-One session of a tenant asks, in random order, for names that are stored by another tenant and for
+Sessions of a tenant ask, in random order, for names that are stored by another tenant and for
 names that nobody has, drawn from pools of one size and asked equally often. Which kind an ask is,
 is thrown for every single one: whatever a shared and noisy machine does falls on both alike, so
 that under "no difference" the area under the ROC curve (AUC) is 0.5 with a known standard error,
 and a Kolmogorov-Smirnov test sees other differences than of location. It asks in many namespaces
 of its own, because a name falls into another bucket of the index in each: with one, the luck of
 2048 names (which buckets happen to be taken) would be asked again and again and look like a leak.
+That luck alone moved AUC by 0.008 with 48 namespaces (root mean square of 15 runs, asks of 64
+names), and moves it by 0.002 with 384 (of 8), which takes several sessions: one has 64 at most.
 
 Invariant: a verdict rests on at least PAIRS asks of each kind; while it is in doubt more are made,
 and all of them count.
@@ -44,6 +46,7 @@ from entresol_proto.wire.opening import (
     OpenNamespace,
     Welcome,
 )
+from tests.daemon.daemon_lab import client_of
 from tests.proof.line import Line, Size, Slice, Tally
 from tests.proof.tenancy import (
     BLOCK_BYTES,
@@ -59,7 +62,7 @@ from tests.proof.tenancy import (
 )
 
 POOL = 2048  # names of each kind
-SPACES = 48  # namespaces of the asker
+ASKERS, SPACES = 8, 48  # sessions that ask, and namespaces of each
 PAIRS = 20_000  # asks of each kind, at least
 PAIRS_MAX = 160_000  # and at most, while the verdict is in doubt
 AUC_DEVIATION_MAX = 0.01
@@ -112,9 +115,10 @@ def judge(present: Times, absent: Times) -> Verdict:
     return Verdict(min(n, m), float(auc), Z_999 * error, distance, chance)
 
 
-def descriptors(count: int) -> list[NamespaceDescriptor]:
-    """The asker's namespaces: the owner's, and others that differ in the salt."""
-    return [DESCRIPTOR, *(salted(f"salt {number}") for number in range(count - 1))]
+def descriptors(asker: int, count: int) -> list[NamespaceDescriptor]:
+    """An asker's namespaces: of the first one the owner's, and others that differ in the salt."""
+    several = [salted(f"salt {asker} {number}") for number in range(count)]
+    return several if asker else [DESCRIPTOR, *several[1:]]
 
 
 class Asker:
@@ -136,7 +140,9 @@ class Asker:
         self.space: NamespaceOpened  # the one asked in now
 
     @classmethod
-    async def of(cls, room: Room, tenant: str = OTHER, spaces: int = SPACES) -> Asker:
+    async def of(
+        cls, room: Room, tenant: str = OTHER, *, number: int = 0, spaces: int = SPACES
+    ) -> Asker:
         """Opened, with a data path and its namespaces."""
         asker = cls(room, tenant)
         raw = await asker._say(
@@ -146,7 +152,7 @@ class Asker:
         offer = next(each for each in offers if each.kind.label == "shm")
         asker.endpoint, reply = await registry.connect(offer, soon(5), options=ConnectOptions())
         await asker._say(FrameType.ATTACH, Attach(int(offer.kind), reply).encode())
-        for descriptor in descriptors(spaces):
+        for descriptor in descriptors(number, spaces):
             raw = await asker._say(
                 FrameType.OPEN_NAMESPACE, OpenNamespace(descriptor.canonical()).encode()
             )
@@ -252,7 +258,10 @@ MEASURES = (
 
 
 async def sample(
-    asker: Asker, measure: Measure, pools: tuple[list[bytes], list[bytes]], rng: random.Random
+    askers: Sequence[Asker],
+    measure: Measure,
+    pools: tuple[list[bytes], list[bytes]],
+    rng: random.Random,
 ) -> Verdict:
     """Ask until there are enough of both kinds and the verdict is clear."""
     times: tuple[list[int], list[int]] = ([], [])
@@ -261,6 +270,7 @@ async def sample(
         for number in range(2 * wanted - len(times[0]) - len(times[1])):
             kind = rng.getrandbits(1)
             start = rng.randrange(POOL - measure.count + 1)
+            asker = rng.choice(askers)
             asker.space = rng.choice(asker.spaces)
             times[kind].append(await measure.ask(asker, pools[kind][start : start + measure.count]))
             if number % 64 == 0:
@@ -278,26 +288,28 @@ async def _round(folder: Path, seed: int, size: Size, tally: Tally, trace: bool)
     async with room_in(folder) as room:
         for at in range(0, POOL, 256):
             assert (await room.own.space.put(chain(seed + at, 256, "pool"))).ok
-        for descriptor in descriptors(SPACES):  # none of its namespaces is empty
-            space = await room.other.client.namespace(descriptor)
-            assert (await space.put(chain(seed, 4, "house"))).ok
+        for number in range(ASKERS):  # none of their namespaces is empty
+            async with client_of(room.running, OTHER, "shm") as client:
+                for descriptor in descriptors(number, SPACES):
+                    space = await client.namespace(descriptor)
+                    assert (await space.put(chain(seed, 4, "house"))).ok
         stored = [b.key for at in range(0, POOL, 256) for b in chain(seed + at, 256, "pool")]
         nowhere = [rng.randbytes(32) for _ in range(POOL)]
         # Names as only a thief of them has them: its own names for these keys say nothing at all.
         names = data.split_keys(wire_keys(room.own.shm.space, stored))
         none = [rng.randbytes(16) for _ in range(POOL)]
-        asker = await Asker.of(room)
+        askers = [await Asker.of(room, number=number) for number in range(ASKERS)]
         # EXPLAIN looks into all namespaces of its tenant: one with a few, or it takes for ever.
-        third = await Asker.of(room, "third", 2)
+        third = await Asker.of(room, "third", spaces=2)
         try:
             for measure in measures:
                 pools = (stored, nowhere) if measure.whole else (names, none)
-                who = third if measure.ask is _explain else asker
+                who = [third] if measure.ask is _explain else askers
                 verdict = await sample(who, measure, pools, rng)
                 _note(tally, seed, measure.name, verdict, trace)
         finally:
-            await asker.close()
-            await third.close()
+            for asker in [*askers, third]:
+                await asker.close()
 
 
 def _note(tally: Tally, seed: int, name: str, verdict: Verdict, trace: bool) -> None:
