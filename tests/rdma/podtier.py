@@ -160,7 +160,11 @@ class Asking:
 
     def __call__(self, what: str) -> str:
         self._number += 1
-        (POD / f"ask-{what}-{self._number}").touch()
+        # By another name first: of a shared folder a file is made and then opened, and one that was
+        # asked for in between is answered, and gone.
+        part = POD / f"part-ask-{self._number}"
+        part.touch()
+        part.rename(POD / f"ask-{what}-{self._number}")
         answer = POD / f"told-{what}-{self._number}"
         wait_for(answer)
         return answer.read_text()
