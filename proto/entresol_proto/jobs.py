@@ -100,9 +100,12 @@ class Job(Generic[R]):
         except BaseException as error:
             # Without this frame, which has the job, which has the error.
             self._error = error.with_traceback(getattr(error.__traceback__, "tb_next", None))
-        self._fn, self._args = None, ()
-        self._home.ended(self)
-        return False
+        try:
+            self._fn, self._args = None, ()
+            self._home.ended(self)
+            return False
+        finally:
+            del self  # from 3.12 on the error's frames have the one that called them
 
     def _give_up(self) -> None:
         """In a thread: its pool was closed."""
@@ -179,8 +182,10 @@ class Shared(Job[None]):
         if failed is not None:
             with self._lock:
                 self._error, failed = self._error or failed, None
-        del fn, args
-        return self._leave(came=True, more=more)
+        try:
+            return self._leave(came=True, more=more)
+        finally:
+            del fn, args, self  # as in `Job._run`
 
     def _give_up(self) -> None:
         self._leave(came=False, more=False)
