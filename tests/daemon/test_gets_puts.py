@@ -256,6 +256,8 @@ async def test_a_batch_from_flash_is_granted_in_parts_the_first_one_small(tmp_pa
             first = next(part for part in items if 0 in part)
             assert len(first) == 4, "a reader begins with these while the rest is read"
             assert max(map(len, items)) == 8, "and has not to look at every block by itself"
+            assert {len(part) for part in items if part} <= {4, 8}
+            assert len(items) <= 32 // 4 + 1
 
 
 async def test_full_flash_evicts_and_keeps_serving(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import os
 import random
@@ -457,5 +458,27 @@ def test_what_came_short_is_read_on(tmp_path: Path) -> None:
             one.came(run, got)
             assert b"".join(bytes(op.view) for op in mine) == data[: 2 * BLOCK]
             assert (looked, one.bad) == ([0, 1], [(1, Status.CORRUPT)])
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_what_a_read_of_the_kernel_failed_with_is_of_the_device_or_ours(
+    tmp_path: Path, views: int
+) -> None:
+    """A fault of the device is of one op; of several each is tried again, alone. An error that only
+    we can cause is loud."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(views * BLOCK))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        mine = [IoOp(n * BLOCK, aligned_buffer(BLOCK)) for n in range(views)]
+        (run,) = read_runs(mine, views * BLOCK)
+        one = Reads(fd, [run], mine, None)
+        one.came(run, -errno.EIO)
+        assert one.bad == ([(0, Status.IO_ERROR)] if views == 1 else [])
+        for bug in (errno.EINVAL, errno.EBADF, errno.EFAULT):
+            with pytest.raises(OSError, match=os.strerror(bug)):
+                one.came(run, -bug)
     finally:
         os.close(fd)

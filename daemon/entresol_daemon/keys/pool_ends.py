@@ -26,13 +26,13 @@ from typing import cast
 
 from entresol_proto import native
 
-POOL_BYTES = 16 * 1024  # aligned to as much
-ARENA_POOLS = 64
+POOL_BYTES = 16 * 1024  # of objects of one size; aligned to as much
 POOL_HEAD_BYTES = 48
-SMALL_STEP_BYTES = 16  # sizes of objects in pools
-SMALL_BYTES_MAX = 512  # larger ones are not in pools
+ARENA_POOLS = 64
+SMALL_BYTES_MAX = 512  # objects up to here come from pools, in steps of 16
+SMALL_STEP_BYTES = 16
 OBJECTS_AT_ONCE = 4_000  # of the collector's, looked at in a step: a quarter of a microsecond each
-POOLS_AT_ONCE = 512  # cleared in a step: one to two microseconds each
+POOLS_AT_ONCE = 512  # looked at in a step: one to two microseconds each
 PROVEN_BY = 4_096  # objects, of which some must have filled a pool
 _HEADS_BYTES_MAX = 32  # before an object, of which `sys.getsizeof` tells only the collector's
 # Whatever its size, an object of these comes from the interpreter's own allocator.
@@ -53,22 +53,18 @@ def clear() -> Iterator[None]:
     if not _are_known():
         return
     found = yield from _pools()
-    spans: dict[int, tuple[int, int]] = {}  # of an arena, the first and the last pool seen
-    for number in found:
-        arena = _head(number)[0]
-        low, high = spans.get(arena, (number, number))
-        spans[arena] = min(low, number), max(high, number)
-    yield
-    kernel, alone = native.KERNEL, sorted(found)
-    if kernel is not None:
-        whole = [(low, high) for low, high in spans.values() if high - low < ARENA_POOLS]
-        for low, high in whole:
-            kernel.clear_pool_ends(low * POOL_BYTES, high - low + 1)
-        alone = [n for n in alone if not any(low <= n <= high for low, high in whole)]
-        yield
-    for at in range(0, len(alone), POOLS_AT_ONCE):
-        for number in alone[at : at + POOLS_AT_ONCE]:
-            _clear_end(number)
+    arenas: dict[int, list[int]] = {}  # the pools of each
+    for at, number in enumerate(found):
+        arenas.setdefault(_head(number)[0], []).append(number)
+        if at % POOLS_AT_ONCE == 0:
+            yield
+    for numbers in arenas.values():
+        low, high = min(numbers), max(numbers)
+        if native.KERNEL is not None and high - low < ARENA_POOLS:
+            native.KERNEL.clear_pool_ends(low * POOL_BYTES, high - low + 1)
+        else:
+            for number in numbers:
+                _clear_end(number)
         yield
 
 

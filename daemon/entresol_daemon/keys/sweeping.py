@@ -24,15 +24,17 @@ from itertools import repeat, starmap
 from typing import cast
 
 from entresol_daemon.keys import pool_ends
+from entresol_daemon.keys.pool_ends import (
+    POOL_BYTES,
+    POOL_HEAD_BYTES,
+    SMALL_BYTES_MAX,
+    SMALL_STEP_BYTES,
+)
 
 SWEEP_BYTES_MAX = 64 * 1024 * 1024  # held at a time
 BATCH_BYTES = 1024 * 1024  # about a millisecond, and more than Linux is wrong by about a size
 NEW_BATCHES = 2  # in a row by which the process grew: what was free is taken
 BLIND_BYTES = 8 * 1024 * 1024  # taken of each size where the process cannot see its own size
-SMALL_BYTES_MAX = 512  # objects up to here come from the interpreter's own pools, in steps of 16
-SMALL_STEP_BYTES = 16
-POOL_BYTES = 16 * 1024  # of objects of one size; aligned to as much (Objects/obmalloc.c, CPython)
-POOL_HEAD_BYTES = 48
 FREE_POOL_BYTES = 480  # objects of this size leave the last 16 bytes of a pool only
 CACHED_BYTES_MAX = 1040  # glibc keeps freed pieces up to here aside, by their exact size
 CACHED_COUNT = 64  # per size; it keeps 7 unless it was tuned
