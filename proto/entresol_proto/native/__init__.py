@@ -175,7 +175,8 @@ class Kernel:
 
     def clear_pool_ends(self, address: int, count: int) -> None:
         """Zeros behind the last objects of so many of the interpreter's pools, all of one arena,
-        from this address on; see pools.h. The interpreter's lock is kept."""
+        from this address on; see pools.h. The interpreter's lock is kept. Without the kernel
+        `entresol_daemon.keys.pool_ends` clears those that it holds an object in."""
         self._clear_pool_ends(address, count)
 
     def reads(self, fd: int, at_once: int) -> Reads:
