@@ -220,6 +220,11 @@ class Outside(Job[None]):
         """False: it has begun."""
         return False
 
+    @property
+    def home(self) -> Home:
+        """Of the loop that waits for it."""
+        return self._home
+
     def end(self, error: BaseException | None = None) -> None:
         """From any thread, once: no thread is at it, nor will be. `error` is what it raises."""
         self._error = error
@@ -250,7 +255,8 @@ class Home:
     """Where jobs of one loop come back to, from the first of its pools to the last."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.pools: set[object] = set()  # open ones that were handed work on this loop
+        # Open ones that were handed work on this loop, and who looks for what has ended of it.
+        self.pools: dict[object, Callable[[], None] | None] = {}
         self.jobs = 0  # handed over and not come back
         self._ended: deque[Job[Any]] = deque()
         self._called = False  # the loop was woken and has not come yet
@@ -272,7 +278,7 @@ class Home:
     def leave(self, pool: object) -> None:
         """From any thread: this pool is closed."""
         with _homes_lock:
-            self.pools.discard(pool)
+            self.pools.pop(pool, None)
         loop = self._loop()
         if loop is None or self.pools:
             return
@@ -284,6 +290,10 @@ class Home:
         except RuntimeError:  # the loop is closed
             self.close()
 
+    def duplicate(self) -> int:
+        """On the loop: a descriptor of what wakes it, for the caller to close. Raises: OSError."""
+        return os.dup(self._fd)
+
     def close(self) -> None:
         """Whoever still works for this loop is not heard. Idempotent."""
         with self._lock:
@@ -294,7 +304,15 @@ class Home:
     def _come(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        self._called = False  # before the look: what ends after it calls again
+        self._called = True  # what is found ended here need not call
+        try:
+            for look in list(self.pools.values()):
+                if look is not None:
+                    look()
+        except MemoryError:
+            os.eventfd_write(self._fd, 1)  # so that this is tried again
+        finally:
+            self._called = False  # before what follows: what ends after it calls again
         ended = self._ended
         while ended:
             self.jobs -= 1
@@ -329,14 +347,14 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def home_of(pool: object) -> Home:
-    """Of the running loop, with one more job of this pool."""
+def home_of(pool: object, look: Callable[[], None] | None = None) -> Home:
+    """Of the running loop, with one more job of this pool; see `Pool.expect` for `look`."""
     loop = asyncio.get_running_loop()
     with _homes_lock:
         found = _homes.get(loop)
         if found is None:
             found = _homes[loop] = Home(loop)
-        found.pools.add(pool)
+        found.pools[pool] = look or found.pools.get(pool)
         found.jobs += 1
     return found
 

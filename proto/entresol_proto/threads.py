@@ -95,13 +95,14 @@ class Pool:
                     self._queue.put(job)
         return job
 
-    def expect(self) -> Outside:
+    def expect(self, look: Callable[[], None] | None = None) -> Outside:
         """A job for what is done elsewhere, by posted calls of this pool: whoever is the last at it
-        ends it. On an event loop. Raises: RuntimeError when the pool is closed."""
+        ends it. `look`, one for all, is called on the loop whenever that is woken: there may be
+        jobs to end. On an event loop. Raises: RuntimeError when the pool is closed."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            home = home_of(self)
+            home = home_of(self, look)
             self._homes.add(home)
         return Outside(home)
 

@@ -1,6 +1,6 @@
 """Reads by the native kernel's queue: in order, so many at a time, without the interpreter's lock.
 
-The kernel is built with a gate in front of `preadv`: a read begins when the test lets it.
+What the queue does without a device around it is in test_native_reads.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import errno
 import gc
 import os
 import random
-import shutil
-import subprocess
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from entresol_daemon.flash.checking import RecordCheck
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.file_device import FileDevice
-from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, Reads, read_runs
+from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, RUN_BYTES_MAX, Reads, read_runs
 from entresol_proto import native
-from entresol_proto.native import Taken
 from entresol_proto.status import DeviceError, Status
 from entresol_proto.threads import Pool
+from tests.unit.gated_kernel import KEY, Gate, build, record
 
 SIZE = READ_MERGED_BYTES_MAX  # of one read
 OPS = 8
@@ -37,52 +37,7 @@ BYTES = random.Random(1).randbytes(OPS * SIZE)
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = os.environ.get("CC") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("not run here: no C compiler")
-    made = tmp_path_factory.mktemp("gated") / "gated.so"
-    source, folder = Path(__file__).with_name("gated.c"), native.SOURCE.parent
-    flags = ["-std=c11", "-O1", "-g", "-fPIC", "-shared", "-pthread", f"-I{folder}"]
-    subprocess.run([compiler, *flags, "-o", made, source], check=True, timeout=120)
-    return made
-
-
-class Gate:
-    """Lets reads go on, and knows which have begun."""
-
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
-        self._library.begun_offset.restype = ctypes.c_uint64
-        self._out, self._in = os.pipe()
-        self._library.gate(self._out)
-
-    def open(self, reads: int = 1) -> None:
-        os.write(self._in, bytes(reads))
-
-    @property
-    def begun(self) -> list[int]:
-        """Offsets, in order."""
-        return [self._library.begun_offset(number) for number in range(self._library.begun())]
-
-    def wait(self, count: int) -> None:
-        """Until so many have begun."""
-        deadline = time.monotonic() + 30
-        while self._library.begun() < count:
-            assert time.monotonic() < deadline, f"{self._library.begun()} of {count} have begun"
-            time.sleep(0.001)
-
-    def let_through(self, at_once: int) -> None:
-        """One read after the other, with never more than so many begun and not let through."""
-        for number in range(OPS):
-            self.wait(min(OPS, number + at_once))
-            time.sleep(0.02)
-            assert len(self.begun) <= number + at_once
-            self.open()
-
-    def close(self) -> None:
-        self._library.gate(-1)
-        os.close(self._in)
-        os.close(self._out)
+    return build(tmp_path_factory.mktemp("gated"))
 
 
 @pytest.fixture
@@ -123,27 +78,29 @@ async def test_reads_are_begun_in_their_order_and_so_many_at_a_time(
         wanted = ops()
         asked = [asyncio.ensure_future(device.read(wanted[n : n + 4])) for n in (0, 4)]
         await asyncio.sleep(0)
-        gate.let_through(at_once=2)  # the loop is busy with this
+        gate.let_through(OPS, at_once=2)  # the loop is busy with this
         assert await asyncio.gather(*asked) == [[Status.OK] * 4] * 2
         # Two threads that begin at the same time may write themselves down the other way round.
         assert all(abs(at // SIZE - n) <= 1 for n, at in enumerate(gate.begun))
         assert b"".join(bytes(op.view) for op in wanted) == BYTES
 
 
+@pytest.mark.parametrize("looked_at_here", [True, False])
 async def test_reads_begin_and_go_on_while_the_interpreters_lock_is_held(
-    tmp_path: Path, gate: Gate
+    tmp_path: Path, gate: Gate, looked_at_here: bool
 ) -> None:
+    check = None if looked_at_here else lambda number: True
     async with opened(tmp_path / "data", gate, at_once=2) as device:
         gate.open(OPS + 4)
         assert await device.read(ops(0, 4)) == [Status.OK] * 4
         await asyncio.sleep(0.05)  # all threads wait for work
-        asked = asyncio.ensure_future(device.read(ops()))
+        asked = asyncio.ensure_future(device.read(ops(), check))
         asyncio.get_running_loop().call_soon(ctypes.PyDLL(None).usleep, 300_000)  # keeps the lock
         held: list[int] = []
         asyncio.get_running_loop().call_soon(lambda: held.append(len(gate.begun) - 4))
         assert await asked == [Status.OK] * OPS
-        # As many as there are threads: each has to come for the lock before it takes another.
-        assert held[0] >= 4
+        # What is looked at elsewhere brings its thread back: as many as there are threads.
+        assert held[0] == OPS if looked_at_here else held[0] >= 4
 
 
 async def test_of_a_cancelled_read_only_what_had_begun_is_read(tmp_path: Path, gate: Gate) -> None:
@@ -188,81 +145,85 @@ async def test_an_error_of_ours_ends_the_batch_and_nothing_else(
         assert await device.read(ops(3, 2)) == [Status.OK] * 2
 
 
-async def test_without_memory_for_all_of_it_what_was_asked_for_is_waited_for(
+async def test_without_memory_to_ask_for_it_nothing_of_a_call_is_read(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = native.Reads.add, [3]
+    real, left = native.Reads.add, [1]
 
-    def scarce(self: native.Reads, *args: object) -> None:
+    def scarce(self: native.Reads, *args: Any, **more: Any) -> None:
         if not left[0]:
             raise MemoryError
         left[0] -= 1
-        real(self, *args)  # type: ignore[arg-type]
+        real(self, *args, **more)
 
     async with opened(tmp_path / "data", gate, at_once=2) as device:
         monkeypatch.setattr(native.Reads, "add", scarce)
-        asked = asyncio.ensure_future(device.read(ops()))
-        await asyncio.sleep(0.05)
-        begun = len(gate.begun)  # what had not begun is given up
-        assert begun <= 2
-        assert not asked.done() or not begun
-        gate.open(OPS)
+        first = asyncio.ensure_future(device.read(ops(0, 1)))
+        await asyncio.sleep(0)
         with pytest.raises(MemoryError):
-            await asked
+            await device.read(ops(1, 3))
+        gate.open(OPS)
+        assert await first == [Status.OK]
         monkeypatch.undo()
+        assert gate.begun == [0]
         assert device._queue is not None
         assert not device._queue._under_way
 
 
-@pytest.mark.parametrize("fails_at", [0, 2])
 async def test_without_memory_to_keep_account_of_it_nothing_is_asked_for(
-    tmp_path: Path, gate: Gate, fails_at: int
+    tmp_path: Path, gate: Gate
 ) -> None:
     class Scarce(dict[int, object]):
         def __setitem__(self, number: int, value: object) -> None:
-            if number == fails_at:
+            if number == 0:
                 raise MemoryError
             super().__setitem__(number, value)
 
     async with opened(tmp_path / "data", gate, at_once=2) as device:
         assert device._queue is not None
         device._queue._under_way = Scarce()  # type: ignore[assignment]
-        gate.open(2)
+        gate.open(OPS)
         with pytest.raises(MemoryError):
             await device.read(ops())
-        gate.open(OPS)
         assert await device.read(ops(4, 1)) == [Status.OK]
         assert not device._queue._under_way
-        assert set(gate.begun) <= {0, SIZE, 4 * SIZE}
+        assert gate.begun == [4 * SIZE]
 
 
 async def test_who_waits_for_a_read_is_told_when_there_is_memory_again(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = native.Reads.next, [3]
+    left = {"next": 3, "settle": 4, "ended": 2}
 
-    def scarce(self: native.Reads, taken: Taken) -> bool:
-        if left[0]:
-            left[0] -= 1
-            raise MemoryError
-        return real(self, taken)
+    def scarce(name: str) -> Callable[..., Any]:
+        real = getattr(native.Reads, name)
+
+        def call(self: native.Reads, *args: object) -> Any:
+            if left[name]:
+                left[name] -= 1
+                raise MemoryError
+            return real(self, *args)
+
+        return call
 
     class Scarce(dict[int, object]):
         failed = 0
 
-        def pop(self, *args: object) -> object:  # type: ignore[override]
+        def __getitem__(self, number: int) -> object:
             if self.failed < 5:
                 self.failed += 1
                 raise MemoryError
-            return super().pop(*args)  # type: ignore[arg-type,call-overload]
+            return super().__getitem__(number)
 
-    monkeypatch.setattr(native.Reads, "next", scarce)
+    for name in left:
+        monkeypatch.setattr(native.Reads, name, scarce(name))
     async with opened(tmp_path / "data", gate, at_once=2) as device:
         assert device._queue is not None
         device._queue._under_way = Scarce()  # type: ignore[assignment]
         gate.open(OPS)
-        assert await device.read(ops()) == [Status.OK] * OPS
-        assert (left, device._queue._under_way.failed) == ([0], 5)  # type: ignore[attr-defined]
+        assert await device.read(ops(), lambda number: True) == [Status.OK] * OPS
+        assert device._queue._under_way.failed == 5  # type: ignore[attr-defined]
+        assert not any(left.values())
 
 
 async def test_threads_that_came_are_let_go_where_others_cannot(
@@ -334,111 +295,58 @@ async def test_nothing_keeps_a_buffer_once_its_read_has_ended(tmp_path: Path, ga
             gc.enable()
 
 
-# Of the kernel's queue itself ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def reads(tmp_path: Path, gate: Gate) -> Iterator[native.Reads]:
-    path = tmp_path / "data"
-    path.write_bytes(random.Random(2).randbytes(4 * BLOCK + 100))
-    fd = os.open(path, os.O_RDONLY)
-    assert native.KERNEL is not None
-    queue = native.KERNEL.reads(fd, 1)
+@pytest.mark.parametrize("bad", [None, 0, 2])
+async def test_records_that_are_read_together_are_judged_one_by_one(
+    tmp_path: Path, gate: Gate, bad: int | None
+) -> None:
     gate.open(100)
-    yield queue
-    queue.close()
-    queue.free()
-    os.close(fd)
+    made = [record(1000 + n, n) for n in range(4)]
+    raw = [bytearray(each) for _, each in made]
+    if bad is not None:
+        raw[bad][500] ^= 1
+    (tmp_path / "data").write_bytes(b"".join(raw))
+    device = await FileDevice.open(tmp_path / "data", io_threads=2)
+    views = [aligned_buffer(len(each)) for each in raw]
+    check = RecordCheck([(e, v) for (e, _), v in zip(made, views, strict=True)], KEY, True)
+    at, wanted = 0, []
+    for view in views:
+        wanted.append(IoOp(at, view))
+        at += view.nbytes
+    statuses = await device.read(wanted, check)
+    assert statuses == [Status.CORRUPT if n == bad else Status.OK for n in range(4)]
+    assert b"".join(views) == b"".join(raw)
+    await device.close()
 
 
-def test_what_was_read_lies_where_it_was_wanted(tmp_path: Path, reads: native.Reads) -> None:
-    data = (tmp_path / "data").read_bytes()
-    views = [memoryview(bytearray(n)) for n in (1, 4096, 77, 3000)]
-    reads.add(7, 10, views)
-    taken = Taken()
-    assert reads.next(taken)
-    assert (taken.number, taken.got_bytes) == (7, 7174)
-    assert b"".join(views) == data[10:7184]
+async def test_a_record_that_was_cut_is_looked_at_once_and_whole(
+    tmp_path: Path, gate: Gate
+) -> None:
+    """An op of more than RUN_BYTES_MAX is read in pieces, and its twin judges it."""
+    gate.open(100)
+    expected, raw = record(2 * RUN_BYTES_MAX + 5)
+    behind, more = record(700)
+    for flipped in (False, True):
+        raw[-BLOCK] ^= flipped
+        (tmp_path / "data").write_bytes(raw + more)
+        device = await FileDevice.open(tmp_path / "data", io_threads=2)
+        views = [aligned_buffer(len(raw)), aligned_buffer(len(more))]
+        check = RecordCheck(list(zip((expected, behind), views, strict=True)), KEY, True)
+        found = await device.read([IoOp(0, views[0]), IoOp(len(raw), views[1])], check)
+        assert found == [Status.CORRUPT if flipped else Status.OK, Status.OK]
+        await device.close()
 
 
-def test_what_is_missing_is_told(reads: native.Reads) -> None:
-    view = memoryview(bytearray(200))
-    for offset in (4 * BLOCK, 5 * BLOCK):
-        reads.add(1 << 40, offset, [view])
-    taken = Taken()
-    assert reads.next(taken)
-    assert (taken.number, taken.got_bytes) == (1 << 40, 100)
-    assert reads.next(taken)
-    assert taken.got_bytes == 0
+async def test_two_loops_may_read_of_one_device(tmp_path: Path, gate: Gate) -> None:
+    """Whichever loop is woken, each call ends on its own."""
+    async with opened(tmp_path / "data", gate, at_once=2) as device:
+        gate.open(1000)
 
+        async def some(times: int) -> None:
+            for _ in range(times):
+                assert await device.read(ops(0, 2)) == [Status.OK] * 2
 
-def test_an_error_is_told(gate: Gate) -> None:
-    assert native.KERNEL is not None
-    out, into = os.pipe()
-    queue = native.KERNEL.reads(out, 1)
-    gate.open(1)
-    queue.add(3, 0, [memoryview(bytearray(10))])
-    taken = Taken()
-    assert queue.next(taken)
-    assert (taken.number, os.strerror(-taken.got_bytes)) == (3, "Illegal seek")
-    queue.close()
-    queue.free()
-    os.close(out)
-    os.close(into)
-
-
-def test_a_read_only_view_is_refused(reads: native.Reads) -> None:
-    with pytest.raises((TypeError, BufferError)):
-        reads.add(1, 0, [memoryview(bytes(10))])
-
-
-def test_what_was_dropped_is_not_read_and_the_others_are(reads: native.Reads) -> None:
-    views = [memoryview(bytearray(BLOCK)) for _ in range(5)]
-    for number, view in enumerate(views):
-        reads.add(number, number * BLOCK, [view])
-    assert [reads.drop(n) for n in (0, 4, 2, 2, 9)] == [True, True, True, False, False]
-    reads.add(5, BLOCK, [views[0]])  # behind the one that became the last
-    taken, numbers = Taken(), []
-    for _ in range(3):
-        assert reads.next(taken)
-        numbers.append(taken.number)
-    assert numbers == [1, 3, 5]
-    assert not reads.drop(1)
-    reads.close()
-    assert not reads.next(taken)
-
-
-@pytest.mark.parametrize("waiting", [True, False])
-def test_all_threads_are_let_go_at_the_end(gate: Gate, tmp_path: Path, waiting: bool) -> None:
-    """Those that wait for a piece, and those that wait because as many as may are in service."""
-    path = tmp_path / "data"
-    path.write_bytes(bytes(4 * BLOCK))
-    fd = os.open(path, os.O_RDONLY)
-    assert native.KERNEL is not None
-    queue = native.KERNEL.reads(fd, 1)
-    numbers: list[int] = []
-
-    def work() -> None:
-        taken = Taken()
-        while queue.next(taken):
-            numbers.append(taken.number)
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for one in threads:
-        one.start()
-    view = memoryview(bytearray(BLOCK))
-    for number in range(0 if waiting else 4):
-        queue.add(number, 0, [view])
-    if not waiting:
-        gate.wait(1)
-    queue.close()
-    gate.open(4)
-    for one in threads:
-        one.join(30)
-        assert not one.is_alive()
-    assert sorted(numbers) == ([] if waiting else [0, 1, 2, 3])
-    queue.free()
-    os.close(fd)
+        await asyncio.gather(some(20), asyncio.to_thread(asyncio.run, some(20)))
+        await some(1)
 
 
 def test_what_came_short_is_read_on(tmp_path: Path) -> None:

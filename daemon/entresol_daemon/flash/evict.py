@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from entresol_daemon.flash.checking import Expected
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.group import Pending
 from entresol_daemon.flash.index import PENDING, Index, Slots
@@ -28,7 +29,7 @@ from entresol_daemon.flash.model import (
     RemoveReason,
     SegmentState,
 )
-from entresol_daemon.flash.reader import Expected, Reader
+from entresol_daemon.flash.reader import Reader
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     RecordKind,

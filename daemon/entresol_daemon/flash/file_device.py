@@ -129,7 +129,7 @@ class FileDevice:
         try:
             # Held by nothing here: a job that failed has its error, which has this frame.
             if self._queue is not None:
-                work = self._queue.submit(reads, runs)
+                work = self._queue.submit(reads, runs, check)
             else:
                 threads = threads_of(runs, read_threads(self._threads))
                 shared = self._readers.submit_shared

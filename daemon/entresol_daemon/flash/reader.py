@@ -9,61 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from entresol_daemon.flash.checking import Expected, RecordCheck
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.index import Index, Slots
 from entresol_daemon.flash.model import COPY_BYTES_MAX, EngineStats
-from entresol_daemon.flash.segment import (
-    RECORD_HEADER_BYTES,
-    RecordHeader,
-    RecordKind,
-    decode_record_header,
-    extent_bytes,
-    payload_hash,
-)
-from entresol_daemon.flash.space import Segment, SegmentTable
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.flash.space import SegmentTable
 from entresol_daemon.flash.writer import Writer
 from entresol_proto.status import Status
 
 READ_TRIES_MAX = 2  # a misdirected read is transient: ask once more before calling it corrupt
 _WIPE = bytes(RECORD_HEADER_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """A record as the index knows it, remembered before the read."""
-
-    segment: Segment
-    sequence: int
-    offset: int  # in blocks
-    namespace_id: bytes
-    wire_key: bytes
-    sealed_bytes: int
-    plain_bytes: int
-    position: int
-
-    def is_in(self, header: RecordHeader | None) -> bool:
-        """True when the header is this record's."""
-        return (
-            header is not None
-            and header.kind is RecordKind.BLOCK
-            and header.sequence == self.sequence
-            and header.offset == self.offset
-            and header.wire_key == self.wire_key
-            and header.namespace_id == self.namespace_id
-            and header.sealed_bytes == self.sealed_bytes
-            and header.plain_bytes == self.plain_bytes
-            and header.position == self.position
-        )
-
-
-def _verify(expected: Expected, view: memoryview, check_key: bytes, payload: bool) -> bool:
-    """Whether a buffer holds its record. Runs in a thread."""
-    header = decode_record_header(view, check_key)
-    if header is None or not expected.is_in(header):
-        return False
-    return not payload or payload_hash(view, header.sealed_bytes) == header.payload_hash
 
 
 class Reader:
@@ -225,11 +182,7 @@ class Reader:
     async def _once(self, items: list[tuple[Expected, memoryview]], payloads: bool) -> list[Status]:
         """Read and verify; the segments cannot be freed meanwhile."""
         superblock = self._table.superblock
-        check_key = superblock.check_key
-
-        def check(number: int) -> bool:
-            return _verify(*items[number], check_key, payloads)
-
+        check = RecordCheck(items, superblock.check_key, payloads)
         for expected, _ in items:
             expected.segment.readers += 1
         try:

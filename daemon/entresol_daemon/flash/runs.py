@@ -40,6 +40,7 @@ class Run:
     length_bytes: int
     views: list[memoryview]
     owners: list[int]  # op number of each view
+    has_pieces: bool = False  # of an op that was cut
 
 
 def runs_of(
@@ -69,6 +70,7 @@ def runs_of(
             last.views.append(view[at : at + size])
             last.owners.append(number)
             last.length_bytes += size
+            last.has_pieces |= size < total
             at += size
     return runs
 

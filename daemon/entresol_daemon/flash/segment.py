@@ -321,6 +321,23 @@ def encode_record_header(header: RecordHeader, check_key: bytes) -> bytes:
     return fields + _record_check(fields, check_key)
 
 
+def encode_record_head(
+    kind: RecordKind,
+    sequence: int,
+    offset: int,
+    sealed_bytes: int,
+    namespace_id: bytes,
+    wire_key: bytes,
+    plain_bytes: int,
+    position: int,
+) -> bytes:
+    """A header's bytes with zeros for what only the flash knows: LSN, payload hash and check."""
+    return _RECORD.pack(
+        _RECORD_MAGIC, FORMAT_VERSION, kind, 0, sequence, 0, offset, sealed_bytes, namespace_id,
+        wire_key, plain_bytes, position, 0, 0,
+    ) + bytes(_RECORD_CHECK.size)  # fmt: skip
+
+
 def decode_record_header(raw: bytes | memoryview, check_key: bytes) -> RecordHeader | None:
     """The header at the start of `raw`, or None unless it is intact and of this file."""
     if len(raw) < RECORD_HEADER_BYTES:

@@ -17,11 +17,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from entresol_proto.native.reads import Look, Reads, Taken, Wanted
+
+__all__ = [
+    "KERNEL", "Kernel", "Look", "Reads", "Received", "Receiving", "Taken", "Wanted",
+    "blake2b_many", "copy",
+]  # fmt: skip
+
 _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 8  # of `entresol_kernel_version`
+KERNEL_VERSION = 9  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
@@ -183,71 +190,6 @@ class Kernel:
         """What threads read of `fd`, at most so many pieces at a time; it stays the caller's, and
         open until `Reads.free`. Raises: MemoryError."""
         return Reads(self._library, self._holding_the_lock, fd, at_once)
-
-
-class Taken(ctypes.Structure):
-    """What `Reads.next` brought: `struct taken` of reads.h. `got_bytes` is as of preadv(2), perhaps
-    fewer than were asked for, or an errno, negated."""
-
-    _fields_ = (("number", ctypes.c_uint64), ("got_bytes", ctypes.c_int64))
-
-
-class Reads:
-    """Pieces of a file that were asked for, and are read in that order by the threads that are in
-    `next`. Made by `Kernel.reads`; see reads.h."""
-
-    def __init__(
-        self, library: ctypes.CDLL, holding_the_lock: ctypes.PyDLL, fd: int, at_once: int
-    ) -> None:
-        self._next = library.entresol_reads_next
-        self._next.argtypes = (ctypes.c_void_p, ctypes.POINTER(Taken))
-        self._next.restype = ctypes.c_int32
-        # So short that to give the interpreter's lock up, and to get it again, would take longer.
-        short = holding_the_lock
-        self._add, self._drop = short.entresol_reads_add, short.entresol_reads_drop
-        self._add.argtypes = (
-            ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t,
-            ctypes.c_void_p, ctypes.c_void_p,
-        )  # fmt: skip
-        self._add.restype = ctypes.c_int32
-        self._drop.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-        self._drop.restype = ctypes.c_int32
-        self._close, self._free = short.entresol_reads_close, short.entresol_reads_free
-        for each in (self._close, self._free):
-            each.argtypes, each.restype = (ctypes.c_void_p,), None
-        opened = short.entresol_reads_open
-        opened.argtypes, opened.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_void_p
-        self._place = opened(fd, at_once)
-        if not self._place:
-            raise MemoryError
-
-    def add(self, number: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
-        """Ask for the bytes from there on, into writable views, at most IOV_MAX. They are written
-        to until the `next` that tells of `number` returned, or `drop` said yes; their owner keeps
-        them so long. Raises: MemoryError, and nothing is asked for."""
-        count = len(views)
-        first = ctypes.c_char.from_buffer  # of what can be written to; it raises TypeError
-        places = (ctypes.c_void_p * count)(*[ctypes.addressof(first(view)) for view in views])
-        sizes = (ctypes.c_size_t * count)(*[view.nbytes for view in views])
-        if self._add(self._place, number, offset_bytes, count, places, sizes):
-            raise MemoryError
-
-    def next(self, taken: Taken) -> bool:
-        """In a thread: take a piece, when there is one, and read it. False: closed, and no more."""
-        return bool(self._next(self._place, taken))
-
-    def drop(self, number: int) -> bool:
-        """Do not read it after all: true if no thread had begun, and none will."""
-        return self._place is not None and bool(self._drop(self._place, number))
-
-    def close(self) -> None:
-        """Whoever is in `next`, or comes, gets what is left, and then None."""
-        self._close(self._place)
-
-    def free(self) -> None:
-        """After `close`, when no thread is in any call, nor will be."""
-        place, self._place = self._place, None
-        self._free(place)
 
 
 class _Buffer(ctypes.Structure):

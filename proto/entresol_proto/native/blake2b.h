@@ -102,6 +102,19 @@ static inline void blake2b_store(uint8_t *out, const uint64_t h[8], size_t diges
         out[i] = (uint8_t)(h[i / 8] >> 8 * (i % 8));
 }
 
+/* The state after the key, which has 1 to 64 bytes. */
+static void blake2b_begin(uint64_t h[8], const uint8_t *key, size_t key_bytes,
+                          const uint8_t person[BLAKE2B_PERSON_BYTES], size_t digest_bytes)
+{
+    memcpy(h, blake2b_iv, 8 * sizeof h[0]);
+    h[0] ^= 0x01010000u ^ (uint64_t)key_bytes << 8 ^ digest_bytes;
+    h[6] ^= blake2b_load(person);
+    h[7] ^= blake2b_load(person + 8);
+    uint8_t block[BLAKE2B_BLOCK_BYTES] = {0};
+    memcpy(block, key, key_bytes);
+    blake2b_compress(h, block, BLAKE2B_BLOCK_BYTES, 0);
+}
+
 /* `count` inputs of `length` bytes each, at most a block, end to end; digests end to end in `out`.
  * The key has 1 to 64 bytes.
  */
@@ -110,14 +123,8 @@ static void blake2b_many(const uint8_t *key, size_t key_bytes,
                          size_t count, const uint8_t *inputs, size_t length, uint8_t *out)
 {
     uint64_t keyed[8];
-    memcpy(keyed, blake2b_iv, sizeof keyed);
-    keyed[0] ^= 0x01010000u ^ (uint64_t)key_bytes << 8 ^ digest_bytes;
-    keyed[6] ^= blake2b_load(person);
-    keyed[7] ^= blake2b_load(person + 8);
+    blake2b_begin(keyed, key, key_bytes, person, digest_bytes);
     uint8_t block[BLAKE2B_BLOCK_BYTES] = {0};
-    memcpy(block, key, key_bytes);
-    blake2b_compress(keyed, block, BLAKE2B_BLOCK_BYTES, 0);
-    memset(block, 0, sizeof block);
     const uint64_t counted = BLAKE2B_BLOCK_BYTES + length;
     size_t n = 0;
 #ifdef BLAKE2B_FOUR
