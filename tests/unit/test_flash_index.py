@@ -43,6 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = Index(40, seed=b"machine")
         self.model: dict[tuple[bytes, bytes], int] = {}
+        self.looked = (self.index.changes, dict(self.model))
 
     @precondition(lambda self: self.index.free > 0)
     @rule(namespace=st.sampled_from(NAMESPACES), number=st.integers(0, 30))
@@ -69,6 +70,12 @@ class IndexMachine(RuleBasedStateMachine):
         if self.model:
             chosen = data.draw(st.sets(st.sampled_from(sorted(self.model))))
             self.index.remove_many(np.array([self.model.pop(c) for c in sorted(chosen)], np.int64))
+
+    @invariant()
+    def what_was_looked_up_is_right_while_nothing_changes(self) -> None:
+        if self.index.changes == self.looked[0]:
+            assert self.model == self.looked[1]
+        self.looked = (self.index.changes, dict(self.model))
 
     @invariant()
     def agrees(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from entresol_daemon.core import residency as residency_module
 from entresol_daemon.core.history import History
 from entresol_daemon.core.residency import IN_VAIN, Residency, Resident, ResidentState
-from entresol_daemon.memory.slabs import SlabPool
+from entresol_daemon.memory.slabs import Extent, SlabPool
 from entresol_proto.limits import ALIGN_BYTES
 from entresol_proto.wire.data import Reason
 
@@ -99,6 +99,31 @@ def test_one_resident_per_slot() -> None:
     with pytest.raises(AssertionError):
         table.add(Resident(0, bytes(16), bytes(16), A, extent, ResidentState.READY))
     assert table.get(0) is block
+
+
+def test_the_block_that_goes_leaves_its_place_to_one_as_long() -> None:
+    table = residency(1)
+    blocks = [put(table, slot) for slot in range(4)]
+    table.pin(blocks[0])
+    blocks[1].block_key = key = random.Random(1).randbytes(48)
+    before = (table.pool.allocated_bytes, table.idle_bytes, table.evictions)
+    extent = table.allocate(A, PAGE, NO_LIMIT)
+    assert extent is not None
+    assert (extent.slab, extent.offset_bytes) == (
+        blocks[1].extent.slab,
+        blocks[1].extent.offset_bytes,
+    )
+    assert extent.view.nbytes == PAGE
+    assert table.pool.allocated_bytes == before[0]
+    assert (table.idle_bytes, table.evictions) == (before[1] - PAGE, before[2] + 1)
+    assert table.get(1) is None
+    assert blocks[1].state is ResidentState.DEAD
+    assert blocks[1].block_key == b""
+    assert key == bytes(48), "its key is wiped"
+    with pytest.raises(ValueError, match="released"):
+        bytes(blocks[1].extent.view)
+    with pytest.raises(AssertionError, match="twice"):
+        table.pool.free(blocks[1].extent)
 
 
 def test_killing_an_idle_block_frees_it_at_once() -> None:
@@ -370,13 +395,18 @@ class Model(RuleBasedStateMachine):
         self.table = residency(slabs)
         self.pool = self.table.pool
         self.freed: Counter[int] = Counter()
-        free = self.pool.free
+        free, reuse = self.pool.free, self.pool.reuse
 
-        def count(extent: object) -> None:
+        def count(extent: Extent) -> None:
             self.freed[id(extent)] += 1
-            free(extent)  # type: ignore[arg-type]
+            free(extent)
 
-        self.pool.free = count  # type: ignore[method-assign,assignment]
+        def count_reused(extent: Extent) -> Extent:
+            self.freed[id(extent)] += 1
+            return reuse(extent)
+
+        self.pool.free = count  # type: ignore[method-assign]
+        self.pool.reuse = count_reused  # type: ignore[method-assign]
         self.all: list[Resident] = []
         self.idle: dict[bytes, list[Resident]] = {A: [], B: [], C: []}
         self.next_slot = 0

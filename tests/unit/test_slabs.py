@@ -179,6 +179,22 @@ def test_freeing_twice_is_asserted_even_when_the_place_is_taken_again() -> None:
     assert slabs.allocated_bytes == PAGE
 
 
+def test_a_place_that_is_reused_belongs_to_the_new_extent_alone() -> None:
+    slabs = pool()
+    first, old = take(slabs, A, PAGE), take(slabs, A, 2 * PAGE)
+    new = slabs.reuse(old)
+    assert (new.slab, new.offset_bytes, new.length_bytes) == (old.slab, PAGE, 2 * PAGE)
+    assert slabs.allocated_bytes == slabs.used_bytes(A) == 3 * PAGE
+    with pytest.raises(ValueError, match="released"):
+        bytes(old.view)
+    for again in (slabs.free, slabs.reuse):
+        with pytest.raises(AssertionError, match="freed"):
+            again(old)
+    slabs.free(new)
+    slabs.free(first)
+    assert slabs.allocated_bytes == 0
+
+
 def test_a_freed_view_cannot_be_used() -> None:
     slabs = pool(1)
     extent = take(slabs, A, PAGE)

@@ -164,6 +164,14 @@ class Residency:
             return
         if resident.pins == 0 and resident.slot in self._idle.get(resident.owner, ()):
             self._wake(resident)
+        self._take_out(resident)
+        if resident.pins == 0:
+            self._free(resident)
+        else:
+            self._read_still.add(resident)
+
+    def _take_out(self, resident: Resident) -> None:
+        """Of the table; it is dead from here on."""
         resident.state = ResidentState.DEAD
         if self._by_slot.get(resident.slot) is resident:
             del self._by_slot[resident.slot]
@@ -173,10 +181,6 @@ class Residency:
             del here[resident.slot]
             if not here:
                 del self._in_slab[slab]
-        if resident.pins == 0:
-            self._free(resident)
-        else:
-            self._read_still.add(resident)
 
     def _free(self, resident: Resident) -> None:
         self._read_still.discard(resident)
@@ -230,6 +234,8 @@ class Residency:
         extent.slab.idle_bytes -= extent.length_bytes
 
     def _giving_way(self, asking: bytes, passed: Collection[bytes]) -> bytes:
+        if not passed and len(self._idle) == 1 and asking in self._idle:
+            return asking
         having = (owner for owner in self._idle if owner not in passed) if passed else self._idle
         most = max(having, key=lambda owner: (self._held(owner), owner), default=asking)
         return most if self._held(most) > self._held(asking) else asking
@@ -298,6 +304,9 @@ class Residency:
     def _displace_own(self, owner: bytes, length: int) -> Extent | None:
         """Memory from an owner's own blocks: in order, then what stands together in one slab."""
         pool, in_vain = self.pool, 0
+        extent = self._replace_oldest(owner, length)
+        if extent is not None:
+            return extent
         for _ in range(IN_VAIN_MAX):
             gone = self._evict_oldest(owner)
             if gone is None:
@@ -313,6 +322,21 @@ class Residency:
         for resident in run:
             self._evict(resident)
         return pool.allocate(owner, length) if run else None
+
+    def _replace_oldest(self, owner: bytes, length: int) -> Extent | None:
+        """The place of the block that goes first, if it is just as long: the same comes of it as of
+        freeing that and looking for room, for a third of the time."""
+        mine = self._idle.get(owner)
+        if not mine:
+            return None
+        resident = next(iter(mine.values()))
+        if resident.extent.length_bytes != length or resident.extent.slab.leaving:
+            return None
+        self._wake(resident)
+        self._take_out(resident)
+        resident.forget_key()
+        self.evictions += 1
+        return self.pool.reuse(resident.extent)
 
     def _find_run(self, owner: bytes, length: int) -> list[Resident]:
         """Idle blocks of one slab that stand together, with what is free between them."""

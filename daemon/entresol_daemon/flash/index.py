@@ -65,6 +65,7 @@ class Index:
         self._freed_count = 0
         self._high = 0  # slots below were used at least once
         self._tick = 0
+        self.changes = 0  # while it stands, slots that were looked up are what they were
         self._multipliers = [m | 1 for m in _expand(seed)]
         self._ids: dict[bytes, int] = {}
         self._names: list[bytes] = []
@@ -191,6 +192,7 @@ class Index:
         flags: int = 0,
     ) -> int:
         """Add a block that is not there yet (the caller looked), touched now; returns its slot."""
+        self.changes += 1
         number = self.intern(namespace_id)
         k0, k1 = _PAIR.unpack(wire_key)
         assert self._find(number, k0, k1) == ABSENT, "duplicate key"
@@ -221,6 +223,7 @@ class Index:
     def remove(self, slot: int) -> None:
         """Drop a live block; its slot may be used again at once."""
         assert self.m_flags[slot] & LIVE, "slot is not in use"
+        self.changes += 1
         number = self._m_namespace[slot]
         bucket = self._bucket(number, self._m_keys[2 * slot], self._m_keys[2 * slot + 1])
         at = self._m_heads[bucket] - 1
@@ -360,6 +363,7 @@ class Index:
         self.sealed_bytes[slots], self.plain_bytes[slots] = sealed_bytes, plain_bytes
         self.position[slots] = position
         self.flags[slots] = LIVE
+        self.changes += 1
         if last_touch is None:
             self.touch(slots)
         else:
@@ -391,6 +395,7 @@ class Index:
         if not len(slots):
             return
         assert bool(np.all(self.flags[slots] & LIVE)), "slot is not in use"
+        self.changes += 1
         numbers = self._namespace[slots]
         mixes = self._mix_column[numbers]
         k0, k1 = self._keys[2 * slots], self._keys[2 * slots + 1]

@@ -153,6 +153,18 @@ class SlabPool:
             elif not slab.closed:
                 self._empty[slab] = None
 
+    def reuse(self, extent: Extent) -> Extent:
+        """The same place, for what comes next: the old extent is freed, and its view with it."""
+        assert not extent.freed, "extent is freed already"
+        extent.freed = True
+        extent.view.release()
+        slab, begin, end = (
+            extent.slab,
+            extent.offset_bytes,
+            extent.offset_bytes + extent.length_bytes,
+        )
+        return Extent(slab, begin, extent.length_bytes, slab.buffer.view[begin:end])
+
     def shrink(self, extent: Extent, length_bytes: int) -> None:
         """Keep only the first `length_bytes` (rounded up) of an extent."""
         keep = align_up(length_bytes)

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from entresol_daemon.core.fairness import BEGUN
@@ -29,7 +29,7 @@ from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
 from entresol_daemon.shard.resident import ResidentGets
 from entresol_daemon.shard.sessions import Session
-from entresol_daemon.shard.staging import Staging
+from entresol_daemon.shard.staging import Read, Staging
 from entresol_daemon.shard.turns import (
     BLOCK_COST,
     FRAME_COST,
@@ -165,29 +165,27 @@ class GetPath:
 
     async def _serve_windows(self, job: Job) -> None:
         index = self._parts.engine.index
-        slots, fresh = await slots_of(self._parts, job.session, job.namespace, job.keys)
-        wanted = plan_fetch(slots, prefix=job.prefix)
+        job.slots, fresh = await slots_of(self._parts, job.session, job.namespace, job.keys)
+        job.slots_at = index.changes if fresh else -1
+        wanted = plan_fetch(job.slots, prefix=job.prefix)
         job.misses, job.pending = wanted.misses, wanted.pending
         landing: dict[asyncio.Task[None], Window] = {}
-        known: list[int] | None = slots if fresh else None  # until the first await from here
         in_vain = False
         if len(job.misses) > self._parts.turns.loop.stretch * MISSES_PER_COST:
             await self._tell_misses(job)
-            known = None
         try:
             while wanted.pending:
                 if len(landing) >= WINDOWS_LANDING_MAX:
                     await self._first_of(landing)
-                if not in_vain and not await self._at_once(job, len(wanted.pending)):
-                    known = None
-                window = self._window(job, wanted.pending, known)
-                known = None
+                if not in_vain:
+                    await self._at_once(job, len(wanted.pending))
+                window = self._window(job, wanted.pending)
                 job.misses += window.misses
                 first = bool(window.loads) and not landing
                 if window.waits:
-                    loads = self._staging.reads_of(window)
+                    reads = self._staging.reads_of(window)
                     job.owed += 1
-                    landing[asyncio.create_task(self._land(job, window, loads))] = window
+                    landing[asyncio.create_task(self._land(job, window, reads))] = window
                 if window.ready:
                     await self._grant_ready(job, window.ready)
                     if job.ended:
@@ -241,19 +239,17 @@ class GetPath:
             parts.metrics.quota_refusals[account.name, "get"].inc(len(pending))
         pending.clear()
 
-    async def _at_once(self, job: Job, blocks: int) -> bool:
-        """A turn on the loop for the next window; False when others had theirs before."""
+    async def _at_once(self, job: Job, blocks: int) -> None:
+        """A turn on the loop for the next window."""
         loop_turns, account = self._parts.turns.loop, job.session.account
         most = WINDOW_BLOCKS_IN_TURN if loop_turns.waiting else WINDOW_BLOCKS_MAX
         if job.paid:
             job.paid = False
             loop_turns.count(account, (min(blocks, most) - WINDOW_BLOCKS_IN_TURN) * BLOCK_COST)
-            return True
+            return
         cost = WINDOW_COST + min(blocks, most) * BLOCK_COST
-        if loop_turns.enter(account, cost):
-            return True
-        await loop_turns.take(account, cost)
-        return False
+        if not loop_turns.enter(account, cost):
+            await loop_turns.take(account, cost)
 
     async def _first_of(self, landing: dict[asyncio.Task[None], Window]) -> None:
         done, _ = await asyncio.wait(landing, return_when=asyncio.FIRST_COMPLETED)
@@ -278,8 +274,8 @@ class GetPath:
             cost=WINDOW_COST + BLOCK_COST,
         )  # fmt: skip
 
-    def _window(self, job: Job, pending: deque[int], known: list[int] | None) -> Window:
-        """What of `pending` can be served or loaded now; `known` are the slots of all keys."""
+    def _window(self, job: Job, pending: deque[int]) -> Window:
+        """What of `pending` can be served or loaded now."""
         parts = self._parts
         account = job.session.account
         room = parts.config.limits.inflight_bytes_per_session_max - job.session.held_bytes
@@ -287,15 +283,9 @@ class GetPath:
         if room <= 0 or not self.granting.may_lease(job.session):
             return Window()
         most = WINDOW_BLOCKS_IN_TURN if parts.turns.loop.waiting else WINDOW_BLOCKS_MAX
-        indices = list(itertools.islice(pending, most))
-        keys = [job.keys[_KEY * index : _KEY * (index + 1)] for index in indices]
-        if known is not None:
-            slots = [known[index] for index in indices]
-        else:
-            slots = parts.engine.index.lookup(job.namespace.namespace_id, b"".join(keys)).tolist()
         window = take_window(
             pending,
-            (self._shape(slot, key) for slot, key in zip(slots, keys, strict=True)),
+            self._shapes(job, list(itertools.islice(pending, most))),
             parts.residency,
             namespace_id=job.namespace.namespace_id,
             owner=account.stream,
@@ -310,25 +300,29 @@ class GetPath:
             self._staging.start(account, [resident for _, resident in window.loads])
         return window
 
-    def _shape(self, slot: int, key: bytes) -> Shape:
-        if slot < 0:
-            return Shape(-1, key, 0, 0, 0)
-        index = self._parts.engine.index
-        sealed = index.m_sealed_bytes[slot]
-        record = extent_bytes(sealed)
-        return Shape(slot, key, record, sealed, index.m_plain_bytes[slot])
+    def _shapes(self, job: Job, wanted: list[int]) -> Iterator[Shape]:
+        """Of each block as it is asked for, without an await between: most are not, of many."""
+        index, namespace_id = self._parts.engine.index, job.namespace.namespace_id
+        fresh = job.slots_at == index.changes
+        for at in wanted:
+            key = job.keys[_KEY * at : _KEY * (at + 1)]
+            slot = job.slots[at] if fresh else index.find(namespace_id, key)
+            if slot < 0:
+                yield Shape(-1, key, 0, 0, 0)
+            else:
+                sealed = index.m_sealed_bytes[slot]
+                yield Shape(slot, key, extent_bytes(sealed), sealed, index.m_plain_bytes[slot])
 
-    async def _land(
-        self, job: Job, window: Window, loads: dict[Resident, asyncio.Future[Status]]
-    ) -> None:
+    async def _land(self, job: Job, window: Window, reads: dict[Resident, Read]) -> None:
         """Wait for a window's reads, then grant what arrived."""
         mine = sorted(window.take_waits(), key=lambda entry: entry[0])
         arrived: list[tuple[int, Resident]] = []
         lost: list[tuple[int, Resident]] = []
         misses: list[tuple[int, Status]] = []
         try:
+            await self._staging.until_read(reads.values(), job.deadline_ns)
             for index, resident in mine:
-                status = await self._staging.arrival(resident, loads.get(resident), job.deadline_ns)
+                status = self._staging.arrival(resident, reads.get(resident))
                 if status is Status.OK:
                     arrived.append((index, resident))
                 else:

@@ -32,6 +32,8 @@ class Job:
     misses: list[tuple[int, Status]] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)  # slots, in order of the request
     pending: deque[int] = field(default_factory=deque)  # of what no window has been made yet
+    slots: list[int] = field(default_factory=list)  # of all keys, as they were when the index
+    slots_at: int = -1  # had changed so often; -1: they were not looked up in one go
     owed: int = 0  # grants that are to come, of windows there are
     landed: deque[list[tuple[int, Resident]]] = field(default_factory=deque)  # pinned; see below
     granter: bool = False  # somebody waits for their turn, and takes along what lands meanwhile

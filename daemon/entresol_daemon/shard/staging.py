@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from entresol_daemon.core.accounts import Account
@@ -30,6 +30,16 @@ from entresol_proto.status import EntresolError, SealError, Status
 log = logging.getLogger("entresol.get")
 
 
+class Read:
+    """Blocks that are read together, and how that ended for each."""
+
+    __slots__ = ("ended", "statuses")
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.statuses: dict[Resident, Status] = {}
+
+
 class Staging:
     """All reads from flash of a shard's gets."""
 
@@ -42,7 +52,7 @@ class Staging:
         self._parts = parts
         self._removal = removal
         self._spawn = spawn
-        self._loading: dict[Resident, asyncio.Future[Status]] = {}
+        self._loading: dict[Resident, Read] = {}
         self.reads = FlashReads()  # what waits and what is in service, for quotes
 
     def __len__(self) -> int:
@@ -55,20 +65,26 @@ class Staging:
 
     def start(self, account: Account, residents: Sequence[Resident]) -> None:
         """Read these, as they are pinned by whoever waits for them."""
-        loop = asyncio.get_running_loop()
-        for resident in residents:
-            self._parts.residency.pin(resident)  # the load's own pin
-            self._loading[resident] = loop.create_future()
         for portion in portions(residents, _record_bytes, self._parts.turns.read_bytes):
-            self._spawn(self._load(account, portion))
+            read = Read()
+            for resident in portion:
+                self._parts.residency.pin(resident)  # the load's own pin
+                self._loading[resident] = read
+            self._spawn(self._load(account, portion, read))
 
-    def reads_of(self, window: Window) -> dict[Resident, asyncio.Future[Status]]:
+    def reads_of(self, window: Window) -> dict[Resident, Read]:
         """The reads a window waits for. Taken before the first await: a read that has ended is
         forgotten, and with it why it failed."""
         waited = (resident for _, resident in window.loads + window.joins)
         return {each: self._loading[each] for each in waited if each in self._loading}
 
-    async def _load(self, account: Account, residents: list[Resident]) -> None:
+    async def _load(self, account: Account, residents: list[Resident], read: Read) -> None:
+        try:
+            await self._load_in_turn(account, residents)
+        finally:
+            read.ended.set_result(None)
+
+    async def _load_in_turn(self, account: Account, residents: list[Resident]) -> None:
         cost, length_bytes = sum(map(_cost_of, residents)), sum(map(_record_bytes, residents))
         turns, started_ns = self._parts.turns.flash, self._parts.now_ns()
         reads, name = self.reads, account.name
@@ -113,7 +129,7 @@ class Staging:
                 status = Status.MISS  # removed while it was read; what was read says nothing
             elif status is Status.OK:
                 status = self._admit(resident)
-            future = self._loading.pop(resident)
+            self._loading.pop(resident).statuses[resident] = status
             if status in (Status.CORRUPT, Status.CONFLICT):
                 self._removal.corrupt(resident, where="flash")
             if status is not Status.OK:
@@ -123,7 +139,6 @@ class Staging:
             elif status is Status.IO_ERROR and not parts.refused.full:
                 parts.refused.refused((resident.namespace_id, resident.wire_key), parts.now_ns())
             outcomes.append(status)
-            future.set_result(status)
             parts.residency.unpin(resident)
             freed |= resident.pins == 0
         if given is not None:
@@ -156,23 +171,22 @@ class Staging:
             resident.state = ResidentState.READY
         return status
 
-    async def arrival(
-        self, resident: Resident, future: asyncio.Future[Status] | None, deadline_ns: int
-    ) -> Status:
-        """How the read of a block ended, for one that waits until `deadline_ns`."""
+    async def until_read(self, reads: Iterable[Read], deadline_ns: int) -> None:
+        """Return when all of these have ended, or at `deadline_ns`."""
+        ended = {read.ended for read in reads if not read.ended.done()}
+        left_ns = deadline_ns - self._parts.now_ns()
+        if ended and left_ns > 0:
+            await asyncio.wait(ended, timeout=left_ns / 1e9)
+
+    def arrival(self, resident: Resident, read: Read | None) -> Status:
+        """How the read of a block ended, for one who waited as long as he would."""
         if resident.state is ResidentState.READY:
             return Status.OK
-        if future is None:
-            return Status.MISS
-        if future.done():
-            return Status.MISS if future.result() is Status.OK else future.result()
-        if resident.state is ResidentState.DEAD:
-            return Status.MISS  # removed while it is read
-        left_ns = deadline_ns - self._parts.now_ns()
-        if left_ns <= 0:
+        status = Status.MISS if read is None else read.statuses.get(resident)
+        if status is None and resident.state is not ResidentState.DEAD:
             return Status.DEADLINE
-        done, _ = await asyncio.wait({future}, timeout=left_ns / 1e9)
-        return future.result() if done else Status.DEADLINE
+        # What was found and is no longer there was removed, and so was what is still being read.
+        return Status.MISS if status is None or status is Status.OK else status
 
 
 def sealed_view(resident: Resident) -> memoryview:
