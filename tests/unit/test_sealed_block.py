@@ -439,6 +439,16 @@ def test_room_does_not_depend_on_the_engine_key() -> None:
             block.sealed_bytes_max(CHUNK, engine_key_bytes=size)
 
 
+def test_a_key_and_its_commitment_end_to_end_are_the_same_two() -> None:
+    salt = bytes(range(32))
+    key = block.derive_block_key(DEK, salt)
+    assert block.derive_key_and_commitment(DEK, salt) == key.key + key.commitment
+    for dek, status in ((bytes(32), Status.ERASED), (b"short", Status.BAD_REQUEST)):
+        with pytest.raises(SealError) as caught:
+            block.derive_key_and_commitment(dek, salt)
+        assert caught.value.status is status
+
+
 def test_seal_refuses_what_it_cannot_seal() -> None:
     plain = kv_bytes(CHUNK)
     need = Sealed(plain).header.sealed_bytes

@@ -47,6 +47,10 @@ class Expected:
             and header.position == self.position
         )
 
+    def is_same_block(self, other: Expected) -> bool:
+        """True where both are of one block, wherever it lies."""
+        return (self.namespace_id, self.wire_key) == (other.namespace_id, other.wire_key)
+
     def head(self) -> bytes:
         """Its header, but for what only the flash knows."""
         return encode_record_head(

@@ -46,7 +46,7 @@ class CountedDevice:
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         """See `Device.read`."""
         statuses = await self._device.read(ops, check)
-        self._stats.refused_reads += sum(status is Status.IO_ERROR for status in statuses)
+        self._stats.refused_reads += statuses.count(Status.IO_ERROR)
         return statuses
 
     async def write(self, ops: Sequence[IoOp]) -> None:

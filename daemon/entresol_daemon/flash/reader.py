@@ -68,21 +68,17 @@ class Reader:
         payloads = payloads or self._verify_payloads
         statuses = [Status.MISS] * len(ops)
         self._stats.reads += len(ops)
-        names: list[tuple[bytes, bytes] | None] = [
-            (self._index.namespace_of(slot), self._index.key_of(slot))
-            if self._index.is_live(slot)
-            else None
-            for slot, _ in ops
-        ]
-        todo = list(range(len(ops)))
+        live = self._index.is_live
+        first = [self.expect(slot) if live(slot) else None for slot, _ in ops]
+        todo: Sequence[int] = range(len(ops))
         for attempt in range(READ_TRIES_MAX):
             self._stats.read_retries += len(todo) if attempt else 0
-            await self._attempt(ops, names, todo, statuses, payloads, again=attempt > 0)
+            await self._attempt(ops, first, todo, statuses, payloads, again=attempt > 0)
             todo = [number for number in todo if statuses[number] is Status.CORRUPT]
             if not todo:
                 break
-        self._stats.corrupt_reads += sum(s is Status.CORRUPT for s in statuses)
-        self._stats.io_error_reads += sum(s is Status.IO_ERROR for s in statuses)
+        self._stats.corrupt_reads += statuses.count(Status.CORRUPT)
+        self._stats.io_error_reads += statuses.count(Status.IO_ERROR)
         for _, extent in ops:
             extent[:RECORD_HEADER_BYTES] = _WIPE
         return statuses
@@ -90,23 +86,29 @@ class Reader:
     async def _attempt(
         self,
         ops: Sequence[tuple[int, memoryview]],
-        names: list[tuple[bytes, bytes] | None],
-        todo: list[int],
+        first: list[Expected | None],
+        todo: Sequence[int],
         statuses: list[Status],
         payloads: bool,
         *,
         again: bool,
     ) -> None:
-        """Look the wanted slots up again (an eviction may have moved them) and read them."""
+        """Read what was expected at first; `again`, wherever it is now (an eviction may have moved
+        it)."""
         wanted: list[tuple[int, Expected, memoryview]] = []
         for number in todo:
             slot, extent = ops[number]
             statuses[number] = Status.MISS
-            if names[number] is None or not self._index.is_live(slot):
+            expected = first[number]
+            if expected is None:
                 continue
-            expected = self.expect(slot)
-            if (expected.namespace_id, expected.wire_key) != names[number]:
-                continue
+            if again:
+                before = expected
+                if not self._index.is_live(slot):
+                    continue
+                expected = self.expect(slot)
+                if not expected.is_same_block(before):
+                    continue
             if extent.nbytes != extent_bytes(expected.sealed_bytes):
                 assert again, "extent is not the record's length"
                 continue  # the key was removed and stored anew, in the slot that became free

@@ -20,8 +20,7 @@ from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, PlainBlock, Session
 from entresol_proto.fabric.base import Exposure, RemoteSpan
-from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_block_key
-from entresol_proto.seal.wiping import wipe
+from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_key_and_commitment
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
 from entresol_proto.wire.packed import PackedGrant
@@ -239,9 +238,8 @@ def _key_of(resident: Resident, deks: Mapping[int, bytes]) -> bytes:
     if resident.host_sealed:
         return NO_KEY
     if not resident.block_key:
-        derived = derive_block_key(deks[resident.dek_version], resident.salt)
-        resident.block_key = derived.key + derived.commitment
-        wipe(derived.key)  # the one that is kept is wiped with its block
+        # Wiped with its block.
+        resident.block_key = derive_key_and_commitment(deks[resident.dek_version], resident.salt)
     return resident.block_key
 
 

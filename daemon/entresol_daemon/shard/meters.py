@@ -107,8 +107,8 @@ class Meters:
 
     def staged(self, statuses: Sequence[Status], elapsed_ns: int) -> None:
         """A batch of reads from flash ended."""
-        for status in statuses:
-            self.metrics.staging_reads[status].inc()
+        for status in set(statuses):
+            self.metrics.staging_reads[status].inc(statuses.count(status))
         self.metrics.staging_seconds.observe(elapsed_ns / 1e9)
 
     def flushed(self, status: Status, elapsed_ns: int) -> None:

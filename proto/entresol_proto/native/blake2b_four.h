@@ -12,19 +12,32 @@
 typedef uint64_t blake2b_lanes __attribute__((vector_size(32)));
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 #define BLAKE2B_FOUR_TARGET __attribute__((target("avx2")))
 static int blake2b_has_four(void) { return __builtin_cpu_supports("avx2"); }
+
+/* To the right by whole bytes: one instruction, where two shifts take three. */
+BLAKE2B_FOUR_TARGET static inline blake2b_lanes four_right_bytes(blake2b_lanes value, int bytes)
+{
+    const __m256i in_order = _mm256_set1_epi64x(0x0706050403020100);
+    const __m256i from = _mm256_add_epi8(in_order, _mm256_set1_epi8((char)bytes));
+    const __m256i in_word = _mm256_and_si256(from, _mm256_set1_epi8(7));
+    const __m256i word = _mm256_set_epi64x(0x0808080808080808, 0, 0x0808080808080808, 0);
+    return (blake2b_lanes)_mm256_shuffle_epi8((__m256i)value, _mm256_or_si256(in_word, word));
+}
+#define FOUR_RIGHT_BYTES(value, bits) four_right_bytes((value), (bits) / 8)
 #else
 #define BLAKE2B_FOUR_TARGET
 static int blake2b_has_four(void) { return 1; }
+#define FOUR_RIGHT_BYTES FOUR_RIGHT
 #endif
 
 #define FOUR_RIGHT(value, bits) ((value) >> (bits) | (value) << (64 - (bits)))
 #define FOUR_MIX(a, b, c, d, x, y) \
     do { \
-        v[a] += v[b] + m[x], v[d] = FOUR_RIGHT(v[d] ^ v[a], 32); \
-        v[c] += v[d], v[b] = FOUR_RIGHT(v[b] ^ v[c], 24); \
-        v[a] += v[b] + m[y], v[d] = FOUR_RIGHT(v[d] ^ v[a], 16); \
+        v[a] += v[b] + m[x], v[d] = FOUR_RIGHT_BYTES(v[d] ^ v[a], 32); \
+        v[c] += v[d], v[b] = FOUR_RIGHT_BYTES(v[b] ^ v[c], 24); \
+        v[a] += v[b] + m[y], v[d] = FOUR_RIGHT_BYTES(v[d] ^ v[a], 16); \
         v[c] += v[d], v[b] = FOUR_RIGHT(v[b] ^ v[c], 63); \
     } while (0)
 
@@ -66,6 +79,7 @@ static void blake2b_compress_four(const uint64_t h[8], const uint8_t *blocks, ui
 }
 
 #undef FOUR_MIX
+#undef FOUR_RIGHT_BYTES
 #undef FOUR_RIGHT
 #endif
 

@@ -46,6 +46,7 @@ from entresol_proto.seal.keys import (
     SALT_BYTES,
     BlockKey,
     derive_block_key,
+    derive_key_and_commitment,
     new_salt,
 )
 from entresol_proto.status import CodecError, SealError, Status
@@ -71,6 +72,7 @@ __all__ = [
     "SealedHeader",
     "check_header",
     "derive_block_key",
+    "derive_key_and_commitment",
     "new_salt",
     "open_chunk_into",
     "open_into",

@@ -50,16 +50,29 @@ def derive_block_key(dek: bytes, salt: bytes, label: bytes = KEY_LABEL) -> Block
     Raises: SealError (BAD_REQUEST) for wrong lengths, (ERASED) for a key that was wiped: nothing is
     ever sealed under zeros.
     """
+    raw = _derive(dek, salt, label)
+    whole = memoryview(raw)
+    key = BlockKey(bytes(whole[:KEY_BYTES]), bytes(whole[KEY_BYTES:]))
+    raw[:] = _ZEROS  # no second copy stays in freed memory
+    return key
+
+
+def derive_key_and_commitment(dek: bytes, salt: bytes) -> bytes:
+    """The same, end to end, 48 bytes: for whoever hands both on, and wipes them in one go."""
+    raw = _derive(dek, salt, KEY_LABEL)
+    both = bytes(raw)
+    raw[:] = _ZEROS
+    return both
+
+
+def _derive(dek: bytes, salt: bytes, label: bytes) -> bytearray:
     if len(dek) != DEK_BYTES or len(salt) != SALT_BYTES:
         raise SealError("data key or salt has a wrong length", status=Status.BAD_REQUEST)
     if dek == _WIPED:
         raise SealError("the data key was destroyed", status=Status.ERASED)
     raw = bytearray(_BYTES)
-    whole = memoryview(raw)
     HKDFExpand(_SHA256, _BYTES, label + salt).derive_into(dek, raw)
-    key = BlockKey(bytes(whole[:KEY_BYTES]), bytes(whole[KEY_BYTES:]))
-    raw[:] = _ZEROS  # no second copy stays in freed memory
-    return key
+    return raw
 
 
 def new_salt() -> bytes:
