@@ -68,16 +68,26 @@ class Job(Generic[R]):
         """
         try:
             return await self._future
-        except asyncio.CancelledError:
-            if not self.cancel() and not self._ended and on_cancel is not None:
-                on_cancel()
-            while not self._ended:
-                self._again = asyncio.get_running_loop().create_future()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._again
+        except GeneratorExit:  # nobody runs this any more
+            raise
+        except BaseException:
+            # Cancelled, or without memory to wait; else it has ended, and this is its own error.
+            if not self._ended and not self.cancel():
+                try:
+                    if on_cancel is not None:
+                        on_cancel()
+                except Exception:
+                    log.exception("event=bug where=on_cancel")  # then it takes its time
+                while not self._ended:
+                    await self._until_told()
             raise
         finally:
             del self  # which has the error, which has this frame
+
+    async def _until_told(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError, MemoryError):
+            self._again = asyncio.get_running_loop().create_future()
+            await self._again
 
     def _taken(self) -> bool:
         try:
@@ -225,6 +235,12 @@ class Outside(Job[None]):
         """Of the loop that waits for it."""
         return self._home
 
+    def give_back(self) -> None:
+        """On its loop, before anybody awaits it: there is nothing to wait for, after all."""
+        self._ended = True
+        self._future.cancel()
+        self._home.jobs -= 1
+
     def end(self, error: BaseException | None = None) -> None:
         """From any thread, once: no thread is at it, nor will be. `error` is what it raises."""
         self._error = error
@@ -275,6 +291,11 @@ class Home:
                 if self._fd >= 0:
                     os.eventfd_write(self._fd, 1)
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing comes back here any more."""
+        return self._fd < 0 and not self.jobs
+
     def leave(self, pool: object) -> None:
         """From any thread: this pool is closed."""
         with _homes_lock:
@@ -311,6 +332,8 @@ class Home:
                     look()
         except MemoryError:
             os.eventfd_write(self._fd, 1)  # so that this is tried again
+        except Exception:
+            log.exception("event=bug where=look")
         finally:
             self._called = False  # before what follows: what ends after it calls again
         ended = self._ended

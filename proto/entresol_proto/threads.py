@@ -103,8 +103,12 @@ class Pool:
             if self._closed:
                 raise RuntimeError("the pool is closed")
             home = home_of(self, look)
-            self._homes.add(home)
-        return Outside(home)
+            try:
+                self._homes.add(home)
+                return Outside(home)
+            except BaseException:
+                home.jobs -= 1
+                raise
 
     def post(self, fn: Callable[..., object], *args: Any) -> None:
         """Have this called in a thread; nobody is told, and what it raises is logged. Needs no

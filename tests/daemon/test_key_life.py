@@ -263,7 +263,7 @@ async def test_a_blocks_key_is_derived_once_while_it_is_in_memory(
         def never(*_args: object) -> Any:
             raise AssertionError("derived again")
 
-        monkeypatch.setattr(granting, "derive_block_key", never)
+        monkeypatch.setattr(granting, "derive_key_and_commitment", never)
         for some in (keys[:1], keys[:8], keys):
             assert all_are(await get(space, some, SIZE), Status.OK)
     await assert_idle(running.daemon)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from entresol_daemon.shard.dispatch import READ_BYTES
+from entresol_daemon.shard.staging import Staging
 from entresol_proto.status import Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.data import OpenAt
 from entresol_proto.wire.session import Received
 from tests.sim.shardlab import Host, World
-from tests.sim.test_shard_review import KEYS, joined, names, simulate
+from tests.sim.test_shard_review import KEYS, forget_memory, joined, names, simulate, stored
 
 
 def heard(host: Host, raw: bytes) -> list[Received]:
@@ -82,6 +86,43 @@ def test_a_get_that_the_door_refuses_takes_no_turn(tmp_path: Path) -> None:
         assert len(asyncio.all_tasks()) == before
         for _ in range(many):
             door.depart(account)
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.parametrize("wrong", ["looked at", "begun"])
+def test_a_load_that_fails_by_a_fault_of_ours_is_lost_and_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """Its waiters hear at once, nothing stays pinned, and the next get reads the blocks again."""
+    name = {"looked at": "_admit", "begun": "_load"}[wrong]
+    real: Callable[..., Any] = getattr(Staging, name)
+    left = [2 if wrong == "looked at" else 1]
+
+    def fails(self: Staging, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError
+        return real(self, *args)
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:4])
+        await asyncio.sleep(5)
+        forget_memory(world)
+        monkeypatch.setattr(Staging, name, fails)
+        began = asyncio.get_running_loop().time()
+        found = set(await host.get(KEYS[:4], OpenAt.HOST))
+        assert found & {Status.IO_ERROR, Status.INTERNAL}
+        assert found <= {Status.OK, Status.IO_ERROR, Status.INTERNAL}
+        assert asyncio.get_running_loop().time() - began < 1, "nobody waited for what never comes"
+        gets, residency = world.shard.gets, world.shard.parts.residency
+        assert gets.loading == 0
+        await asyncio.sleep(5)  # what was granted is let go
+        assert not any(one.pins for one in residency._by_slot.values())
+        assert await host.get(KEYS[:4], OpenAt.HOST) == [Status.OK] * 4
+        await asyncio.sleep(5)
+        assert not any(one.pins for one in residency._by_slot.values())
 
     simulate(tmp_path, story)
 

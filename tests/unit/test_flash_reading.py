@@ -24,8 +24,10 @@ import pytest
 from entresol_daemon.flash.checking import RecordCheck
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.file_device import FileDevice
+from entresol_daemon.flash.reading import ReadQueue, _serve
 from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, RUN_BYTES_MAX, Reads, read_runs
 from entresol_proto import native
+from entresol_proto.eager import Eager, rest_of
 from entresol_proto.status import DeviceError, Status
 from entresol_proto.threads import Pool
 from tests.unit.gated_kernel import KEY, Gate, build, record
@@ -58,6 +60,12 @@ async def opened(path: Path, gate: Gate, at_once: int) -> AsyncIterator[FileDevi
     finally:
         gate.open(OPS)
         await device.close()
+
+
+def prepared(folder: Path) -> Path:
+    path = folder / "prepared"
+    path.write_bytes(BYTES)
+    return path
 
 
 def ops(first: int = 0, count: int = OPS) -> list[IoOp]:
@@ -243,6 +251,95 @@ async def test_threads_that_came_are_let_go_where_others_cannot(
     with pytest.raises(DeviceError, match="no memory"):
         await FileDevice.open(tmp_path / "data")
     await eventually(lambda: {one.name for one in threading.enumerate()} <= before)
+
+
+async def test_a_cancelled_read_waits_for_what_is_being_read_whatever_else_fails(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: native.Reads, number: int) -> None:
+        raise MemoryError
+
+    async with opened(tmp_path / "data", gate, at_once=1) as device:
+        mine = ops()
+        asked = asyncio.ensure_future(device.read(mine))
+        await asyncio.sleep(0)
+        gate.wait(1)
+        monkeypatch.setattr(native.Reads, "drop", fails)
+        asked.cancel()
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        gate.open(OPS)
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert len(gate.begun) == OPS, "nothing could be dropped"
+
+
+async def test_a_device_that_is_closed_by_one_loop_reads_nothing_for_another(
+    tmp_path: Path, gate: Gate
+) -> None:
+    device = await FileDevice.open(prepared(tmp_path), io_threads=2)
+    gate.open(1000)
+    ended: list[str] = []
+
+    async def reads_on() -> None:
+        try:
+            while True:
+                assert await device.read(ops(0, 2)) == [Status.OK] * 2
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    other = asyncio.create_task(asyncio.to_thread(asyncio.run, reads_on()))
+    await asyncio.sleep(0.05)
+    await device.close()
+    await asyncio.wait_for(other, 30)
+    assert "closed" in ended[0]
+
+
+@pytest.mark.parametrize("step", ["ask", "serve"])
+async def test_who_waits_is_told_wherever_there_is_no_memory_for_once(
+    tmp_path: Path, gate: Gate, step: str
+) -> None:
+    """Each single allocation fails once: of asking for a read, or of the thread that reads it and
+    has it judged. Nothing is written to a buffer after its call ended."""
+    memory = pytest.importorskip("_testcapi", reason="not run here: Python without its test parts")
+    gate.open(1000)
+    path = prepared(tmp_path)
+    device = await FileDevice.open(path, io_threads=2)
+    fd = os.open(path, os.O_RDONLY)
+    failed = 0
+    for number in range(60):
+        pool = Pool(1, "mine")
+        assert native.KERNEL is not None
+        queue = ReadQueue(native.KERNEL, fd, 1, pool, 0)
+        mine = ops(0, 1)
+        reading = Reads(fd, runs := read_runs(mine, len(BYTES)), mine, lambda _: True)
+        asked = Eager(queue.read(reading, runs, lambda _: True))
+        gc.disable()
+        if step == "ask":
+            memory.set_nomemory(number, number + 1)
+        try:
+            asked.begin()
+        finally:
+            memory.remove_mem_hooks()
+        calls = (native.Taken(), queue._native.next, queue._judge, queue._native.settle)
+        queue._native.close()
+        if step == "serve":
+            memory.set_nomemory(number, number + 1)
+        try:
+            _serve(*calls)
+        finally:
+            memory.remove_mem_hooks()
+            gc.enable()
+        try:
+            await asyncio.wait_for(rest_of(asked), 10)
+            assert bytes(mine[0].view) == BYTES[:SIZE]
+        except MemoryError:
+            failed += 1
+        assert not queue._under_way
+        queue.close()
+    assert failed
+    await device.close()
+    os.close(fd)
 
 
 async def test_a_read_that_is_cancelled_after_the_close_is_the_callers_again(

@@ -57,7 +57,12 @@ class Asked:
         return taken.batch_number, taken.number, taken.got_bytes
 
     def ended(self) -> list[int]:
-        return list(iter(self.queue.ended, None))
+        found: list[int] = []
+        while (number := self.queue.ended()) is not None:
+            assert self.queue.ended() == number, "until it is forgotten"
+            self.queue.forget()
+            found.append(number)
+        return found
 
     def woken(self) -> int:
         try:
@@ -153,6 +158,17 @@ def test_what_was_dropped_is_not_read_and_the_others_are(reads: Asked, gate: Gat
     reads.queue.close()
     assert reads.next() is None
     assert gate.begun == [BLOCK, BLOCK, 3 * BLOCK, BLOCK]
+
+
+def test_nothing_is_asked_for_once_it_is_closed(reads: Asked, gate: Gate) -> None:
+    view = memoryview(bytearray(BLOCK))
+    reads.add(1, (0, [view]))
+    reads.queue.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        reads.add(2, (BLOCK, [view]))
+    assert reads.next() == (1, 0, BLOCK)
+    assert reads.next() is None
+    assert (reads.ended(), gate.begun) == ([1], [0])
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -252,6 +268,11 @@ def test_a_record_is_good_for_the_kernel_as_for_its_twin(judges: Judges, sealed_
     assert not judges.say(expected, raw, key=bytes(32))
     for seed in range(4):
         assert not judges.say(record(sealed_bytes, 2 + seed)[0], raw)
+
+
+def test_the_head_of_a_longer_record_is_good_where_nobody_hashes_it(judges: Judges) -> None:
+    expected, raw = record(100_000)
+    assert judges.say(expected, bytes(raw[:BLOCK]), payloads=False)
 
 
 def test_no_flipped_bit_of_a_record_is_good(judges: Judges) -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from entresol_daemon.core import residency as residency_module
 from entresol_daemon.core.history import History
 from entresol_daemon.core.residency import IN_VAIN, Residency, Resident, ResidentState
+from entresol_daemon.memory import slabs as slabs_module
 from entresol_daemon.memory.slabs import Extent, SlabPool
 from entresol_proto.limits import ALIGN_BYTES
 from entresol_proto.wire.data import Reason
@@ -124,6 +125,28 @@ def test_the_block_that_goes_leaves_its_place_to_one_as_long() -> None:
         bytes(blocks[1].extent.view)
     with pytest.raises(AssertionError, match="twice"):
         table.pool.free(blocks[1].extent)
+
+
+@pytest.mark.parametrize("fails", ["wipe", "Extent"])
+def test_a_block_that_cannot_leave_its_place_stays_whole(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    table = residency(1)
+    blocks = [put(table, slot) for slot in range(4)]
+    blocks[0].block_key = random.Random(1).randbytes(48)
+
+    def no_memory(*_args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(residency_module if fails == "wipe" else slabs_module, fails, no_memory)
+        with pytest.raises(MemoryError):
+            table.allocate(A, PAGE, NO_LIMIT)
+    assert [table.get(slot) for slot in range(4)] == blocks
+    assert table.pool.allocated_bytes == table.idle_bytes == SLAB
+    assert bytes(blocks[0].extent.view) == bytes(PAGE)
+    assert table.allocate(A, PAGE, NO_LIMIT) is not None
+    assert table.get(0) is None
 
 
 def test_killing_an_idle_block_frees_it_at_once() -> None:

@@ -33,6 +33,31 @@ def pool() -> Iterator[Pool]:
     assert not names("test-pool")
 
 
+async def test_a_look_that_fails_keeps_nobody_from_what_has_ended(pool: Pool) -> None:
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise MemoryError
+        if len(looks) == 2:
+            raise ZeroDivisionError
+        for one in ended:
+            one.end()
+        ended.clear()
+
+    ended = [pool.expect(look)]
+    waiting = asyncio.ensure_future(ended[0].outcome())
+    other = Pool(1, "test-other")
+    try:
+        for _ in range(3):
+            assert await asyncio.wait_for(other.run(int), 10) == 0
+        await asyncio.wait_for(waiting, 10)
+        assert len(looks) >= 3, "without memory it is called again"
+    finally:
+        other.close()
+
+
 async def begun_on(pool: Pool, count: int) -> tuple[threading.Event, list[Job[bool]]]:
     """So many threads that wait until they are let go."""
     gate, there = threading.Event(), threading.Semaphore(0)

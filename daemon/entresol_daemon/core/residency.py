@@ -332,11 +332,12 @@ class Residency:
         resident = next(iter(mine.values()))
         if resident.extent.length_bytes != length or resident.extent.slab.leaving:
             return None
+        resident.forget_key()  # first what can fail: then it is still there, and can have another
+        extent = self.pool.reuse(resident.extent)
         self._wake(resident)
         self._take_out(resident)
-        resident.forget_key()
         self.evictions += 1
-        return self.pool.reuse(resident.extent)
+        return extent
 
     def _find_run(self, owner: bytes, length: int) -> list[Resident]:
         """Idle blocks of one slab that stand together, with what is free between them."""

@@ -26,6 +26,7 @@ from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer
 from entresol_daemon.flash.reading import ReadQueue
 from entresol_daemon.flash.runs import (
     Reads,
+    Run,
     Writes,
     is_bug,
     read_runs,
@@ -128,19 +129,21 @@ class FileDevice:
         self._reading += 1
         try:
             # Held by nothing here: a job that failed has its error, which has this frame.
-            if self._queue is not None:
-                work = self._queue.submit(reads, runs, check)
-            else:
-                threads = threads_of(runs, read_threads(self._threads))
-                shared = self._readers.submit_shared
-                work = shared(reads.work, threads=threads).outcome(reads.give_up)
-            await self._outcome(work, "read")
+            await self._outcome(self._read(reads, runs, check), "read")
         finally:
             self._reading -= 1
             self._read_at = time.monotonic()
         for number, status in reads.bad:
             statuses[number] = status
         return statuses
+
+    async def _read(self, reads: Reads, runs: Sequence[Run], check: Check | None) -> None:
+        if self._queue is not None:
+            await self._queue.read(reads, runs, check)
+        else:
+            threads = threads_of(runs, read_threads(self._threads))
+            shared = self._readers.submit_shared
+            await shared(reads.work, threads=threads).outcome(reads.give_up)
 
     async def write(self, ops: Sequence[IoOp]) -> None:
         runs = runs_of(ops, self.size_bytes)

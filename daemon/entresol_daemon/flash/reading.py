@@ -15,9 +15,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TypeVar
 
 from entresol_daemon.flash.checking import RecordCheck
 from entresol_daemon.flash.device import Check
@@ -27,8 +26,6 @@ from entresol_proto.native import Kernel, Look, Taken, Wanted
 from entresol_proto.threads import Outside, Pool
 
 NO_MEMORY_S = 0.01  # until it is tried again
-
-_T = TypeVar("_T")
 
 
 class _Batch:
@@ -66,73 +63,119 @@ class ReadQueue:
         self._numbers = count()
         self._under_way: dict[int, _Batch] = {}
         self._wakes: dict[Home, int] = {}  # descriptors of our own, which outlive the home's
-        self._collecting = threading.Lock()  # two loops may be woken
+        self._calling = threading.Lock()  # two loops may be woken, and one may close this
         try:
+            read, judge, settle = self._native.next, self._judge, self._native.settle
             for _ in range(threads):
-                pool.post(self._serve)
+                pool.post(_serve, Taken(), read, judge, settle)
         except BaseException:
             self._native.close()  # those that came are let go
             raise
 
-    def submit(self, reads: Reads, runs: Sequence[Run], check: Check | None) -> Awaitable[None]:
+    async def read(self, reads: Reads, runs: Sequence[Run], check: Check | None) -> None:
         """Have these runs read, at least one; `reads.came` is given those that are not found good.
-        On a loop.
 
         Ends as `Job.outcome`: cancelled, it waits for what is being read, and the rest is not.
+        Raises: RuntimeError once this is closed, MemoryError; nothing is read then.
         """
         wanted = _wanted(runs, check)
+        key, payloads = b"", False
+        if isinstance(check, RecordCheck):
+            key, payloads = check.key, check.payloads
         job = self._pool.expect(self._collect)
-        number = next(self._numbers)
+        number = -1
         try:
-            self._under_way[number] = _Batch(reads, runs, job)
+            number = next(self._numbers)
             wake_fd = self._wake_of(job.home)
-            if isinstance(check, RecordCheck):
-                key, payloads = check.key, check.payloads
+            batch = self._under_way[number] = _Batch(reads, runs, job)
+            ended = job.outcome(lambda: self._drop(number))
+            try:
                 self._native.add(number, wake_fd, wanted, key, payloads=payloads)
-            else:
-                self._native.add(number, wake_fd, wanted)
-        except BaseException as error:  # no memory: nothing was asked for
+            except BaseException:
+                batch.job = None
+                ended.close()
+                raise
+        except BaseException:
             self._under_way.pop(number, None)
-            job.end(error)
-        return job.outcome(lambda: self._native.drop(number))
+            job.give_back()
+            raise
+        del job, batch  # they have the error, which will have this frame
+        await ended
 
     def close(self) -> None:
         """What was asked for is read, and then there are no threads any more. Once."""
         self._native.close()
         self._pool.close()
-        _surely(self._collect)
-        self._native.free()
+        while True:
+            try:
+                self._collect()
+                break
+            except MemoryError:
+                time.sleep(NO_MEMORY_S)
+        with self._calling:
+            self._native.free()
         for fd in self._wakes.values():
             os.close(fd)
 
     def _wake_of(self, home: Home) -> int:
         found = self._wakes.get(home)
         if found is None:
+            for other in [each for each in self._wakes if each.is_over]:
+                os.close(self._wakes.pop(other))
             found = self._wakes[home] = home.duplicate()
         return found
 
+    def _drop(self, number: int) -> None:
+        """What no thread has begun of a batch is not read. From any thread."""
+        with self._calling:
+            self._native.drop(number)
+
     def _collect(self) -> None:
-        """On a loop: tell those whose batches have ended, of whichever loop they are."""
+        """On a loop: tell those whose batches have ended, of whichever loop they are. Begun again,
+        it goes on where there was no memory for more."""
         if not self._under_way:
             return
-        with self._collecting:
+        with self._calling:
             while (number := self._native.ended()) is not None:
-                batch = self._under_way.pop(number)
-                job, batch.job = batch.job, None  # it has the error, whose frames have this batch
-                error, batch.error = batch.error, None
-                assert job is not None
-                job.end(error)
+                batch = self._under_way.get(number)
+                if batch is not None and batch.job is not None:
+                    batch.job.end(batch.error)
+                    # Each has the other: its error has frames, which have this batch.
+                    batch.job = batch.error = None
+                self._under_way.pop(number, None)
+                self._native.forget()
 
-    def _serve(self) -> None:
-        """In a thread: one run after the other, until the queue is closed."""
-        taken = Taken()
-        while _surely(self._native.next, taken):
-            batch = _surely(self._under_way.__getitem__, taken.batch_number)
-            if not batch.came(taken.number, taken.got_bytes):
-                with contextlib.suppress(MemoryError):
-                    self._native.drop(taken.batch_number)
-            del batch  # and with it the buffers
-            _surely(self._native.settle, taken)
+    def _judge(self, taken: Taken) -> None:
+        """In a thread: a run that was not found good. What else fails than the device ends the
+        batch."""
+        number = taken.batch_number
+        if not self._under_way[number].came(taken.number, taken.got_bytes):
+            with contextlib.suppress(MemoryError):
+                self._drop(number)
+
+
+def _serve(
+    taken: Taken,
+    read: Callable[[Taken], bool],
+    judge: Callable[[Taken], None],
+    settle: Callable[[Taken], None],
+) -> None:
+    """In a thread: one run after the other, until the queue is closed. Where there is no memory for
+    a step it is tried again: who waits for a run is told. All that this needs was made before."""
+    has_one = is_judged = False
+    while True:
+        try:
+            if not has_one:
+                if not read(taken):
+                    return
+                has_one = True
+            if not is_judged:
+                judge(taken)
+                is_judged = True
+            settle(taken)
+            has_one = is_judged = False
+        except MemoryError:
+            time.sleep(NO_MEMORY_S)
 
 
 def _wanted(runs: Sequence[Run], check: Check | None) -> Wanted:
@@ -147,12 +190,3 @@ def _wanted(runs: Sequence[Run], check: Check | None) -> Wanted:
         else:
             wanted.add(run.offset_bytes, run.views, Look.ELSEWHERE)
     return wanted
-
-
-def _surely(call: Callable[..., _T], *args: object) -> _T:
-    """Whatever else fails, who waits is told: this does nothing until there is memory for it."""
-    while True:
-        try:
-            return call(*args)
-        except MemoryError:
-            time.sleep(NO_MEMORY_S)

@@ -154,16 +154,14 @@ class SlabPool:
                 self._empty[slab] = None
 
     def reuse(self, extent: Extent) -> Extent:
-        """The same place, for what comes next: the old extent is freed, and its view with it."""
+        """The same place, for what comes next: the old extent is freed, and its view with it. What
+        raises leaves it as it is."""
         assert not extent.freed, "extent is freed already"
+        slab, begin, length = extent.slab, extent.offset_bytes, extent.length_bytes
+        fresh = Extent(slab, begin, length, slab.buffer.view[begin : begin + length])
         extent.freed = True
         extent.view.release()
-        slab, begin, end = (
-            extent.slab,
-            extent.offset_bytes,
-            extent.offset_bytes + extent.length_bytes,
-        )
-        return Extent(slab, begin, extent.length_bytes, slab.buffer.view[begin:end])
+        return fresh
 
     def shrink(self, extent: Extent, length_bytes: int) -> None:
         """Keep only the first `length_bytes` (rounded up) of an extent."""

@@ -183,9 +183,7 @@ class GetPath:
                 job.misses += window.misses
                 first = bool(window.loads) and not landing
                 if window.waits:
-                    reads = self._staging.reads_of(window)
-                    job.owed += 1
-                    landing[asyncio.create_task(self._land(job, window, reads))] = window
+                    landing[self._begin(job, window)] = window
                 if window.ready:
                     await self._grant_ready(job, window.ready)
                     if job.ended:
@@ -296,8 +294,6 @@ class GetPath:
         )
         job.session.held_bytes += window.taken_bytes
         parts.held.hold(account, window.taken_bytes)
-        if window.loads:
-            self._staging.start(account, [resident for _, resident in window.loads])
         return window
 
     def _shapes(self, job: Job, wanted: list[int]) -> Iterator[Shape]:
@@ -312,6 +308,17 @@ class GetPath:
             else:
                 sealed = index.m_sealed_bytes[slot]
                 yield Shape(slot, key, extent_bytes(sealed), sealed, index.m_plain_bytes[slot])
+
+    def _begin(self, job: Job, window: Window) -> asyncio.Task[None]:
+        """Read what a window loads, and grant it as it lands."""
+        try:
+            reads = self._staging.begin(job.session.account, window)
+            task = asyncio.create_task(self._land(job, window, reads))
+        except BaseException:
+            self.granting.undo(job, window.take_waits() + window.ready)
+            raise
+        job.owed += 1
+        return task
 
     async def _land(self, job: Job, window: Window, reads: dict[Resident, Read]) -> None:
         """Wait for a window's reads, then grant what arrived."""

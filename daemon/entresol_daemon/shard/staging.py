@@ -24,6 +24,7 @@ from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.turns import FLASH_ITEM_BYTES, portions
+from entresol_proto.eager import Eager, rest_of
 from entresol_proto.seal.block import SealedHeader, check_header
 from entresol_proto.status import EntresolError, SealError, Status
 
@@ -33,11 +34,43 @@ log = logging.getLogger("entresol.get")
 class Read:
     """Blocks that are read together, and how that ended for each."""
 
-    __slots__ = ("ended", "statuses")
+    __slots__ = ("ended", "statuses", "waiting")
 
     def __init__(self) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = False
         self.statuses: dict[Resident, Status] = {}
+        self.waiting: list[_Waiter] = []
+
+    def end(self) -> None:
+        """Whatever has no status by now will have none."""
+        self.ended = True
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            one.ended()
+
+
+class _Waiter:
+    """Who waits for so many reads. Told by the last of them in one turn of the loop, where waiting
+    for a future of each takes two."""
+
+    __slots__ = ("_left", "future")
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left = len(reads)
+        for read in reads:
+            read.waiting.append(self)
+
+    def ended(self) -> None:
+        """One of them."""
+        self._left -= 1
+        if not self._left:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """It waits no longer."""
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 class Staging:
@@ -63,26 +96,46 @@ class Staging:
         """Where those belong."""
         return {resident.slot for resident in self._loading}
 
-    def start(self, account: Account, residents: Sequence[Resident]) -> None:
-        """Read these, as they are pinned by whoever waits for them."""
+    def begin(self, account: Account, window: Window) -> dict[Resident, Read]:
+        """Read the loads of a window, pinned by whoever waits for them. The reads that it waits
+        for, those of others among them; taken now: one that has ended is forgotten, and with it why
+        it failed."""
+        joined = (resident for _, resident in window.joins)
+        reads = {each: self._loading[each] for each in joined if each in self._loading}
+        residents = [resident for _, resident in window.loads]
         for portion in portions(residents, _record_bytes, self._parts.turns.read_bytes):
             read = Read()
             for resident in portion:
                 self._parts.residency.pin(resident)  # the load's own pin
-                self._loading[resident] = read
-            self._spawn(self._load(account, portion, read))
-
-    def reads_of(self, window: Window) -> dict[Resident, Read]:
-        """The reads a window waits for. Taken before the first await: a read that has ended is
-        forgotten, and with it why it failed."""
-        waited = (resident for _, resident in window.loads + window.joins)
-        return {each: self._loading[each] for each in waited if each in self._loading}
+                self._loading[resident] = reads[resident] = read
+            try:
+                load = Eager(self._load(account, portion, read))
+                self._spawn(rest_of(load))
+            except BaseException:
+                self._lose(portion, read)
+                raise
+            load.begin()  # here and now: the drive need not wait until the loop comes round to it
+        return reads
 
     async def _load(self, account: Account, residents: list[Resident], read: Read) -> None:
         try:
             await self._load_in_turn(account, residents)
+        except (Exception, asyncio.CancelledError):  # whose reads have ended; and nothing else
+            self._lose(residents, read)
+            raise
         finally:
-            read.ended.set_result(None)
+            read.end()
+
+    def _lose(self, residents: Sequence[Resident], read: Read) -> None:
+        """Something of ours went wrong: nobody knows what was read of those without a status, if
+        anything. They are to be had by a new read."""
+        for resident in residents:
+            if self._loading.get(resident) is read:
+                del self._loading[resident]
+                read.statuses[resident] = Status.IO_ERROR
+                self._parts.residency.kill(resident)
+                self._parts.residency.unpin(resident)
+        self._parts.room.notify()
 
     async def _load_in_turn(self, account: Account, residents: list[Resident]) -> None:
         cost, length_bytes = sum(map(_cost_of, residents)), sum(map(_record_bytes, residents))
@@ -173,10 +226,15 @@ class Staging:
 
     async def until_read(self, reads: Iterable[Read], deadline_ns: int) -> None:
         """Return when all of these have ended, or at `deadline_ns`."""
-        ended = {read.ended for read in reads if not read.ended.done()}
+        pending = [read for read in dict.fromkeys(reads) if not read.ended]
         left_ns = deadline_ns - self._parts.now_ns()
-        if ended and left_ns > 0:
-            await asyncio.wait(ended, timeout=left_ns / 1e9)
+        if pending and left_ns > 0:
+            waiter = _Waiter(pending)
+            timer = asyncio.get_running_loop().call_later(left_ns / 1e9, waiter.give_up)
+            try:
+                await waiter.future
+            finally:
+                timer.cancel()
 
     def arrival(self, resident: Resident, read: Read | None) -> Status:
         """How the read of a block ended, for one who waited as long as he would."""

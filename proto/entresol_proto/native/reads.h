@@ -128,7 +128,8 @@ static struct piece *make_piece(struct batch *batch, uint32_t number, const stru
  * behind it, at most IOV_MAX. When all have ended the batch is told by `entresol_reads_ended`, and
  * before that eight bytes were written to `wake_fd`, an eventfd that is open until
  * `entresol_reads_free`. `check_key` has `check_key_bytes`, 1 to 64, where there are records to
- * look for; and `payloads` says whether to hash them. 0 or -ENOMEM, and then nothing was asked for.
+ * look for; and `payloads` says whether to hash them. 0; or -ENOMEM or, once the queue is closed,
+ * -ESHUTDOWN, and then nothing was asked for.
  */
 EXPORT int32_t entresol_reads_add(struct reads *r, uint64_t batch_number, int wake_fd,
                                   const uint8_t *check_key, size_t check_key_bytes,
@@ -155,6 +156,12 @@ EXPORT int32_t entresol_reads_add(struct reads *r, uint64_t batch_number, int wa
         wanted += sizeof head + head.count * sizeof(struct wanted_part);
     }
     pthread_mutex_lock(&r->lock);
+    if (r->closed) {
+        pthread_mutex_unlock(&r->lock);
+        free_pieces(first);
+        free(batch);
+        return -ESHUTDOWN;
+    }
     *r->last = first;
     r->last = last;
     for (int wake = r->waiting; wake > 0 && pieces > 0; wake--, pieces--)
@@ -290,22 +297,27 @@ EXPORT void entresol_reads_drop(struct reads *r, uint64_t batch_number)
         wake(fd);
 }
 
-/* The next batch that has ended: 1, and its number. 0: none. */
+/* The first batch that has ended: 1, and its number, until it is forgotten. 0: none. */
 EXPORT int32_t entresol_reads_ended(struct reads *r, uint64_t *batch_number)
 {
     pthread_mutex_lock(&r->lock);
     struct batch *batch = r->ended;
-    if (batch != NULL) {
-        r->ended = batch->next;
-        if (r->ended == NULL)
-            r->ended_last = &r->ended;
-    }
+    if (batch != NULL)
+        *batch_number = batch->number;
     pthread_mutex_unlock(&r->lock);
-    if (batch == NULL)
-        return 0;
-    *batch_number = batch->number;
+    return batch != NULL;
+}
+
+/* That batch is not to be told again; there is one. */
+EXPORT void entresol_reads_forget(struct reads *r)
+{
+    pthread_mutex_lock(&r->lock);
+    struct batch *batch = r->ended;
+    r->ended = batch->next;
+    if (r->ended == NULL)
+        r->ended_last = &r->ended;
+    pthread_mutex_unlock(&r->lock);
     free(batch);
-    return 1;
 }
 
 /* Whoever waits is told that there will be nothing, once all that was asked for is taken. */
@@ -323,7 +335,7 @@ EXPORT void entresol_reads_free(struct reads *r)
     uint64_t number;
     free_pieces(r->first);
     while (entresol_reads_ended(r, &number))
-        ;
+        entresol_reads_forget(r);
     pthread_cond_destroy(&r->changed);
     pthread_mutex_destroy(&r->lock);
     free(r);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import errno
 import struct
 from collections.abc import Sequence
 
@@ -24,6 +25,12 @@ class Look(enum.IntEnum):
     ELSEWHERE = 0  # whoever is in `next` says so
     NO_FURTHER = 1  # at once
     FOR_RECORDS = 2  # when each part is the record whose head was given
+
+
+def _no_memory(error: ctypes.ArgumentError) -> Exception:
+    """What to raise: where there is no memory for an argument ctypes says so in its own way, before
+    the call. Nothing is done after a call, where there may be none for that."""
+    return MemoryError() if "MemoryError" in str(error) else error
 
 
 class Taken(ctypes.Structure):
@@ -88,10 +95,11 @@ class Reads:
         self._ended = short.entresol_reads_ended
         self._ended.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))
         self._ended.restype = ctypes.c_int32
+        self._forget = short.entresol_reads_forget
         self._close, self._free = short.entresol_reads_close, short.entresol_reads_free
-        for each in (self._close, self._free):
+        for each in (self._forget, self._close, self._free):
             each.argtypes = (ctypes.c_void_p,)
-        for each in (self._drop, self._settle, self._close, self._free):
+        for each in (self._drop, self._settle, self._forget, self._close, self._free):
             each.restype = None
         opened = short.entresol_reads_open
         opened.argtypes, opened.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_void_p
@@ -107,33 +115,61 @@ class Reads:
         """Ask for a batch, of one piece at least. When all of it was found good, settled or
         dropped `ended` tells of it, and before that `wake_fd` was written to: an eventfd, which its
         owner keeps until `free`. `check_key` is of the records, if there are any; `payloads` says
-        whether they are hashed. Raises: MemoryError, and nothing is asked for."""
-        if self._add(
-            self._place, number, wake_fd, check_key, len(check_key), payloads, wanted.pieces,
-            bytes(wanted.packed),
-        ):  # fmt: skip
-            raise MemoryError
+        whether they are hashed. Raises: MemoryError, or RuntimeError once this is closed; then
+        nothing is asked for."""
+        try:
+            failed = self._add(
+                self._place, number, wake_fd, check_key, len(check_key), payloads, wanted.pieces,
+                bytes(wanted.packed),
+            )  # fmt: skip
+        except ctypes.ArgumentError as error:
+            raise _no_memory(error) from None
+        if not failed:
+            return
+        if failed == -errno.ESHUTDOWN:
+            raise RuntimeError("the queue of reads is closed")
+        raise MemoryError
 
     def next(self, taken: Taken) -> bool:
         """In a thread: read what there is, until a piece is not known to be good, and has to be
         settled. False: closed, and no more."""
-        return bool(self._next(self._place, taken))
+        try:
+            return bool(self._next(self._place, taken))
+        except ctypes.ArgumentError as error:
+            raise _no_memory(error) from None
 
     def settle(self, taken: Taken) -> None:
         """A piece that `next` came back with is done with."""
-        self._settle(self._place, taken.batch)
+        try:
+            self._settle(self._place, taken.batch)
+        except ctypes.ArgumentError as error:
+            raise _no_memory(error) from None
 
     def drop(self, number: int) -> None:
         """What no thread has begun of a batch is not read, then. From any thread."""
-        if self._place is not None:
+        if self._place is None:
+            return
+        try:
             self._drop(self._place, number)
+        except ctypes.ArgumentError as error:
+            raise _no_memory(error) from None
 
     def ended(self) -> int | None:
-        """The next batch that has ended. For one thread at a time."""
+        """The first batch that has ended, until `forget`. For one thread at a time."""
         found = self._found
-        if self._place is None or not self._ended(self._place, found):
+        if self._place is None:
             return None
-        return found.value
+        try:
+            return found.value if self._ended(self._place, found) else None
+        except ctypes.ArgumentError as error:
+            raise _no_memory(error) from None
+
+    def forget(self) -> None:
+        """What `ended` tells is known."""
+        try:
+            self._forget(self._place)
+        except ctypes.ArgumentError as error:
+            raise _no_memory(error) from None
 
     def close(self) -> None:
         """Whoever is in `next`, or comes, gets what is left, and then nothing."""

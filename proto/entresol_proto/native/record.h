@@ -3,7 +3,7 @@
  * Layout: daemon/DATA_FILE.md. A head is as it would be written but for what only the flash knows
  * (its LSN, the payload's hash and its own check), which is zero in it. "No" here means "look": a
  * record that is not good is judged by the twin, and so is one whose payload is too short for the
- * hash of xxh3.h.
+ * hash of xxh3.h, or any where there is none.
  */
 
 #ifndef ENTRESOL_RECORD_H
@@ -52,14 +52,16 @@ static int is_record(const uint8_t *found, size_t length_bytes, const uint8_t *h
     blake2b_store(check, h, sizeof check);
     if (memcmp(found + RECORD_CHECK_AT, check, sizeof check) != 0)
         return 0;
-    const uint64_t sealed_bytes = u32_at(head + RECORD_SEALED_BYTES_AT);
-    if (sealed_bytes > length_bytes - RECORD_HEAD_BYTES)
-        return 0;
     if (!keys->with_payloads)
         return 1;
-    return sealed_bytes >= XXH3_BYTES_MIN &&
+#if defined(XXH3_HERE)
+    const uint64_t sealed_bytes = u32_at(head + RECORD_SEALED_BYTES_AT);
+    return sealed_bytes >= XXH3_BYTES_MIN && sealed_bytes <= length_bytes - RECORD_HEAD_BYTES &&
            xxh3_64(found + RECORD_HEAD_BYTES, sealed_bytes) ==
                blake2b_load(found + RECORD_HASH_AT);
+#else
+    return 0;
+#endif
 }
 
 #endif

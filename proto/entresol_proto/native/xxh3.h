@@ -1,7 +1,8 @@
 /* XXH3-64 without a seed, of inputs longer than 240 bytes: the hash of a record's payload.
  *
  * Source: the XXH3 algorithm description, xxHash (doc/xxhash_spec.md, version 0.8), whose constants
- * these are. What `xxhash.xxh3_64_intdigest` gives. Eight lanes, for SSE2 where there is that.
+ * these are. What `xxhash.xxh3_64_intdigest` gives. Eight lanes, for SSE2 where there is that; for
+ * processors of 64 bits.
  */
 
 #ifndef ENTRESOL_XXH3_H
@@ -13,6 +14,9 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+
+#if defined(__SIZEOF_INT128__)
+#define XXH3_HERE 1
 
 enum {
     XXH3_BYTES_MIN = 241, /* shorter inputs are hashed otherwise, and not here */
@@ -110,5 +114,7 @@ static uint64_t xxh3_64(const uint8_t *in, size_t length)
     found = (found ^ found >> 37) * 0x165667919e3779f9u;
     return found ^ found >> 32;
 }
+
+#endif
 
 #endif
