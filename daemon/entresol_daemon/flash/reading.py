@@ -12,6 +12,7 @@ it is owed nothing, and then no thread touches its buffers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -88,7 +89,8 @@ class ReadQueue:
             number = next(self._numbers)
             wake_fd = self._wake_of(job.home)
             batch = self._under_way[number] = _Batch(reads, runs, job)
-            ended = job.outcome(lambda: self._drop(number))
+            # No lambda: CPython 3.12 and 3.13 crash where there is no memory to make one.
+            ended = job.outcome(functools.partial(self._drop, number))
             try:
                 self._native.add(number, wake_fd, wanted, key, payloads=payloads)
             except BaseException:
