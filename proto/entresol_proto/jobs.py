@@ -291,11 +291,6 @@ class Home:
                 if self._fd >= 0:
                     os.eventfd_write(self._fd, 1)
 
-    @property
-    def is_over(self) -> bool:
-        """Nothing comes back here any more."""
-        return self._fd < 0 and not self.jobs
-
     def leave(self, pool: object) -> None:
         """From any thread: this pool is closed."""
         with _homes_lock:

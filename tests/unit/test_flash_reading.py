@@ -14,7 +14,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,11 @@ from entresol_proto import native
 from entresol_proto.eager import Eager, rest_of
 from entresol_proto.status import DeviceError, Status
 from entresol_proto.threads import Pool
-from tests.unit.gated_kernel import KEY, Gate, build, record
+from tests.unit.gated_kernel import KEY, Gate, record
 
 SIZE = READ_MERGED_BYTES_MAX  # of one read
 OPS = 8
 BYTES = random.Random(1).randbytes(OPS * SIZE)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("gated"))
-
-
-@pytest.fixture
-def gate(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr(native, "KERNEL", native.Kernel(library))
-    one = Gate(library)
-    yield one
-    one.close()
 
 
 @asynccontextmanager

@@ -15,20 +15,7 @@ from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_proto import native
 from entresol_proto.native import Look, Taken, Wanted
-from tests.unit.gated_kernel import KEY, Gate, build, record
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("gated"))
-
-
-@pytest.fixture
-def gate(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr(native, "KERNEL", native.Kernel(library))
-    one = Gate(library)
-    yield one
-    one.close()
+from tests.unit.gated_kernel import KEY, Gate, record
 
 
 class Asked:

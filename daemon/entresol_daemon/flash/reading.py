@@ -120,10 +120,10 @@ class ReadQueue:
             os.close(fd)
 
     def _wake_of(self, home: Home) -> int:
+        """One for each loop that ever read: a thread may be about to write to it, though all that
+        the loop waited for was told already."""
         found = self._wakes.get(home)
         if found is None:
-            for other in [each for each in self._wakes if each.is_over]:
-                os.close(self._wakes.pop(other))
             found = self._wakes[home] = home.duplicate()
         return found
 

@@ -113,6 +113,9 @@ class Staging:
                 self._spawn(rest_of(load))
             except BaseException:
                 self._lose(portion, read)
+                for resident in residents:
+                    if resident not in reads:  # nor will it be: who waits for it lets it go
+                        self._parts.residency.kill(resident)
                 raise
             load.begin()  # here and now: the drive need not wait until the loop comes round to it
         return reads

@@ -126,8 +126,8 @@ static struct piece *make_piece(struct batch *batch, uint32_t number, const stru
 
 /* Ask for so many pieces, at least one: `wanted` holds a `struct wanted` for each, with its parts
  * behind it, at most IOV_MAX. When all have ended the batch is told by `entresol_reads_ended`, and
- * before that eight bytes were written to `wake_fd`, an eventfd that is open until
- * `entresol_reads_free`. `check_key` has `check_key_bytes`, 1 to 64, where there are records to
+ * then eight bytes are written to `wake_fd`, an eventfd that is open until `entresol_reads_free`:
+ * that may be after the batch was forgotten. `check_key` has `check_key_bytes`, 1 to 64, where there are records to
  * look for; and `payloads` says whether to hash them. 0; or -ENOMEM or, once the queue is closed,
  * -ESHUTDOWN, and then nothing was asked for.
  */

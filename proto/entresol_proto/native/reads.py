@@ -10,8 +10,13 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 HEAD_BYTES = 96  # of a record: RECORD_HEAD_BYTES of record.h
 NO_HEAD = bytes(HEAD_BYTES)
@@ -27,10 +32,20 @@ class Look(enum.IntEnum):
     FOR_RECORDS = 2  # when each part is the record whose head was given
 
 
-def _no_memory(error: ctypes.ArgumentError) -> Exception:
-    """What to raise: where there is no memory for an argument ctypes says so in its own way, before
-    the call. Nothing is done after a call, where there may be none for that."""
-    return MemoryError() if "MemoryError" in str(error) else error
+def _out_of_memory(call: Callable[P, R]) -> Callable[P, R]:
+    """Raises MemoryError where there is none for an argument: ctypes says so in its own way, before
+    the call. Nothing is done after a call that was made, where there may be no memory for it."""
+
+    @functools.wraps(call)
+    def told(*args: P.args, **named: P.kwargs) -> R:
+        try:
+            return call(*args, **named)
+        except ctypes.ArgumentError as error:
+            if "MemoryError" in str(error):
+                raise MemoryError from None
+            raise
+
+    return told
 
 
 class Taken(ctypes.Structure):
@@ -108,68 +123,56 @@ class Reads:
         if not self._place:
             raise MemoryError
 
+    @_out_of_memory
     def add(
         self, number: int, wake_fd: int, wanted: Wanted, check_key: bytes = b"", *,
         payloads: bool = False,
     ) -> None:  # fmt: skip
         """Ask for a batch, of one piece at least. When all of it was found good, settled or
-        dropped `ended` tells of it, and before that `wake_fd` was written to: an eventfd, which its
-        owner keeps until `free`. `check_key` is of the records, if there are any; `payloads` says
+        dropped `ended` tells of it, and then `wake_fd` is written to: an eventfd, which its owner
+        keeps until `free`. `check_key` is of the records, if there are any; `payloads` says
         whether they are hashed. Raises: MemoryError, or RuntimeError once this is closed; then
         nothing is asked for."""
-        try:
-            failed = self._add(
-                self._place, number, wake_fd, check_key, len(check_key), payloads, wanted.pieces,
-                bytes(wanted.packed),
-            )  # fmt: skip
-        except ctypes.ArgumentError as error:
-            raise _no_memory(error) from None
+        failed = self._add(
+            self._place, number, wake_fd, check_key, len(check_key), payloads, wanted.pieces,
+            bytes(wanted.packed),
+        )  # fmt: skip
         if not failed:
             return
         if failed == -errno.ESHUTDOWN:
             raise RuntimeError("the queue of reads is closed")
         raise MemoryError
 
+    @_out_of_memory
     def next(self, taken: Taken) -> bool:
         """In a thread: read what there is, until a piece is not known to be good, and has to be
         settled. False: closed, and no more."""
-        try:
-            return bool(self._next(self._place, taken))
-        except ctypes.ArgumentError as error:
-            raise _no_memory(error) from None
+        return bool(self._next(self._place, taken))
 
+    @_out_of_memory
     def settle(self, taken: Taken) -> None:
         """A piece that `next` came back with is done with."""
-        try:
-            self._settle(self._place, taken.batch)
-        except ctypes.ArgumentError as error:
-            raise _no_memory(error) from None
+        self._settle(self._place, taken.batch)
 
+    @_out_of_memory
     def drop(self, number: int) -> None:
         """What no thread has begun of a batch is not read, then. From any thread."""
         if self._place is None:
             return
-        try:
-            self._drop(self._place, number)
-        except ctypes.ArgumentError as error:
-            raise _no_memory(error) from None
+        self._drop(self._place, number)
 
+    @_out_of_memory
     def ended(self) -> int | None:
         """The first batch that has ended, until `forget`. For one thread at a time."""
         found = self._found
         if self._place is None:
             return None
-        try:
-            return found.value if self._ended(self._place, found) else None
-        except ctypes.ArgumentError as error:
-            raise _no_memory(error) from None
+        return found.value if self._ended(self._place, found) else None
 
+    @_out_of_memory
     def forget(self) -> None:
         """What `ended` tells is known."""
-        try:
-            self._forget(self._place)
-        except ctypes.ArgumentError as error:
-            raise _no_memory(error) from None
+        self._forget(self._place)
 
     def close(self) -> None:
         """Whoever is in `next`, or comes, gets what is left, and then nothing."""
