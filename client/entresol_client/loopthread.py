@@ -2,12 +2,15 @@
 
 Invariants: a `call` that returns, raises or is interrupted has ended on the loop first; `stop`
 leaves none waiting. Not usable after fork: the thread does not exist in the child, which gets an
-error instead of a hang.
+error instead of a hang. A thread that nobody stopped is stopped when the interpreter ends: uvloop
+calls into it from a timer or a socket, and where it is gone the process ends with SIGSEGV.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -20,14 +23,21 @@ from entresol_client.buffers import UsageError
 
 R = TypeVar("R")
 
+log = logging.getLogger("entresol.client")
+
 THREAD_NAME = "entresol-client"
 END_S = 1.0  # `stop` lets what is under way end by itself for so long, then cancels it
+EXIT_S = 3.0  # how long the end of the interpreter waits for a loop that nobody stopped
+
+_running: set[LoopThread] = set()
 
 
 class LoopThread:
     """An event loop on its own thread, and calls into it from others."""
 
     def __init__(self) -> None:
+        # Called on the loop first, where the interpreter ends and nobody stopped it before.
+        self.at_exit: Callable[[], Coroutine[Any, Any, object]] | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()  # between what is handed over and `stop`
         self._stopping = False
@@ -35,6 +45,7 @@ class LoopThread:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
+        _running.add(self)
 
     @property
     def forked(self) -> bool:
@@ -118,27 +129,48 @@ class LoopThread:
         """End the loop and the thread, after everything that runs there: calls under way have END_S
         to end, then they raise UsageError. Idempotent; in a forked child only the memory is
         dropped."""
+        self._stop(self._end, None)
+
+    def _stop(self, end: Callable[[], Coroutine[Any, Any, None]], wait_s: float | None) -> None:
         if self.forked:
             return
-        self._hand_over(lambda: self._loop.create_task(self._end()), last=True)
-        self._thread.join()  # also where another thread has told it to end
-        self._loop.close()
+        self._hand_over(lambda: self._loop.create_task(end()), last=True)
+        self._thread.join(wait_s)  # also where another thread has told it to end
+        if not self._thread.is_alive():
+            self._loop.close()
+            _running.discard(self)
 
     async def _end(self) -> None:
         """On the loop: nobody hands anything over any more."""
-        others = asyncio.all_tasks() - {asyncio.current_task()}
         try:
-            if others:
-                await asyncio.wait(others, timeout=END_S)
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            if left:
-                await asyncio.wait(left, timeout=END_S)
+            await self._cancel(END_S)
             while self._calls:  # which write to buffers until they end
                 await asyncio.wait(self._calls)
         finally:
             self._loop.stop()
+
+    async def _exit(self) -> None:
+        """On the loop: the interpreter ends, and waits no longer than EXIT_S."""
+        try:
+            async with asyncio.timeout(END_S):
+                if self.at_exit is not None:
+                    await self.at_exit()
+        except Exception as error:  # also the timeout
+            log.info("event=closing_at_exit_failed error=%r", error)
+        finally:
+            await self._cancel(0)
+            self._loop.stop()
+
+    async def _cancel(self, grace_s: float) -> None:
+        """Let everything end by itself for so long, then cancel it, and what that begins."""
+        me = asyncio.current_task()
+        if others := asyncio.all_tasks() - {me}:
+            await asyncio.wait(others, timeout=grace_s)
+        until = self._loop.time() + END_S
+        while (left := asyncio.all_tasks() - {me}) and self._loop.time() < until:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=until - self._loop.time())
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -146,3 +178,10 @@ class LoopThread:
             self._loop.run_forever()
         finally:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+
+@atexit.register
+def _stop_all() -> None:
+    """The interpreter ends: clients that nobody closed are closed, or what they do is cancelled."""
+    for thread in list(_running):
+        thread._stop(thread._exit, EXIT_S)

@@ -50,6 +50,7 @@ class Client:
         except BaseException:
             self._thread.stop()
             raise
+        self._thread.at_exit = self._client.close
         self._open = True
         self._closing = threading.Lock()
 

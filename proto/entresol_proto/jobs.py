@@ -280,7 +280,8 @@ class Home:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._loop = weakref.ref(loop)
         loop.add_reader(self._fd, self._come)
-        weakref.finalize(loop, self.close)
+        # A loop may outlive `finalize`, which at the end of the interpreter calls all that are left.
+        weakref.finalize(loop, self.close).atexit = False
 
     def ended(self, job: Job[Any]) -> None:
         """From a thread: this one has ended."""

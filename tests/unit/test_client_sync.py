@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -253,6 +255,43 @@ def test_a_call_that_does_not_end_is_cancelled_at_the_end(
         with pytest.raises(UsageError, match="closed"):
             refused(work)
     thread.stop()
+
+
+AT_EXIT = """
+import asyncio, ctypes, time
+from entresol_client.loopthread import LoopThread
+from entresol_proto.threads import Pool
+
+async def work():
+    while True:  # not before the interpreter is gone, and then
+        await asyncio.sleep(0.3)
+
+async def close():
+    await pool.run(time.sleep, 0.05)
+    print("closed", flush=True)
+
+thread, pool = LoopThread(), Pool(1, "worker")
+thread.submit(work())
+thread.call(lambda: pool.run(time.sleep, 0.05))
+thread.at_exit = close
+libc = ctypes.CDLL(None)  # the process goes on when the interpreter is gone: others' destructors do
+getattr(libc, "__cxa_atexit")(libc.getchar, None, None)
+print("ends", flush=True)
+"""
+
+
+def test_a_loop_that_nobody_stopped_does_not_outlive_the_interpreter() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_EXIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdin is not None and process.stderr
+        assert process.stdout.readline() == b"ends\n"
+        assert process.stdout.readline() == b"closed\n"
+        time.sleep(0.6)
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert process.stderr.read() == b""
 
 
 async def test_work_that_waits_for_a_thread_ends_with_its_deadline_and_with_the_client() -> None:

@@ -94,6 +94,7 @@ class EngineStore:
                     hint='use open_at = "host", or a client configuration without tenant_key',
                 )
             self._client = self._thread.call(lambda: AsyncClient.open(config))
+            self._thread.at_exit = self._client.close
             self._slots = self._thread.call(self._make_slots)
         except BaseException:
             self._thread.stop()
