@@ -63,9 +63,9 @@ class CodecMetrics:
         """A session opened a namespace."""
         self._choices[name_of(codec_id), why].inc()
 
-    def sealed(self, dtype: DType, codec_id: int) -> None:
-        """A block was stored."""
-        self._sealed[dtype.label, name_of(codec_id)].inc()
+    def sealed(self, dtype: DType, codec_id: int, count: int = 1) -> None:
+        """Blocks were stored."""
+        self._sealed[dtype.label, name_of(codec_id)].inc(count)
 
     def show(self, latest: Iterable[tuple[DType, int]]) -> None:
         """Set what is chosen now: a (dtype, codec id) per namespace."""

@@ -285,7 +285,9 @@ def test_a_loop_that_nobody_stopped_does_not_outlive_the_interpreter() -> None:
         [sys.executable, "-c", AT_EXIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
-        assert process.stdout is not None and process.stdin is not None and process.stderr
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         assert process.stdout.readline() == b"ends\n"
         assert process.stdout.readline() == b"closed\n"
         time.sleep(0.6)

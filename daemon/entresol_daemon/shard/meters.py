@@ -7,7 +7,7 @@ refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from entresol_daemon.compute import Compute
@@ -18,6 +18,7 @@ from entresol_daemon.metrics import Metrics
 from entresol_daemon.traces import traces_of
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import SealedHeader
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.seal.meter import RatioMeter
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Grant, GrantItem, OpenAt, Tier
@@ -116,31 +117,40 @@ class Meters:
         self.metrics.flash_flushes[status].inc()
         self.metrics.flash_flush_seconds.observe(elapsed_ns / 1e9)
 
-    def put_ended(self, tenant: TenantName, status: Status) -> None:
-        """One offered block has its answer."""
-        self.metrics.put_blocks[tenant, status].inc()
-        if status is Status.QUOTA:
-            self.metrics.quota_refusals[tenant, "flash"].inc()
+    def puts_ended(self, tenant: TenantName, statuses: Iterable[Status]) -> None:
+        """Offered blocks have their answers."""
+        for status, count in Counter(statuses).items():
+            self.metrics.put_blocks[tenant, status].inc(count)
+            if status is Status.QUOTA:
+                self.metrics.quota_refusals[tenant, "flash"].inc(count)
 
     def pulled(self, tenant: TenantName, wire_bytes: int) -> None:
         """Bytes were read from a host."""
         self.metrics.payload_bytes[tenant, "put", "wire"].inc(wire_bytes)
 
-    def stored(self, tenant: TenantName, header: SealedHeader, record_bytes: int) -> None:
-        """One block entered the index."""
+    def stored(
+        self, tenant: TenantName, headers: Iterable[SealedHeader], record_bytes: int
+    ) -> None:
+        """Blocks entered the index; their records take so many bytes."""
         m, totals = self.metrics, self.totals
-        m.payload_bytes[tenant, "put", "plain"].inc(header.plain_bytes)
-        m.payload_bytes[tenant, "put", "stored"].inc(record_bytes)
-        m.record_sealed(header.dtype.label, header.plain_bytes, header.sealed_bytes)
-        m.codecs.sealed(header.dtype, header.codec_id)
-        if name_of(header.codec_id) != OTHER:  # a host may seal with what only it knows
-            self.ratios.add(
-                header.namespace_id, header.dtype, header.codec_id,
-                header.plain_bytes, header.sealed_bytes,
-            )  # fmt: skip
-        totals.blocks_stored += 1
-        totals.plain_bytes += header.plain_bytes
-        totals.stored_bytes += header.sealed_bytes
+        kinds: dict[tuple[bytes, DType, int], list[int]] = {}
+        for header in headers:
+            kind = (header.namespace_id, header.dtype, header.codec_id)
+            sums = kinds.setdefault(kind, [0, 0, 0])
+            sums[0] += 1
+            sums[1] += header.plain_bytes
+            sums[2] += header.sealed_bytes
+        for (namespace_id, dtype, codec_id), (count, plain_bytes, sealed_bytes) in kinds.items():
+            m.payload_bytes[tenant, "put", "plain"].inc(plain_bytes)
+            m.record_sealed(dtype.label, plain_bytes, sealed_bytes)
+            m.codecs.sealed(dtype, codec_id, count)
+            if name_of(codec_id) != OTHER:  # a host may seal with what only it knows
+                self.ratios.add(namespace_id, dtype, codec_id, plain_bytes, sealed_bytes, count)
+            totals.blocks_stored += count
+            totals.plain_bytes += plain_bytes
+            totals.stored_bytes += sealed_bytes
+        if record_bytes:
+            m.payload_bytes[tenant, "put", "stored"].inc(record_bytes)
 
     def corrupt(self, where: str) -> None:
         """A block failed verification at `where` (flash, header, host_report)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.census import HOST_SEALED, code_of
@@ -109,8 +110,7 @@ class PutPath:
             for pull in pulls:
                 if not pull.reservation.appended:
                     self._reserving.close(pull.reservation)
-        for status in statuses:
-            self._parts.meters.put_ended(session.account.name, status)
+        self._parts.meters.puts_ended(session.account.name, statuses)
         return PutDone(tuple(statuses))
 
     def _pull(self, reservation: Reservation, span: RemoteSpan, place: int) -> Pull:
@@ -229,24 +229,36 @@ class PutPath:
                     await self._seal(account, [p for p in ready if not p.reservation.at_host])
             finally:
                 turn.give()
-            waits = []
-            here = [pull for pull in here if pull.status is Status.OK]
-            here.sort(key=lambda p: p.reservation.item.position)
-            for pull in here:
+            return batch, await self._append_all(account, here)
+        finally:
+            for pull in window:
+                self._drop_memory(pull)
+
+    async def _append_all(
+        self, account: Account, here: Sequence[Pull]
+    ) -> list[tuple[Pull, asyncio.Future[Status]]]:
+        """Enter those that are complete; what was entered, and the future of each."""
+        parts = self._parts
+        waits: list[tuple[Pull, asyncio.Future[Status]]] = []
+        ready = [pull for pull in here if pull.status is Status.OK]
+        ready.sort(key=lambda p: p.reservation.item.position)
+        try:
+            for pull in ready:
                 await parts.turns.loop.take(account, APPEND_COST, PUTS)
                 flushed = await self._append(pull)
                 if flushed is not None:
                     waits.append((pull, flushed))
-            stored = [pull.reservation for pull, _ in reversed(waits)]
-            find = parts.engine.index.find
-            slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
-            slots = [slot for slot in slots if slot >= 0]
-            parts.engine.touch(slots)
-            parts.valued.stored(slots)
-            return batch, waits
         finally:
-            for pull in window:
-                self._drop_memory(pull)
+            headers = [pull.header for pull, _ in waits if pull.header is not None]
+            sizes = [extent_bytes(pull.sealed_bytes) for pull, _ in waits]
+            parts.meters.stored(account.name, headers, sum(sizes))
+        stored = [pull.reservation for pull, _ in reversed(waits)]
+        find = parts.engine.index.find
+        slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
+        slots = [slot for slot in slots if slot >= 0]
+        parts.engine.touch(slots)
+        parts.valued.stored(slots)
+        return waits
 
     def _find_memory_for(self, session: Session, window: list[Pull]) -> tuple[int, list[Pull]]:
         """How many of the first blocks have their memory, and these."""
@@ -379,7 +391,6 @@ class PutPath:
         if why is Reason.EVICTED:
             parts.meters.restored(account.name, parts.unix_ns() - when_unix_ns)
         parts.meters.usefulness.stored(slot)
-        parts.meters.stored(account.name, header, extent.length_bytes)
         namespace = reservation.namespace
         parts.codecs.learn(
             namespace_id, namespace.dtype, namespace.codec_id, item.plain_bytes, pull.sealed_bytes

@@ -71,9 +71,8 @@ class Reserving:
             done, _ = await asyncio.wait({flushing}, timeout=max(0, left_ns) / 1e9)
             if not done or flushing.result() is not Status.OK:
                 answers[place] = _BUSY
-        for answer in answers:
-            if answer.status is not Status.OK:
-                parts.meters.put_ended(session.account.name, answer.status)
+        refused = [answer.status for answer in answers if answer.status is not Status.OK]
+        parts.meters.puts_ended(session.account.name, refused)
         return Reserved(tuple(answers))
 
     async def _write_down(self, session: Session, handle: int) -> None:

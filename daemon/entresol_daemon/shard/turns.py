@@ -36,8 +36,9 @@ COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
 ALONE = 4  # units may be so much longer while one tenant is alone: each costs the loop the same
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
-COMPUTE_TURN_BYTES = 2 * limits.MIB  # sealed or opened by one thread without a break
 COMPUTE_ITEM_BYTES = 32 * limits.KIB  # what a block costs beside its length: 12 us, raw or not
+# Sealed or opened by one thread without a break: two blocks of 1 MiB, say.
+COMPUTE_TURN_BYTES = 2 * (limits.MIB + COMPUTE_ITEM_BYTES)
 CREDIT_BYTES = 8 * limits.MIB  # who used less of flash, pulls or threads goes first so far
 LOOP_CREDIT_COST = 4_000  # likewise on the loop
 LOOP_TURN_COST = 50  # about as many microseconds of work without a break
@@ -453,8 +454,9 @@ async def compute_in_turns(
         finally:
             turns.give(cost)
 
-    total = sum(map(weight_of, items))
-    runs = portions(items, weight_of, min(COMPUTE_TURN_BYTES, -(-total // turns.at_once)))
+    # In one part for each thread, where that is shorter: each costs a hand-over and a wake.
+    parts_bytes = -(-sum(map(weight_of, items)) // max(1, turns.at_once - 1))
+    runs = portions(items, weight_of, min(COMPUTE_TURN_BYTES, parts_bytes))
     if len(runs) == 1:
         return await one(runs[0])
     costs = [sum(map(weight_of, run)) for run in runs]

@@ -46,9 +46,15 @@ class RatioMeter:
         self._totals: dict[tuple[str, DType, int], list[int]] = {}
 
     def add(
-        self, namespace_id: bytes, dtype: DType, codec_id: int, plain: int, stored: int
+        self,
+        namespace_id: bytes,
+        dtype: DType,
+        codec_id: int,
+        plain: int,
+        stored: int,
+        blocks: int = 1,
     ) -> None:
-        """Count one block of `plain` bytes that is stored in `stored` bytes.
+        """Count blocks of `plain` bytes together, stored in `stored` bytes.
 
         The first `namespaces_max` namespaces have rows of their own; later ones share "other".
 
@@ -62,7 +68,7 @@ class RatioMeter:
                 name = OTHER
         codecs.get(codec_id)
         totals = self._totals.setdefault((name, dtype, codec_id), [0, 0, 0])
-        totals[0] += 1
+        totals[0] += blocks
         totals[1] += plain
         totals[2] += stored
 
