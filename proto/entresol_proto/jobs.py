@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -22,6 +23,12 @@ from typing import Any, Generic, TypeVar, cast
 R = TypeVar("R")
 
 log = logging.getLogger("entresol.threads")
+
+# eventfd_read(3) of a descriptor that never blocks, with the interpreter's lock held: whoever gives
+# it up for so little gets it again behind a thread that computes.
+_eventfd_read = ctypes.PyDLL(None).eventfd_read
+_eventfd_read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
+_ignored = ctypes.c_uint64()
 
 
 class Job(Generic[R]):
@@ -280,7 +287,7 @@ class Home:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._loop = weakref.ref(loop)
         loop.add_reader(self._fd, self._come)
-        # A loop may outlive `finalize`, which at the end of the interpreter calls all that are left.
+        # Not at the end of the interpreter, which calls all that are left: a loop may run on.
         weakref.finalize(loop, self.close).atexit = False
 
     def ended(self, job: Job[Any]) -> None:
@@ -319,8 +326,7 @@ class Home:
             os.close(fd)
 
     def _come(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        _eventfd_read(self._fd, _ignored)
         self._called = True  # what is found ended here need not call
         try:
             for look in list(self.pools.values()):

@@ -56,7 +56,7 @@ class SegmentState(enum.Enum):
     FREEING = "freeing"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """One block to append.
 

@@ -72,7 +72,7 @@ class Pull:
     status: Status = Status.OK
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sealing:
     """One block to seal off the loop: plain data, so that the thread touches no shard state.
 
@@ -151,7 +151,7 @@ def sealing_bytes(job: Sealing) -> int:
     return job.plain.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sealed:
     """What became of a `Sealing`."""
 

@@ -21,7 +21,7 @@ from entresol_daemon.shard.pulls import Reservation
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.ids import EngineKey, wire_key
-from entresol_proto.seal.block import derive_block_key, new_salt, sealed_bytes_max
+from entresol_proto.seal.block import Salts, derive_block_key, sealed_bytes_max
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Ack, PutItem, Reason, Reserve, Reserved
 
@@ -39,6 +39,7 @@ class Reserving:
     ) -> None:
         self._parts = parts
         self._keycare = keycare
+        self._salts = Salts()
         self._durable = durable
         self.open: dict[int, Reservation] = {}  # without a COMMIT yet, by put id
         self.wanted: dict[tuple[bytes, bytes], Reservation] = {}
@@ -186,7 +187,7 @@ class Reserving:
         at_host = namespace.host_sealed or not session.data_path().capabilities.private
         version, salt, block_key = 0, b"", None
         if not namespace.host_sealed:
-            version, salt = session.tenant.active_version, new_salt()
+            version, salt = session.tenant.active_version, self._salts.new()
             block_key = derive_block_key(session.tenant.active_dek, salt)
             self._keycare.reserved(session, version)
         reservation = Reservation(

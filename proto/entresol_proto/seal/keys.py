@@ -23,6 +23,7 @@ _BYTES = KEY_BYTES + COMMITMENT_BYTES
 _SHA256 = SHA256()
 _ZEROS = bytes(_BYTES)
 _WIPED = bytes(DEK_BYTES)
+SALTS_AT_ONCE = 32
 HOST_KEY_LABEL = b"entresol/v1/host-block"  # of keys that only the tenant has
 
 
@@ -78,3 +79,19 @@ def _derive(dek: bytes, salt: bytes, label: bytes) -> bytearray:
 def new_salt() -> bytes:
     """32 fresh random bytes from the kernel; one per write, never reused."""
     return os.urandom(SALT_BYTES)
+
+
+class Salts:
+    """The same for whoever writes many: the kernel is asked for several at a time."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left: list[bytes] = []
+
+    def new(self) -> bytes:
+        """See `new_salt`."""
+        if not self._left:
+            raw = os.urandom(SALTS_AT_ONCE * SALT_BYTES)
+            self._left = [raw[at : at + SALT_BYTES] for at in range(0, len(raw), SALT_BYTES)]
+        return self._left.pop()
