@@ -18,9 +18,9 @@ from entresol_daemon.core.accounts import PutBudget
 from entresol_daemon.core.leases import LeaseTable
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.flash.engine import Engine
-from entresol_daemon.shard import reserving
 from entresol_daemon.shard.puts import PutPath
 from entresol_proto.seal import block, codecs
+from entresol_proto.seal.keys import Salts
 from entresol_proto.status import Status
 
 PLANT_ENV = "ENTRESOL_SIM_PLANT"
@@ -68,8 +68,8 @@ PLANTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
                    None if kind.ends_blocks else real(self, kind, tenant, **rest))),
     "breaker": ("an open breaker stays open whatever answers", Breaker, "success",
                 lambda _real: lambda _self: None),
-    "salt": ("every block is sealed under one salt", reserving, "new_salt",
-             lambda _real: lambda: bytes(32)),
+    "salt": ("every block is sealed under one salt", Salts, "new",
+             lambda _real: lambda _self: bytes(32)),
 }  # fmt: skip
 
 

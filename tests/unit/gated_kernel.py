@@ -28,13 +28,13 @@ from entresol_proto import native
 KEY = bytes(range(32))  # of the checks of records
 
 
-def build(folder: Path) -> Path:
-    """The library. Skips where there is no compiler."""
+def build(folder: Path, name: str = "gated") -> Path:
+    """The library of that source. Skips where there is no compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         pytest.skip("not run here: no C compiler")
-    made = folder / "gated.so"
-    source, headers = Path(__file__).with_name("gated.c"), native.SOURCE.parent
+    made = folder / f"{name}.so"
+    source, headers = Path(__file__).with_name(f"{name}.c"), native.SOURCE.parent
     flags = ["-std=c11", "-O1", "-g", "-fPIC", "-shared", "-pthread", f"-I{headers}"]
     subprocess.run([compiler, *flags, "-o", made, source], check=True, timeout=120)
     return made

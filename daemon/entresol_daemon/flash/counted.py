@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from entresol_daemon.flash.device import Check, Device, IoOp
+from entresol_daemon.flash.device import Check, CommittingDevice, Device, FlushError, IoOp
 from entresol_daemon.flash.model import EngineStats
 from entresol_proto.status import DeviceError, Status
 
@@ -42,6 +42,7 @@ class CountedDevice:
         self._device = device
         self._stats = stats
         self._now_ns = now_ns
+        self._in_one_go = device if isinstance(device, CommittingDevice) else None
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
         """See `Device.read`."""
@@ -73,6 +74,33 @@ class CountedDevice:
             raise
         finally:
             self.hooks.on_flush(status, self._now_ns() - began_ns)
+
+    async def commit(self, ops: Sequence[IoOp]) -> tuple[int, int]:
+        """Write, then flush. Returns the nanoseconds both took. Raises: DeviceError."""
+        if self._in_one_go is None:
+            began_ns = self._now_ns()
+            await self.write(ops)
+            written_ns = self._now_ns()
+            self._stats.flushes += 1
+            await self.flush()
+            return written_ns - began_ns, self._now_ns() - written_ns
+        length_bytes, tell = sum(op.view.nbytes for op in ops), self.hooks.on_write
+        tell(length_bytes)
+        try:
+            write_ns, flush_ns = await self._in_one_go.commit(ops)
+        except FlushError as error:
+            self._stats.flushes += 1
+            self._stats.refused_flushes += 1
+            self.hooks.on_flush(error.status, 0)
+            raise
+        except DeviceError:
+            self._stats.refused_writes += 1
+            raise
+        finally:
+            tell(-length_bytes)
+        self._stats.flushes += 1
+        self.hooks.on_flush(Status.OK, flush_ns)
+        return write_ns, flush_ns
 
     async def close(self) -> None:
         """See `Device.close`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from entresol_proto.status import DeviceError, Status
 
@@ -53,6 +53,10 @@ class IoOp:
     view: memoryview
 
 
+class FlushError(DeviceError):
+    """All was written, but the flush failed."""
+
+
 class Device(Protocol):
     """Block storage of `size_bytes`. `direct` tells whether the page cache is bypassed."""
 
@@ -77,6 +81,16 @@ class Device(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class CommittingDevice(Protocol):
+    """A device that writes and flushes in one go, which is shorter than one after the other."""
+
+    async def commit(self, ops: Sequence[IoOp]) -> tuple[int, int]:
+        """`write`, then `flush`. Returns the nanoseconds both took. Raises: FlushError where all
+        was written, else DeviceError."""
+        ...
 
 
 def checked(statuses: list[Status], check: Check | None) -> list[Status]:

@@ -386,6 +386,10 @@ class Engine:
         """
         await self._writer.barrier()
 
+    def hurry(self) -> None:
+        """Write what is appended now, not with what may come."""
+        self._writer.kick()
+
     def touch(self, slots: Sequence[int] | Slots) -> None:
         """Mark live blocks as used, in the order given: later means more recent."""
         if not len(slots):

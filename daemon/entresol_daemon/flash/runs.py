@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entresol_daemon.flash.device import BLOCK, Check, IoOp
+from entresol_proto.native import Kernel, Writing, Written
 from entresol_proto.status import Status
 
 log = logging.getLogger("entresol.flash")
@@ -242,3 +243,46 @@ class Writes:
                 self._threads -= 1
                 return None
             return self._left.popleft()
+
+
+class FlushFailed(OSError):
+    """All was written, and then the flush failed."""
+
+
+class Commit:
+    """The runs of one call, which one thread writes and makes durable without the interpreter's
+    lock: `Writes` and a flush are the twin."""
+
+    def __init__(self, kernel: Kernel, fd: int, runs: Sequence[Run]) -> None:
+        """Raises: MemoryError."""
+        self._kernel = kernel
+        self._fd = fd
+        self._writing = Writing()
+        self._written = Written()
+        for run in runs:
+            self._writing.add(run.offset_bytes, run.views)
+
+    @property
+    def write_ns(self) -> int:
+        """What writing took, once it has ended."""
+        return int(self._written.write_ns)
+
+    @property
+    def flush_ns(self) -> int:
+        """And the flush behind it."""
+        return int(self._written.flush_ns)
+
+    def give_up(self) -> None:
+        """No further run is begun."""
+        self._written.stop = 1
+
+    def work(self) -> None:
+        """In a thread. Raises: OSError; FlushFailed where all was written."""
+        written = self._written
+        try:
+            self._kernel.write(self._fd, self._writing, written, block_bytes=BLOCK, flush=True)
+        except MemoryError:
+            written.failed = errno.ENOMEM
+        if written.failed:
+            kind = FlushFailed if written.flushing else OSError
+            raise kind(written.failed, os.strerror(written.failed))

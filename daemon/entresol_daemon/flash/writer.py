@@ -15,7 +15,8 @@ import logging
 from collections import deque
 
 from entresol_daemon.compute import Compute
-from entresol_daemon.flash.device import Device, aligned_buffer
+from entresol_daemon.flash.counted import CountedDevice
+from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.group import (
     Group,
     GroupLength,
@@ -62,7 +63,7 @@ class Writer:
 
     def __init__(
         self,
-        device: Device,
+        device: CountedDevice,
         superblock: Superblock,
         options: EngineOptions,
         compute: Compute,
@@ -327,11 +328,7 @@ class Writer:
         self._stats.groups += 1
         try:
             ops = await writes_of(group, self._superblock, self._compute)
-            start = self._now()
-            await self._device.write(ops)
-            written = self._now()
-            self._stats.flushes += 1
-            await self._device.flush()
+            write_ns, flush_ns = await self._device.commit(ops)
         except DeviceError as error:
             self._fail(group, error)
             if not self.failed:
@@ -339,7 +336,7 @@ class Writer:
         else:
             length_bytes = sum(op.view.nbytes for op in ops)
             self._stats.written_bytes += length_bytes
-            self.length.wrote(length_bytes, written - start, self._now() - written)
+            self.length.wrote(length_bytes, write_ns / 1e9, flush_ns / 1e9)
             self._succeed(group)
 
     # -- outcomes

@@ -63,10 +63,12 @@ class PutPath:
         self._parts = parts
         self._removal = removal
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
-        self._reserving = Reserving(parts, keycare, self._durable)
+        self._reserving = Reserving(parts, keycare, self._durable, self._await_durable)
         self._reservations = self._reserving.open
         self._wanted = self._reserving.wanted
         self._committing = 0
+        self._storing = 0  # COMMITs that still bring blocks into records
+        self._awaiting = 0  # flushes that somebody waits for
 
     async def commit(self, session: Session, request: Commit) -> PutDone:
         """Read, seal and append the blocks of a COMMIT; answers when all are acknowledged.
@@ -97,14 +99,21 @@ class PutPath:
         statuses = [Status.OK] * len(request.items)
         waits: list[tuple[Pull, asyncio.Future[Status]]] = []
         self._committing += 1
+        self._storing += 1
         try:
-            for window in windows([pull for pull in pulls if pull.status is Status.OK]):
-                waits += await self._store(session, window)
+            try:
+                for window in windows([pull for pull in pulls if pull.status is Status.OK]):
+                    waits += await self._store(session, window)
+            finally:
+                self._storing -= 1
+                self._hurry()
             for pull in pulls:
                 statuses[pull.place] = pull.status
             for pull, flushed in waits:
-                if pull.reservation.ack is Ack.DURABLE:
-                    statuses[pull.place] = await self._await_durable(pull, flushed)
+                reservation = pull.reservation
+                if reservation.ack is Ack.DURABLE:
+                    status = await self._await_durable(flushed, reservation.deadline_ns)
+                    statuses[pull.place] = status
         finally:
             self._committing -= 1
             for pull in pulls:
@@ -156,11 +165,23 @@ class PutPath:
         """True while some session is storing this key."""
         return (namespace_id, key) in self._wanted
 
-    async def _await_durable(self, pull: Pull, flushed: asyncio.Future[Status]) -> Status:
+    async def _await_durable(self, flushed: asyncio.Future[Status], deadline_ns: int) -> Status:
+        """How a block's flush ended, or DEADLINE."""
         if not flushed.done():  # with the group of a block before it: waiting costs a loop's turn
-            left_ns = pull.reservation.deadline_ns - self._parts.now_ns()
-            await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
+            self._awaiting += 1
+            try:
+                self._hurry()
+                left_ns = deadline_ns - self._parts.now_ns()
+                await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
+            finally:
+                self._awaiting -= 1
         return _outcome(flushed) if flushed.done() else Status.DEADLINE
+
+    def _hurry(self) -> None:
+        """A group waits for more to come. Where somebody waits for it, and nothing is coming, it
+        is written now; what comes meanwhile makes the next one."""
+        if self._awaiting and not self._storing and not self._reservations:
+            self._parts.engine.hurry()
 
     async def _store(
         self, session: Session, window: list[Pull]

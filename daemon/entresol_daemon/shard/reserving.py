@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.flash.segment import extent_bytes
@@ -32,15 +32,21 @@ _BUSY = Reserved.Item(Status.BUSY)
 
 
 class Reserving:
-    """Reservations of all sessions. `durable` are the flushes under way, by slot."""
+    """Reservations of all sessions. `durable` are the flushes under way, by slot; `await_durable`
+    waits for one, until a deadline, and says how it ended."""
 
     def __init__(
-        self, parts: Parts, keycare: KeyCare, durable: Mapping[int, asyncio.Future[Status]]
+        self,
+        parts: Parts,
+        keycare: KeyCare,
+        durable: Mapping[int, asyncio.Future[Status]],
+        await_durable: Callable[[asyncio.Future[Status], int], Awaitable[Status]],
     ) -> None:
         self._parts = parts
         self._keycare = keycare
         self._salts = Salts()
         self._durable = durable
+        self._await_durable = await_durable
         self.open: dict[int, Reservation] = {}  # without a COMMIT yet, by put id
         self.wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._of_session: dict[int, dict[int, Reservation]] = {}
@@ -68,9 +74,7 @@ class Reserving:
                 break
             answers, waits = await self._decide(session, request, deadline_ns)
         for place, flushing in waits:
-            left_ns = deadline_ns - parts.now_ns()
-            done, _ = await asyncio.wait({flushing}, timeout=max(0, left_ns) / 1e9)
-            if not done or flushing.result() is not Status.OK:
+            if await self._await_durable(flushing, deadline_ns) is not Status.OK:
                 answers[place] = _BUSY
         refused = [answer.status for answer in answers if answer.status is not Status.OK]
         parts.meters.puts_ended(session.account.name, refused)

@@ -18,17 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from entresol_proto.native.reads import Look, Reads, Taken, Wanted
+from entresol_proto.native.writes import Writes, Writing, Written
 
 __all__ = [
-    "KERNEL", "Kernel", "Look", "Reads", "Received", "Receiving", "Taken", "Wanted",
-    "blake2b_many", "copy",
+    "KERNEL", "Kernel", "Look", "Reads", "Received", "Receiving", "Taken", "Wanted", "Writing",
+    "Written", "blake2b_many", "copy",
 ]  # fmt: skip
 
 _log = logging.getLogger("entresol.native")
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
-KERNEL_VERSION = 9  # of `entresol_kernel_version`
+KERNEL_VERSION = 10  # of `entresol_kernel_version`
 # Shorter batches may be read again soon, from the caches that a streamed copy passes by.
 STREAM_BYTES_MIN = 2 * 1024 * 1024
 
@@ -112,6 +113,7 @@ class Kernel:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
         )  # fmt: skip
         self._ladder_decode.restype = ctypes.c_int32
+        self.write = Writes(library).write
         self._holding_the_lock = ctypes.PyDLL(str(path))
         self._clear_pool_ends = self._holding_the_lock.entresol_clear_pool_ends
         self._clear_pool_ends.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

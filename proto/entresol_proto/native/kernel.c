@@ -27,7 +27,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of a signature below; the loader refuses any other. */
-EXPORT int32_t entresol_kernel_version(void) { return 9; }
+EXPORT int32_t entresol_kernel_version(void) { return 10; }
 
 /* Copy that does not read the destination into the caches, nor leave it there. */
 static void stream_copy(uint8_t *into, const uint8_t *from, size_t length_bytes)
@@ -161,4 +161,5 @@ EXPORT void entresol_blake2b_many(const uint8_t *key, size_t key_bytes, const ui
 
 #include "ladder.h"
 #include "reads.h"
+#include "writes.h"
 #include "pools.h"

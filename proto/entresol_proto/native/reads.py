@@ -32,7 +32,7 @@ class Look(enum.IntEnum):
     FOR_RECORDS = 2  # when each part is the record whose head was given
 
 
-def _out_of_memory(call: Callable[P, R]) -> Callable[P, R]:
+def out_of_memory(call: Callable[P, R]) -> Callable[P, R]:
     """Raises MemoryError where there is none for an argument: ctypes says so in its own way, before
     the call. Nothing is done after a call that was made, where there may be no memory for it."""
 
@@ -123,7 +123,7 @@ class Reads:
         if not self._place:
             raise MemoryError
 
-    @_out_of_memory
+    @out_of_memory
     def add(
         self, number: int, wake_fd: int, wanted: Wanted, check_key: bytes = b"", *,
         payloads: bool = False,
@@ -143,25 +143,25 @@ class Reads:
             raise RuntimeError("the queue of reads is closed")
         raise MemoryError
 
-    @_out_of_memory
+    @out_of_memory
     def next(self, taken: Taken) -> bool:
         """In a thread: read what there is, until a piece is not known to be good, and has to be
         settled. False: closed, and no more."""
         return bool(self._next(self._place, taken))
 
-    @_out_of_memory
+    @out_of_memory
     def settle(self, taken: Taken) -> None:
         """A piece that `next` came back with is done with."""
         self._settle(self._place, taken.batch)
 
-    @_out_of_memory
+    @out_of_memory
     def drop(self, number: int) -> None:
         """What no thread has begun of a batch is not read, then. From any thread."""
         if self._place is None:
             return
         self._drop(self._place, number)
 
-    @_out_of_memory
+    @out_of_memory
     def ended(self) -> int | None:
         """The first batch that has ended, until `forget`. For one thread at a time."""
         found = self._found
@@ -169,7 +169,7 @@ class Reads:
             return None
         return found.value if self._ended(self._place, found) else None
 
-    @_out_of_memory
+    @out_of_memory
     def forget(self) -> None:
         """What `ended` tells is known."""
         self._forget(self._place)

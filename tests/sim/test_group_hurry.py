@@ -1,0 +1,56 @@
+"""A group is written at once where somebody waits for it and nothing comes that would join it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from entresol_proto.status import Status
+from entresol_proto.wire import data
+from entresol_proto.wire.data import Ack
+from tests.sim.shardlab import SECOND_NS, Host, World
+from tests.sim.test_shard_review import KEYS, joined, names, simulate
+
+
+def patient(world: World) -> None:
+    """Groups wait for a second."""
+    writer = world.shard.parts.engine._writer
+    writer._options = replace(writer._options, group_commit_ns=SECOND_NS)
+
+
+async def took_ns(host: Host, keys: list[bytes], ack: Ack = Ack.DURABLE) -> int:
+    begun = host._now()
+    assert set(await host.put(keys, ack)) <= {Status.OK, Status.EXISTS}
+    return host._now() - begun
+
+
+def test_a_put_that_nobody_could_join_does_not_wait_for_its_group(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        patient(world)
+        assert await took_ns(host, KEYS[:3]) < SECOND_NS // 4
+        groups = world.shard.parts.engine.stats.groups
+        assert await took_ns(host, KEYS[3:6], Ack.ACCEPTED) < SECOND_NS // 4
+        await asyncio.sleep(0.1)
+        assert world.shard.parts.engine.stats.groups == groups, "nobody waits for those"
+        # Now somebody does, who offers the same blocks.
+        assert await took_ns(host, KEYS[3:6]) < SECOND_NS // 4
+        assert world.shard.parts.engine.stats.groups > groups
+
+    simulate(tmp_path, story)
+
+
+def test_a_group_waits_for_what_is_reserved(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, other = await joined(world), await joined(world, tenant="beta")
+        patient(world)
+        name = names(other, KEYS[:1])[:16]
+        item = data.PutItem(name, KEYS[0], 4_096, 0, b"", ())
+        reserved = await other._call(
+            data.Reserve(other.handle, Ack.ACCEPTED, 60 * SECOND_NS, (item,))
+        )
+        assert [answer.status for answer in reserved.items] == [Status.OK]
+        assert SECOND_NS // 2 < await took_ns(host, KEYS[:3]) < 2 * SECOND_NS
+
+    simulate(tmp_path, story)
