@@ -13,10 +13,13 @@ from tests.sim.shardlab import SECOND_NS, Host, World
 from tests.sim.test_shard_review import KEYS, joined, names, simulate
 
 
-def patient(world: World) -> None:
-    """Groups wait for a second."""
+async def patient(world: World, host: Host) -> None:
+    """From the next group on they wait for a second."""
     writer = world.shard.parts.engine._writer
-    writer._options = replace(writer._options, group_commit_ns=SECOND_NS)
+    writer._options = replace(
+        writer._options, group_commit_ns=SECOND_NS, group_commit_bytes=1 << 30
+    )
+    assert await host.put(KEYS[-1:], Ack.DURABLE) == [Status.OK]
 
 
 async def took_ns(host: Host, keys: list[bytes], ack: Ack = Ack.DURABLE) -> int:
@@ -28,7 +31,7 @@ async def took_ns(host: Host, keys: list[bytes], ack: Ack = Ack.DURABLE) -> int:
 def test_a_put_that_nobody_could_join_does_not_wait_for_its_group(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host = await joined(world)
-        patient(world)
+        await patient(world, host)
         assert await took_ns(host, KEYS[:3]) < SECOND_NS // 4
         groups = world.shard.parts.engine.stats.groups
         assert await took_ns(host, KEYS[3:6], Ack.ACCEPTED) < SECOND_NS // 4
@@ -44,7 +47,7 @@ def test_a_put_that_nobody_could_join_does_not_wait_for_its_group(tmp_path: Path
 def test_a_group_waits_for_what_is_reserved(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host, other = await joined(world), await joined(world, tenant="beta")
-        patient(world)
+        await patient(world, host)
         name = names(other, KEYS[:1])[:16]
         item = data.PutItem(name, KEYS[0], 4_096, 0, b"", ())
         reserved = await other._call(
