@@ -142,7 +142,10 @@ class FlashConfig:
         8 * MIB, "Appended bytes that trigger a flush.", low=4 * KIB, high=256 * MIB
     )
     group_commit_ns: int = setting(
-        5_000_000, "Longest wait of an appended block for its flush.", low=0, high=10 * SECOND_NS
+        5_000_000,
+        "Longest wait of an appended block for others to be flushed with, while more come.",
+        low=0,
+        high=10 * SECOND_NS,
     )
     direct: str = setting(
         "auto",
