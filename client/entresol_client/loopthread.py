@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -50,6 +52,11 @@ class LoopThread:
     @property
     def forked(self) -> bool:
         return os.getpid() != self._pid
+
+    @property
+    def ended(self) -> bool:
+        """It was told to end, perhaps by the end of the interpreter: no call is taken any more."""
+        return self._stopping
 
     def call(self, make: Callable[[], Coroutine[Any, Any, R]]) -> R:
         """Run a coroutine to its end and give its result; an interrupt cancels it and waits, and a
@@ -129,16 +136,24 @@ class LoopThread:
         """End the loop and the thread, after everything that runs there: calls under way have END_S
         to end, then they raise UsageError. Idempotent; in a forked child only the memory is
         dropped."""
-        self._stop(self._end, None)
+        if not self.forked:
+            self._tell_end(self._end)
+        self._join(None)
 
-    def _stop(self, end: Callable[[], Coroutine[Any, Any, None]], wait_s: float | None) -> None:
-        if self.forked:
-            return
+    def _tell_end(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._hand_over(lambda: self._loop.create_task(end()), last=True)
-        self._thread.join(wait_s)  # also where another thread has told it to end
-        if not self._thread.is_alive():
+
+    def _join(self, wait_s: float | None) -> None:
+        """Wait for the thread, also where another one has told it to end."""
+        if not self.forked:
+            self._thread.join(wait_s)
+            if self._thread.is_alive():
+                return
             self._loop.close()
-            _running.discard(self)
+        _running.discard(self)
+
+    def _join_until(self, until: float) -> None:
+        self._join(max(0.0, until - time.monotonic()))
 
     async def _end(self) -> None:
         """On the loop: nobody hands anything over any more."""
@@ -150,15 +165,15 @@ class LoopThread:
             self._loop.stop()
 
     async def _exit(self) -> None:
-        """On the loop: the interpreter ends, and waits no longer than EXIT_S."""
+        """On the loop: the interpreter ends, and waits no longer than EXIT_S, whatever goes on."""
         try:
-            async with asyncio.timeout(END_S):
-                if self.at_exit is not None:
-                    await self.at_exit()
-        except Exception as error:  # also the timeout
-            log.info("event=closing_at_exit_failed error=%r", error)
-        finally:
+            if self.at_exit is not None:
+                closing = self._loop.create_task(self.at_exit())
+                await asyncio.wait({closing}, timeout=END_S)
+                if not closing.done() or closing.cancelled() or closing.exception():
+                    log.info("event=closing_at_exit_failed task=%r", closing)
             await self._cancel(0)
+        finally:
             self._loop.stop()
 
     async def _cancel(self, grace_s: float) -> None:
@@ -166,11 +181,12 @@ class LoopThread:
         me = asyncio.current_task()
         if others := asyncio.all_tasks() - {me}:
             await asyncio.wait(others, timeout=grace_s)
-        until = self._loop.time() + END_S
-        while (left := asyncio.all_tasks() - {me}) and self._loop.time() < until:
-            for task in left:
+        until, told = self._loop.time() + END_S, set[asyncio.Task[Any]]()
+        while (left := asyncio.all_tasks() - {me}) and (wait_s := until - self._loop.time()) > 0:
+            for task in left - told:  # once each: what it does then may take its time
                 task.cancel()
-            await asyncio.wait(left, timeout=until - self._loop.time())
+            told |= left
+            await asyncio.wait(left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -182,6 +198,22 @@ class LoopThread:
 
 @atexit.register
 def _stop_all() -> None:
-    """The interpreter ends: clients that nobody closed are closed, or what they do is cancelled."""
-    for thread in list(_running):
-        thread._stop(thread._exit, EXIT_S)
+    """The interpreter ends: clients that nobody closed are closed, or what they do is cancelled.
+    All at once, and whoever interrupts this is heard when no loop is left, or EXIT_S are over."""
+    until = time.monotonic() + EXIT_S
+    interrupt: BaseException | None = None
+    threads = [thread for thread in list(_running) if not thread.forked]
+    steps: list[Callable[[], None]] = []
+    steps += [functools.partial(thread._tell_end, thread._exit) for thread in threads]
+    steps += [functools.partial(thread._join_until, until) for thread in threads]
+    for step in steps:
+        again = True
+        while again:
+            try:
+                step()
+                again = False
+            except BaseException as error:
+                interrupt = interrupt or error
+                again = time.monotonic() < until
+    if interrupt is not None:
+        raise interrupt

@@ -84,7 +84,8 @@ class Client:
             self._open = False
             if not self._thread.forked:
                 try:
-                    self._thread.call(self._client.close)
+                    if not self._thread.ended:  # by the end of the interpreter, which closes it
+                        self._thread.call(self._client.close)
                 finally:  # also after Ctrl-C, which does not end the client's own closing
                     self._thread.stop()
 

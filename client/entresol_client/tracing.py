@@ -86,7 +86,10 @@ class Tracing:
 
     async def aclose(self) -> None:
         """`close` for an event loop."""
-        await asyncio.to_thread(self.close)
+        try:
+            await asyncio.to_thread(self.close)
+        except RuntimeError:  # the interpreter ends, and starts no threads for that any more
+            self.close()
 
     def _ended(self) -> threading.Thread | None:
         """The thread that sends what waits and shuts down: the SDK heeds no timeout, and tries an

@@ -40,6 +40,9 @@ def test_a_put_that_nobody_could_join_does_not_wait_for_its_group(tmp_path: Path
         # Now somebody does, who offers the same blocks.
         assert await took_ns(host, KEYS[3:6]) < SECOND_NS // 4
         assert world.shard.parts.engine.stats.groups > groups
+        # And somebody who waits for blocks, and holds one that cannot come meanwhile.
+        assert await took_ns(host, KEYS[6:9], Ack.ACCEPTED) < SECOND_NS // 4
+        assert await took_ns(host, KEYS[6:10]) < SECOND_NS // 4
 
     simulate(tmp_path, story)
 
@@ -55,5 +58,7 @@ def test_a_group_waits_for_what_is_reserved(tmp_path: Path) -> None:
         )
         assert [answer.status for answer in reserved.items] == [Status.OK]
         assert SECOND_NS // 2 < await took_ns(host, KEYS[:3]) < 2 * SECOND_NS
+        asyncio.get_running_loop().call_later(0.1, other.cut)  # its reservation goes with it
+        assert SECOND_NS // 20 < await took_ns(host, KEYS[3:6]) < SECOND_NS // 2
 
     simulate(tmp_path, story)

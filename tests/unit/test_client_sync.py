@@ -296,6 +296,44 @@ def test_a_loop_that_nobody_stopped_does_not_outlive_the_interpreter() -> None:
         assert process.stderr.read() == b""
 
 
+STUBBORN_AT_EXIT = """
+import asyncio, atexit, ctypes, os, signal, threading, time
+from entresol_client.loopthread import LoopThread
+
+async def hang():
+    while True:
+        try:
+            await asyncio.sleep(0.3)
+        except asyncio.CancelledError:
+            pass
+
+threads = [LoopThread() for _ in range(4)]
+for thread in threads:
+    thread.at_exit = hang
+libc = ctypes.CDLL(None)
+getattr(libc, "__cxa_atexit")(libc.getchar, None, None)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+atexit.register(print, "ends", flush=True)
+"""
+
+
+def test_the_end_of_the_interpreter_waits_for_all_loops_at_once_interrupted_or_not() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN_AT_EXIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ends\n"
+        began = time.monotonic()
+        time.sleep(loopthread.EXIT_S + 1)
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert time.monotonic() - began < 3 * loopthread.EXIT_S
+        assert b"KeyboardInterrupt" in process.stderr.read()
+
+
 async def test_work_that_waits_for_a_thread_ends_with_its_deadline_and_with_the_client() -> None:
     workers, ran = ThreadWorkers(1), []
     try:

@@ -191,10 +191,11 @@ class EngineStore:
                 break
         if self._thread.forked:
             return
-        self._thread.call(self._client.close)  # what is left ends as DISCONNECTED
-        for future in waiting:
-            future.exception(timeout=CLOSE_SECONDS_MAX)
-        self._thread.call(self._unregister)
+        if not self._thread.ended:  # by the end of the interpreter, which closes the client
+            self._thread.call(self._client.close)  # what is left ends as DISCONNECTED
+            for future in waiting:
+                future.exception(timeout=CLOSE_SECONDS_MAX)
+            self._thread.call(self._unregister)
         self._thread.stop()
 
     async def _unregister(self) -> None:

@@ -13,6 +13,9 @@ from entresol_daemon.flash.device import Check, CommittingDevice, Device, FlushE
 from entresol_daemon.flash.model import EngineStats
 from entresol_proto.status import DeviceError, Status
 
+# Beyond it the steps in between weigh little, and reads are not to leave room for a flush.
+IN_ONE_GO_FLUSH_NS_MAX = 1_000_000
+
 
 def _ignore(*_: object) -> None:
     """The hook of an engine nobody listens to."""
@@ -42,6 +45,7 @@ class CountedDevice:
         self._device = device
         self._stats = stats
         self._now_ns = now_ns
+        self._flush_ns = 0  # what the last one took that was not asked for alone
         self._in_one_go = device if isinstance(device, CommittingDevice) else None
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
@@ -77,13 +81,14 @@ class CountedDevice:
 
     async def commit(self, ops: Sequence[IoOp]) -> tuple[int, int]:
         """Write, then flush. Returns the nanoseconds both took. Raises: DeviceError."""
-        if self._in_one_go is None:
+        if self._in_one_go is None or self._flush_ns > IN_ONE_GO_FLUSH_NS_MAX:
             began_ns = self._now_ns()
             await self.write(ops)
             written_ns = self._now_ns()
             self._stats.flushes += 1
             await self.flush()
-            return written_ns - began_ns, self._now_ns() - written_ns
+            self._flush_ns = self._now_ns() - written_ns
+            return written_ns - began_ns, self._flush_ns
         length_bytes, tell = sum(op.view.nbytes for op in ops), self.hooks.on_write
         tell(length_bytes)
         try:
@@ -91,7 +96,7 @@ class CountedDevice:
         except FlushError as error:
             self._stats.flushes += 1
             self._stats.refused_flushes += 1
-            self.hooks.on_flush(error.status, 0)
+            self.hooks.on_flush(error.status, error.flush_ns)
             raise
         except DeviceError:
             self._stats.refused_writes += 1
@@ -100,6 +105,7 @@ class CountedDevice:
             tell(-length_bytes)
         self._stats.flushes += 1
         self.hooks.on_flush(Status.OK, flush_ns)
+        self._flush_ns = flush_ns
         return write_ns, flush_ns
 
     async def close(self) -> None:

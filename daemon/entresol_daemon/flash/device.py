@@ -54,7 +54,9 @@ class IoOp:
 
 
 class FlushError(DeviceError):
-    """All was written, but the flush failed."""
+    """The flush failed; what was to be written before was. `flush_ns`: after how long, if known."""
+
+    flush_ns = 0
 
 
 class Device(Protocol):

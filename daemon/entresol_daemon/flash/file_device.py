@@ -48,6 +48,7 @@ IO_THREADS_MAX = 256
 _BLKGETSIZE64 = 0x80081272  # linux/fs.h
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=DeviceError)
 
 
 class FileDevice:
@@ -174,7 +175,9 @@ class FileDevice:
         try:
             await self._outcome(work, "write")
         except FlushFailed as error:
-            raise _device_error("flush", self.name, error, FlushError) from error
+            failed = _device_error("flush", self.name, error, FlushError)
+            failed.flush_ns = commit.flush_ns
+            raise failed from error
         return commit.write_ns, commit.flush_ns
 
     def _somebody_reads(self) -> bool:
@@ -185,7 +188,7 @@ class FileDevice:
         try:
             await self._pool.run(os.fdatasync, self._fd)
         except OSError as error:
-            raise _device_error("flush", self.name, error) from error
+            raise _device_error("flush", self.name, error, FlushError) from error
 
     async def close(self) -> None:
         """Release the file and its lock. Idempotent."""
@@ -213,8 +216,11 @@ class FileDevice:
 
 
 def _device_error(
-    what: str, name: str, error: OSError, kind: type[DeviceError] = DeviceError
-) -> DeviceError:
+    what: str,
+    name: str,
+    error: OSError,
+    kind: type[_E] = DeviceError,  # type: ignore[assignment]
+) -> _E:
     text = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return kind(

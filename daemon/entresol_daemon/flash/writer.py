@@ -266,9 +266,9 @@ class Writer:
 
     def _take(self) -> Group:
         """Decide what goes out together."""
-        self._urgent = False
         group = Group()
         group.records = self._queue.take(self.length.shared_bytes_max(self._now()))
+        self._urgent &= len(self._queue) > 0  # what it was said for may be among these
         self.queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)

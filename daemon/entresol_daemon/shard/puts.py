@@ -63,7 +63,7 @@ class PutPath:
         self._parts = parts
         self._removal = removal
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
-        self._reserving = Reserving(parts, keycare, self._durable, self._await_durable)
+        self._reserving = Reserving(parts, keycare, self._durable, self._await_durable, self._hurry)
         self._reservations = self._reserving.open
         self._wanted = self._reserving.wanted
         self._committing = 0
@@ -165,22 +165,24 @@ class PutPath:
         """True while some session is storing this key."""
         return (namespace_id, key) in self._wanted
 
-    async def _await_durable(self, flushed: asyncio.Future[Status], deadline_ns: int) -> Status:
-        """How a block's flush ended, or DEADLINE."""
+    async def _await_durable(
+        self, flushed: asyncio.Future[Status], deadline_ns: int, held: int = 0
+    ) -> Status:
+        """How a block's flush ended, or DEADLINE; for somebody who holds so many reservations."""
         if not flushed.done():  # with the group of a block before it: waiting costs a loop's turn
             self._awaiting += 1
             try:
-                self._hurry()
+                self._hurry(held)
                 left_ns = deadline_ns - self._parts.now_ns()
                 await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
             finally:
                 self._awaiting -= 1
         return _outcome(flushed) if flushed.done() else Status.DEADLINE
 
-    def _hurry(self) -> None:
-        """A group waits for more to come. Where somebody waits for it, and nothing is coming, it
-        is written now; what comes meanwhile makes the next one."""
-        if self._awaiting and not self._storing and not self._reservations:
+    def _hurry(self, held: int = 0) -> None:
+        """A group waits for more to come. Where somebody waits for it, and nothing is coming but
+        what he holds, it is written now; what comes meanwhile makes the next one."""
+        if self._awaiting and not self._storing and len(self._reservations) <= held:
             self._parts.engine.hurry()
 
     async def _store(

@@ -33,20 +33,23 @@ _BUSY = Reserved.Item(Status.BUSY)
 
 class Reserving:
     """Reservations of all sessions. `durable` are the flushes under way, by slot; `await_durable`
-    waits for one, until a deadline, and says how it ended."""
+    waits for one, until a deadline, and says how it ended, for somebody who holds so many
+    reservations that come to nothing meanwhile. `on_none_left`: told when there are none."""
 
     def __init__(
         self,
         parts: Parts,
         keycare: KeyCare,
         durable: Mapping[int, asyncio.Future[Status]],
-        await_durable: Callable[[asyncio.Future[Status], int], Awaitable[Status]],
+        await_durable: Callable[[asyncio.Future[Status], int, int], Awaitable[Status]],
+        on_none_left: Callable[[], None],
     ) -> None:
         self._parts = parts
         self._keycare = keycare
         self._salts = Salts()
         self._durable = durable
         self._await_durable = await_durable
+        self._on_none_left = on_none_left
         self.open: dict[int, Reservation] = {}  # without a COMMIT yet, by put id
         self.wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._of_session: dict[int, dict[int, Reservation]] = {}
@@ -73,8 +76,9 @@ class Reserving:
             if not await self._room_for_one(session, request, patience_ns):
                 break
             answers, waits = await self._decide(session, request, deadline_ns)
+        held = sum(answer.status is Status.OK for answer in answers)
         for place, flushing in waits:
-            if await self._await_durable(flushing, deadline_ns) is not Status.OK:
+            if await self._await_durable(flushing, deadline_ns, held) is not Status.OK:
                 answers[place] = _BUSY
         refused = [answer.status for answer in answers if answer.status is not Status.OK]
         parts.meters.puts_ended(session.account.name, refused)
@@ -264,3 +268,5 @@ class Reserving:
             del self.wanted[place]
         self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
         self._parts.room.notify()
+        if not self.open:
+            self._on_none_left()

@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from flashlab import Name, Oracle, device_bytes, get_all, open_engine
 
+from entresol_daemon.flash.counted import CountedDevice
+from entresol_daemon.flash.device import IoOp
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.flash.sim import Fault, FaultPlan
@@ -166,7 +168,12 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
         async def flush(self: FileDevice) -> None:
             """Nothing."""
 
+        async def commit(self: CountedDevice, ops: Sequence[IoOp]) -> tuple[int, int]:
+            await self.write(ops)
+            return 1, 1
+
         monkeypatch.setattr(FileDevice, "flush", flush)
+        monkeypatch.setattr(CountedDevice, "commit", commit)
 
 
 def seeds() -> range:
