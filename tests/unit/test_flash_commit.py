@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from entresol_daemon.flash import counted as counting
 from entresol_daemon.flash.counted import CountedDevice, DeviceHooks
 from entresol_daemon.flash.device import BLOCK, FlushError, IoOp, aligned_buffer
 from entresol_daemon.flash.file_device import FileDevice
@@ -211,6 +212,22 @@ async def test_a_group_is_counted_and_timed_however_it_is_written(
             assert [status for status, _ in told] == [Status.OK, Status.IO_ERROR]
             assert sum(length_bytes) == 0
             assert (stats.flushes, stats.refused_writes, stats.refused_flushes) == (2, 1, 1)
+
+
+async def test_reads_leave_no_room_for_long_flushes(
+    tmp_path: Path, stubborn: Stubborn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is told of as being written is not what is only being flushed."""
+    monkeypatch.setattr(counting, "IN_ONE_GO_FLUSH_NS_MAX", 0)
+    monkeypatch.setattr(counting, "APART", 2)
+    told: list[int | str] = []
+    async with opened(tmp_path / "data") as device:
+        counted = CountedDevice(device, EngineStats(), time.monotonic_ns)
+        counted.hooks = DeviceHooks(lambda *_: told.append("flushed"), told.append)
+        for _ in range(4):
+            await counted.commit(ops_of(BLOCK))
+    assert told == 4 * [BLOCK, -BLOCK, "flushed"]
+    assert stubborn.asked == (2, 2), "two of four by the kernel's call"
 
 
 async def test_a_simulated_device_is_written_then_flushed() -> None:

@@ -13,8 +13,10 @@ from entresol_daemon.flash.device import Check, CommittingDevice, Device, FlushE
 from entresol_daemon.flash.model import EngineStats
 from entresol_proto.status import DeviceError, Status
 
-# Beyond it the steps in between weigh little, and reads are not to leave room for a flush.
+# Where a flush takes longer the steps in between weigh little, and reads are not to leave room for
+# it, as they do for a write: so many groups are flushed apart then, until the next look.
 IN_ONE_GO_FLUSH_NS_MAX = 1_000_000
+APART = 64
 
 
 def _ignore(*_: object) -> None:
@@ -45,7 +47,7 @@ class CountedDevice:
         self._device = device
         self._stats = stats
         self._now_ns = now_ns
-        self._flush_ns = 0  # what the last one took that was not asked for alone
+        self._apart = 0  # groups that are to be written, then flushed, before one is in one go
         self._in_one_go = device if isinstance(device, CommittingDevice) else None
 
     async def read(self, ops: Sequence[IoOp], check: Check | None = None) -> list[Status]:
@@ -81,14 +83,14 @@ class CountedDevice:
 
     async def commit(self, ops: Sequence[IoOp]) -> tuple[int, int]:
         """Write, then flush. Returns the nanoseconds both took. Raises: DeviceError."""
-        if self._in_one_go is None or self._flush_ns > IN_ONE_GO_FLUSH_NS_MAX:
+        if self._in_one_go is None or self._apart > 0:
+            self._apart = max(0, self._apart - 1)
             began_ns = self._now_ns()
             await self.write(ops)
             written_ns = self._now_ns()
             self._stats.flushes += 1
             await self.flush()
-            self._flush_ns = self._now_ns() - written_ns
-            return written_ns - began_ns, self._flush_ns
+            return written_ns - began_ns, self._now_ns() - written_ns
         length_bytes, tell = sum(op.view.nbytes for op in ops), self.hooks.on_write
         tell(length_bytes)
         try:
@@ -105,7 +107,8 @@ class CountedDevice:
             tell(-length_bytes)
         self._stats.flushes += 1
         self.hooks.on_flush(Status.OK, flush_ns)
-        self._flush_ns = flush_ns
+        if flush_ns > IN_ONE_GO_FLUSH_NS_MAX:
+            self._apart = APART
         return write_ns, flush_ns
 
     async def close(self) -> None:
