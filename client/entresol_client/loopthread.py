@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -193,7 +194,8 @@ class LoopThread:
         try:
             self._loop.run_forever()
         finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            with contextlib.suppress(RuntimeError):  # at the end no thread is begun, to end others
+                self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
 
 @atexit.register

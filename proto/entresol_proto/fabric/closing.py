@@ -97,7 +97,8 @@ class Closer:
         except (RuntimeError, MemoryError) as error:  # the next one who gives tries again
             with self._changed:
                 self._threads -= 1
-            _log.warning("event=no_thread name=entresol-closer reason=%s", error)
+            if threading.main_thread().is_alive():  # else the process ends, and closes them
+                _log.warning("event=no_thread name=entresol-closer reason=%s", error)
 
     def _work(self) -> None:
         me = threading.current_thread()
