@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import Ack
@@ -47,18 +48,29 @@ def test_a_put_that_nobody_could_join_does_not_wait_for_its_group(tmp_path: Path
     simulate(tmp_path, story)
 
 
-def test_a_group_waits_for_what_is_reserved(tmp_path: Path) -> None:
+async def reserve(host: Host, key: bytes) -> int:
+    """A put id, for which nothing is stored."""
+    item = data.PutItem(names(host, [key])[:16], key, 4_096, 0, b"", ())
+    reserved = await host._call(data.Reserve(host.handle, Ack.ACCEPTED, 60 * SECOND_NS, (item,)))
+    assert [answer.status for answer in reserved.items] == [Status.OK]
+    return int(reserved.items[0].put_id)
+
+
+def test_a_group_waits_for_what_its_session_reserved(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host, other = await joined(world), await joined(world, tenant="beta")
         await patient(world, host)
-        name = names(other, KEYS[:1])[:16]
-        item = data.PutItem(name, KEYS[0], 4_096, 0, b"", ())
-        reserved = await other._call(
-            data.Reserve(other.handle, Ack.ACCEPTED, 60 * SECOND_NS, (item,))
-        )
-        assert [answer.status for answer in reserved.items] == [Status.OK]
-        assert SECOND_NS // 2 < await took_ns(host, KEYS[:3]) < 2 * SECOND_NS
-        asyncio.get_running_loop().call_later(0.1, other.cut)  # its reservation goes with it
-        assert SECOND_NS // 20 < await took_ns(host, KEYS[3:6]) < SECOND_NS // 2
+        await reserve(other, KEYS[0])  # not for what others put
+        assert await took_ns(host, KEYS[:3]) < SECOND_NS // 4
+        put_id = await reserve(host, KEYS[9])
+        assert SECOND_NS // 2 < await took_ns(host, KEYS[3:6]) < 2 * SECOND_NS
+
+        async def give_up() -> None:
+            await asyncio.sleep(0.1)
+            await host._call(data.Commit(((put_id, RemoteSpan(0, 0, 0)),)))
+
+        given_up = asyncio.ensure_future(give_up())
+        assert SECOND_NS // 20 < await took_ns(host, KEYS[6:9]) < SECOND_NS // 2
+        await given_up
 
     simulate(tmp_path, story)

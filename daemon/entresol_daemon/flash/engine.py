@@ -387,8 +387,8 @@ class Engine:
         await self._writer.barrier()
 
     def hurry(self) -> None:
-        """Write what is appended now, not with what may come."""
-        self._writer.kick()
+        """Somebody waits for what is appended, and adds no more: write it soon."""
+        self._writer.hurry()
 
     def touch(self, slots: Sequence[int] | Slots) -> None:
         """Mark live blocks as used, in the order given: later means more recent."""

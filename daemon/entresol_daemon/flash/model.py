@@ -25,6 +25,7 @@ SHARED_GROUP_BYTES_MAX = 16 << 20  # in SHARED_GROUP_S, within these bounds,
 SHARED_GROUP_RECORDS_MAX = 128  # and no more than so many records
 SHARED_GROUP_S = 0.0025  # or as long as a flush takes, if that is longer
 SHARED_FOR_S = 0.5  # so long after records of two streams came
+HURRY_S = 0.001  # others may join a group that somebody waits for, and has nothing to add to
 TOMBSTONE_RECORDS_PER_GROUP_MAX = 64
 EVICT_TRIES_MAX = 8  # then a segment is freed although not all it held could be carried on
 UNREAD_KEEP_NS = 24 * 3_600_000_000_000  # what an opening could not read is freed last

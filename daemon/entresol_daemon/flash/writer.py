@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from math import inf
 
 from entresol_daemon.compute import Compute
 from entresol_daemon.flash.counted import CountedDevice
@@ -29,6 +30,7 @@ from entresol_daemon.flash.index import PENDING, Index
 from entresol_daemon.flash.model import (
     APPEND_TRIES_MAX,
     GROUP_FAILURES_MAX,
+    HURRY_S,
     TOMBSTONE_RECORDS_PER_GROUP_MAX,
     EngineOptions,
     EngineStats,
@@ -96,6 +98,7 @@ class Writer:
         self._frees: dict[int, tuple[Segment, asyncio.Future[bool]]] = {}
         self._stalled = False  # tombstones wait and no segment has room for them
         self._urgent = False
+        self._hurry_by = inf  # loop time at which what is queued leaves, full group or not
         self._failures = 0
         self._busy = False
         self._wake = asyncio.Event()
@@ -128,7 +131,7 @@ class Writer:
         """Queue a placed record for the next group."""
         assert not self.failed, "the writer has paused"
         if not self._queue:
-            self._since = self._now()
+            self._since, self._hurry_by = self._now(), inf
         self._queue.append(pending)
         self.queued_bytes += pending.extent.nbytes
         self.length.came(pending.stream, self._now())
@@ -173,6 +176,11 @@ class Writer:
     def kick(self) -> None:
         """Do not wait for a fuller group."""
         self._urgent = True
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """Somebody waits for what is queued: others have HURRY_S to join."""
+        self._hurry_by = min(self._hurry_by, self._now() + HURRY_S)
         self._wake.set()
 
     def barrier(self) -> asyncio.Future[None]:
@@ -254,9 +262,10 @@ class Writer:
                 return
             timer = None
             if self._queue or (self.tombstones and not self._stalled):
-                if loop.time() >= self._since + wait:
+                until = min(self._since + wait, self._hurry_by)
+                if loop.time() >= until:
                     return
-                timer = loop.call_at(self._since + wait, self._wake.set)
+                timer = loop.call_at(until, self._wake.set)
             self._wake.clear()
             try:
                 await self._wake.wait()
@@ -266,9 +275,11 @@ class Writer:
 
     def _take(self) -> Group:
         """Decide what goes out together."""
+        self._urgent = False
         group = Group()
         group.records = self._queue.take(self.length.shared_bytes_max(self._now()))
-        self._urgent &= len(self._queue) > 0  # what it was said for may be among these
+        if not self._queue:
+            self._hurry_by = inf
         self.queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)

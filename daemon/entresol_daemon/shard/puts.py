@@ -13,8 +13,10 @@ index only with a complete record; the host's memory is not read after PUT_DONE.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.census import HOST_SEALED, code_of
@@ -67,8 +69,9 @@ class PutPath:
         self._reservations = self._reserving.open
         self._wanted = self._reserving.wanted
         self._committing = 0
-        self._storing = 0  # COMMITs that still bring blocks into records
-        self._awaiting = 0  # flushes that somebody waits for
+        # By session number: COMMITs that still bring blocks into records, flushes waited for.
+        self._storing: Counter[int] = Counter()
+        self._awaiting: Counter[int] = Counter()
 
     async def commit(self, session: Session, request: Commit) -> PutDone:
         """Read, seal and append the blocks of a COMMIT; answers when all are acknowledged.
@@ -99,21 +102,20 @@ class PutPath:
         statuses = [Status.OK] * len(request.items)
         waits: list[tuple[Pull, asyncio.Future[Status]]] = []
         self._committing += 1
-        self._storing += 1
         try:
             try:
-                for window in windows([pull for pull in pulls if pull.status is Status.OK]):
-                    waits += await self._store(session, window)
+                with _counted(self._storing, session):
+                    for window in windows([pull for pull in pulls if pull.status is Status.OK]):
+                        waits += await self._store(session, window)
             finally:
-                self._storing -= 1
-                self._hurry()
+                self._hurry(session)
             for pull in pulls:
                 statuses[pull.place] = pull.status
             for pull, flushed in waits:
                 reservation = pull.reservation
                 if reservation.ack is Ack.DURABLE:
-                    status = await self._await_durable(flushed, reservation.deadline_ns)
-                    statuses[pull.place] = status
+                    deadline_ns = reservation.deadline_ns
+                    statuses[pull.place] = await self._await_durable(session, flushed, deadline_ns)
         finally:
             self._committing -= 1
             for pull in pulls:
@@ -166,23 +168,27 @@ class PutPath:
         return (namespace_id, key) in self._wanted
 
     async def _await_durable(
-        self, flushed: asyncio.Future[Status], deadline_ns: int, held: int = 0
+        self,
+        session: Session,
+        flushed: asyncio.Future[Status],
+        deadline_ns: int,
+        held: int = 0,
     ) -> Status:
-        """How a block's flush ended, or DEADLINE; for somebody who holds so many reservations."""
+        """How a block's flush ended, or DEADLINE; see `_hurry` for `held`."""
         if not flushed.done():  # with the group of a block before it: waiting costs a loop's turn
-            self._awaiting += 1
-            try:
-                self._hurry(held)
+            with _counted(self._awaiting, session):
+                self._hurry(session, held)
                 left_ns = deadline_ns - self._parts.now_ns()
                 await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
-            finally:
-                self._awaiting -= 1
         return _outcome(flushed) if flushed.done() else Status.DEADLINE
 
-    def _hurry(self, held: int = 0) -> None:
-        """A group waits for more to come. Where somebody waits for it, and nothing is coming but
-        what he holds, it is written now; what comes meanwhile makes the next one."""
-        if self._awaiting and not self._storing and len(self._reservations) <= held:
+    def _hurry(self, session: Session, held: int = 0) -> None:
+        """A group waits for more to come. Where a session waits for it, and nothing of its own is
+        coming but so many reservations that cannot meanwhile, it is written soon: it must not be
+        late for what others may put, and what comes meanwhile makes the next group."""
+        number = session.number
+        waited_for = self._awaiting[number] and not self._storing[number]
+        if waited_for and self._reserving.held_by(session) <= held:
             self._parts.engine.hurry()
 
     async def _store(
@@ -466,6 +472,18 @@ class PutPath:
             self._parts.residency.pool.free(pull.extent)
             pull.extent = None
         self._parts.room.notify()
+
+
+@contextlib.contextmanager
+def _counted(counts: Counter[int], session: Session) -> Iterator[None]:
+    """One more of this session, meanwhile."""
+    counts[session.number] += 1
+    try:
+        yield
+    finally:
+        counts[session.number] -= 1
+        if not counts[session.number]:
+            del counts[session.number]
 
 
 def _outcome(flushed: asyncio.Future[Status]) -> Status:

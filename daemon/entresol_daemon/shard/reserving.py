@@ -33,16 +33,16 @@ _BUSY = Reserved.Item(Status.BUSY)
 
 class Reserving:
     """Reservations of all sessions. `durable` are the flushes under way, by slot; `await_durable`
-    waits for one, until a deadline, and says how it ended, for somebody who holds so many
-    reservations that come to nothing meanwhile. `on_none_left`: told when there are none."""
+    waits for one, until a deadline, and says how it ended, for a session that holds so many
+    reservations that come to nothing meanwhile. `on_none_left`: told when it has none."""
 
     def __init__(
         self,
         parts: Parts,
         keycare: KeyCare,
         durable: Mapping[int, asyncio.Future[Status]],
-        await_durable: Callable[[asyncio.Future[Status], int, int], Awaitable[Status]],
-        on_none_left: Callable[[], None],
+        await_durable: Callable[[Session, asyncio.Future[Status], int, int], Awaitable[Status]],
+        on_none_left: Callable[[Session], None],
     ) -> None:
         self._parts = parts
         self._keycare = keycare
@@ -78,7 +78,7 @@ class Reserving:
             answers, waits = await self._decide(session, request, deadline_ns)
         held = sum(answer.status is Status.OK for answer in answers)
         for place, flushing in waits:
-            if await self._await_durable(flushing, deadline_ns, held) is not Status.OK:
+            if await self._await_durable(session, flushing, deadline_ns, held) is not Status.OK:
                 answers[place] = _BUSY
         refused = [answer.status for answer in answers if answer.status is not Status.OK]
         parts.meters.puts_ended(session.account.name, refused)
@@ -243,6 +243,10 @@ class Reserving:
         if not mine:
             del self._of_session[reservation.session.number]
 
+    def held_by(self, session: Session) -> int:
+        """Reservations of it without a COMMIT yet."""
+        return len(self._of_session.get(session.number, ()))
+
     def close_session(self, session: Session) -> None:
         """Give up what the session reserved and did not commit."""
         for reservation in list(self._of_session.get(session.number, {}).values()):
@@ -268,5 +272,5 @@ class Reserving:
             del self.wanted[place]
         self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
         self._parts.room.notify()
-        if not self.open:
-            self._on_none_left()
+        if reservation.session.number not in self._of_session:
+            self._on_none_left(reservation.session)
