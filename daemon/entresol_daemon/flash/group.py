@@ -41,6 +41,7 @@ from entresol_daemon.flash.space import Segment, SegmentTable
 from entresol_daemon.flash.tombstones import Tombstone
 from entresol_proto.status import DeviceError, Status
 
+NO_KEY = bytes(16)  # of tombstones, which are of no block
 FILLED_AT_ONCE_MAX = 16  # headers; one takes 1 to 3 us
 
 Footer = tuple[int, int, bytes, int, bytes]
@@ -90,6 +91,27 @@ class Group:
     def is_empty(self) -> bool:
         """Whether there is nothing to write."""
         return not (self.records or self.headers or self.footers or self.frees)
+
+    def bury(
+        self,
+        segment: Segment,
+        extent: memoryview,
+        length_bytes: int,
+        offset: int,
+        lsn: int,
+        tombstones: list[Tombstone],
+    ) -> None:
+        """One more record, of these tombstones; nobody waits for it."""
+        record = Pending(
+            RecordKind.TOMBSTONES, segment.stream, NO_KEY, NO_KEY, extent, length_bytes, 0, 0, -1,
+            segment, offset, lsn, None, tombstones=tombstones,
+        )  # fmt: skip
+        self.records.append(record)
+
+    def note_headers(self) -> None:
+        """Those of segments that begin with its records."""
+        new = {p.segment.index: p.segment for p in self.records if not p.segment.header_written}
+        self.headers += new.values()
 
     def tables(self) -> tuple[list[SegmentHeader], list[Footer], int]:
         """What `fill` needs to know of segments, and the bytes of scratch for it."""

@@ -19,6 +19,7 @@ from entresol_daemon.compute import Compute
 from entresol_daemon.flash.counted import CountedDevice
 from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.group import (
+    NO_KEY,
     Group,
     GroupLength,
     Pending,
@@ -56,7 +57,6 @@ from entresol_proto.status import DeviceError, Status
 FAILURE_BACKOFF_NS = 100_000_000  # after the first failed group; doubles with each further one
 PROBE_NS_MIN = 500_000_000  # between tries of a device that failed; doubles up to the next
 PROBE_NS_MAX = 5_000_000_000
-_NO_KEY = bytes(16)
 _WIPE = bytes(RECORD_HEADER_BYTES)
 
 
@@ -284,11 +284,7 @@ class Writer:
         self._since = self._now()
         self._take_tombstones(group)
         self._inflight = list(group.records)
-        seen: set[int] = set()
-        for p in group.records:
-            if not p.segment.header_written and p.segment.index not in seen:
-                seen.add(p.segment.index)
-                group.headers.append(p.segment)
+        group.note_headers()
         for segment in [s for s in self._table.closed if not s.unflushed]:
             self._table.closed.remove(segment)
             self._footers.append(segment)
@@ -317,12 +313,8 @@ class Writer:
             taken = [self.tombstones.popleft() for _ in range(count)]
             lsn, kind = self._table.next_lsn(), RecordKind.TOMBSTONES
             sizes = (extent, len(payload), 0, 0)
-            offset = self._table.place(segment, kind, _NO_KEY, _NO_KEY, sizes, lsn)
-            record = Pending(
-                kind, segment.stream, _NO_KEY, _NO_KEY, buffer, len(payload), 0, 0, -1, segment,
-                offset, lsn, None, tombstones=taken,
-            )  # fmt: skip
-            group.records.append(record)
+            offset = self._table.place(segment, kind, NO_KEY, NO_KEY, sizes, lsn)
+            group.bury(segment, buffer, len(payload), offset, lsn, taken)
 
     def _stall(self) -> None:
         self._stalled = True
