@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import leaks
 import pytest
@@ -257,6 +257,21 @@ def test_a_call_that_does_not_end_is_cancelled_at_the_end(
     thread.stop()
 
 
+@contextlib.contextmanager
+def ending(
+    program: str,
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes], IO[bytes]]]:
+    """A process whose interpreter ends now, and its pipes; closing its input lets go the rest."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ends\n"
+        yield process, process.stdin, process.stdout, process.stderr
+
+
 AT_EXIT = """
 import asyncio, ctypes, time
 from entresol_client.loopthread import LoopThread
@@ -281,19 +296,12 @@ print("ends", flush=True)
 
 
 def test_a_loop_that_nobody_stopped_does_not_outlive_the_interpreter() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", AT_EXIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == b"ends\n"
-        assert process.stdout.readline() == b"closed\n"
+    with ending(AT_EXIT) as (process, stdin, stdout, stderr):
+        assert stdout.readline() == b"closed\n"
         time.sleep(0.6)
-        process.stdin.close()
+        stdin.close()
         assert process.wait(20) == 0
-        assert process.stderr.read() == b""
+        assert stderr.read() == b""
 
 
 STUBBORN_AT_EXIT = """
@@ -318,20 +326,13 @@ atexit.register(print, "ends", flush=True)
 
 
 def test_the_end_of_the_interpreter_waits_for_all_loops_at_once_interrupted_or_not() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", STUBBORN_AT_EXIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == b"ends\n"
+    with ending(STUBBORN_AT_EXIT) as (process, stdin, _, stderr):
         began = time.monotonic()
         time.sleep(loopthread.EXIT_S + 1)
-        process.stdin.close()
+        stdin.close()
         assert process.wait(20) == 0
         assert time.monotonic() - began < 3 * loopthread.EXIT_S
-        assert b"KeyboardInterrupt" in process.stderr.read()
+        assert b"KeyboardInterrupt" in stderr.read()
 
 
 async def test_work_that_waits_for_a_thread_ends_with_its_deadline_and_with_the_client() -> None:
