@@ -155,6 +155,47 @@ def test_an_evicted_block_that_is_forgotten_does_not_come_back(forgotten: bool) 
     simloop.run(life())
 
 
+@pytest.mark.parametrize("openings", [1, 3])
+def test_an_older_block_of_the_name_is_not_back_when_the_newer_one_goes_first(
+    openings: int,
+) -> None:
+    """The power fails before its segment is free, when the newer one is durable already."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        _, segment = await filled(engine)
+        never: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        engine._writer.free = lambda _segment: never  # type: ignore[method-assign]
+        evicting = asyncio.ensure_future(engine.evict(segment))
+        while len(engine.index):
+            await asyncio.sleep(0.0001)
+        _, future = put(engine, (NS, key_of(0)), b"new", stream=A)
+        assert await future is Status.OK
+        for _ in range(openings):
+            after = device.crash()
+            evicting.cancel()
+            await engine.close(clean=False)
+            device, engine = after, await open_engine(after)
+            assert engine.recovery.duplicates == 1
+            await engine.barrier()
+            assert engine.stats.tombstones == 0, "what nobody removed is not counted as removed"
+            assert await get(engine, (NS, key_of(0))) == (Status.OK, b"new")
+        assert engine.recovery.tombstones == (openings > 1), "written down once"
+        newer = int(engine.index.m_segment[engine.index.find(NS, key_of(0))])
+        assert newer != segment
+        await engine.evict(newer)
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
+        for number in range(1, COUNT):
+            assert await get(engine, (NS, key_of(number))) == (Status.OK, data_of(number))
+        await engine.close()
+
+    simloop.run(life())
+
+
 class FreedTooSoon(SimDevice):
     """Fails the first write of copies; looks whether FREE is written over blocks that are durable
     nowhere else."""

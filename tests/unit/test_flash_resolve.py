@@ -34,10 +34,12 @@ removals = st.lists(
 
 def by_definition(
     rows: list[tuple[bytes, bytes, int, int]], tombstones: list[Tombstone]
-) -> tuple[set[int], set[int]]:
-    """Lsns that live, and segments with dead copies that no tombstone names."""
+) -> tuple[set[int], set[int], list[tuple[int, int]]]:
+    """Lsns that live, segments with dead copies that no tombstone names, and those of such copies
+    that have a newer one, with the lsn of the newest."""
     alive: set[int] = set()
     shadowed: set[int] = set()
+    older: list[tuple[int, int]] = []
     for space, key, lsn, segment in rows:
         newest = max(other[2] for other in rows if other[:2] == (space, key))
         own = [
@@ -53,7 +55,9 @@ def by_definition(
             t.kind is TombstoneKind.NAMESPACE or t.cover == sequence_of(segment) for t in own
         ):
             shadowed.add(segment)
-    return alive, shadowed
+            if newest != lsn:
+                older.append((lsn, newest))
+    return alive, shadowed, older
 
 
 def sequence_of(segment: int) -> int:
@@ -88,9 +92,10 @@ def test_it_is_what_the_definition_says(
     found = resolve(
         table, segments, sequences, decode_tombstones(encode_tombstones(tombstones)), multipliers
     )
-    alive, shadowed = by_definition(rows, tombstones)
+    alive, shadowed, older = by_definition(rows, tombstones)
     assert table["lsn"][found.alive].tolist() == sorted(alive)
     assert set(found.shadowed) == shadowed
+    assert [(rows[row][2], until) for row, until in sorted(found.older)] == older
 
 
 def test_many_removals_of_a_block_with_many_copies_come_part_by_part(

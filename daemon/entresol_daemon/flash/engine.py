@@ -98,19 +98,12 @@ class Engine:
         self._superblock = superblock
         self._log = log
         self._closing = False
-        self._table = SegmentTable(superblock, options, self.index, self.stats)
-        self.stock = self._table.stock  # what can be freed, to look at
-        self._writer = Writer(
-            device, superblock, options, compute, self.index, self._table, self.stats, log
-        )
-        self._reader = Reader(
-            device, self.index, self._table, self._writer, self.stats,
-            options.verify_reads,
-        )  # fmt: skip
-        self._remover = Remover(self.index, self._table, self._writer, self.stats)
-        self._evictor = Evictor(
-            device, self.index, self._table, self._writer, self._reader, self.stats, log
-        )
+        self._table = table = SegmentTable(superblock, options, self.index, stats)
+        self.stock = table.stock  # what can be freed, to look at
+        self._writer = Writer(device, superblock, options, compute, self.index, table, stats, log)
+        self._reader = Reader(device, self.index, table, self._writer, stats, options.verify_reads)
+        self._remover = Remover(self.index, table, self._writer, stats)
+        self._evictor = Evictor(device, self.index, table, self._writer, self._reader, stats, log)
 
     @classmethod
     async def open(
@@ -165,6 +158,7 @@ class Engine:
         await write_superblock(counted, opened)
         engine._table.keep_unread(logger)
         engine._writer.start()
+        engine._writer.bury(handed.to_bury)
         for segment in handed.to_footer:
             engine._writer.owe_footer(segment)
         for segment in handed.to_free:
@@ -226,6 +220,12 @@ class Engine:
     def hides_blocks(self) -> bool:
         """True while flash may hold blocks that the opening did not find, or left out."""
         return bool(self._table.hiding)
+
+    @property
+    def is_haunted(self) -> bool:
+        """True while a crash may bring blocks back that left the index: until the segments they lie
+        in are free, or what was removed is written down."""
+        return bool(self._table.shadowing) or self._writer.burying
 
     @property
     def spare_segments(self) -> int:

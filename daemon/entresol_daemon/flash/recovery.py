@@ -45,7 +45,7 @@ from entresol_daemon.flash.segment import (
     tombstones_in,
 )
 from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
-from entresol_daemon.flash.tombstones import Tombstones, joined
+from entresol_daemon.flash.tombstones import Tombstone, TombstoneKind, Tombstones, joined
 
 _SCAN_OP_BYTES = 1 << 20
 _TOMBSTONE_READS_MAX = 3  # of a record before it is given up
@@ -58,6 +58,7 @@ class Found:
 
     to_free: list[Segment] = field(default_factory=list)
     to_footer: list[Segment] = field(default_factory=list)
+    to_bury: list[Tombstone] = field(default_factory=list)
 
 
 class Recovery:
@@ -375,6 +376,12 @@ class Recovery:
         multipliers = np.frombuffer(raw, np.uint64) | np.uint64(1)
         resolved = resolve(rows, segment, sequence, tombstones, multipliers)
         self._report.duplicates = resolved.duplicates
+        # An older copy must not be back when the segment of the newer one goes first.
+        for row, lsn in resolved.older:
+            name = rows[row].tobytes()[:32]
+            self._found.to_bury.append(
+                Tombstone(TombstoneKind.BLOCK, name[:16], name[16:], lsn, int(sequence[row]))
+            )
         for number in resolved.shadowed:
             self._table.segments[number].shadows = True
         alive = resolved.alive

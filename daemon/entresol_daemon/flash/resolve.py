@@ -24,11 +24,13 @@ PAIRS_AT_ONCE = 1 << 18  # of a tombstone and a row that may be the one it remov
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """`alive`: row numbers in lsn order. `shadowed`: segments with dead copies that no tombstone
-    names by their sequence."""
+    """`alive`: row numbers in lsn order. `older`: rows of which there is a newer copy, and no
+    tombstone that names them by their sequence; with the lsn of the newest. `shadowed`: segments
+    with dead copies without such a tombstone."""
 
     alive: npt.NDArray[np.int64]
     duplicates: int
+    older: list[tuple[int, int]]
     shadowed: list[int]
 
 
@@ -103,13 +105,15 @@ def resolve(
     names = _Names(rows, multipliers)
 
     newest: dict[Name, int] = {}
+    outdone: list[tuple[Name, int]] = []
     for row in names.crowded().tolist():
-        other = newest.setdefault(names.name(row), row)
+        name = names.name(row)
+        other = newest.setdefault(name, row)
         if other != row:
             older = row if lsn[row] < lsn[other] else other
-            newest[names.name(row)] = other if older == row else row
+            newest[name] = other if older == row else row
             alive[older] = False
-    duplicates = int(count - np.count_nonzero(alive))
+            outdone.append((name, older))
 
     of_blocks = tombstones[tombstones["kind"] == TombstoneKind.BLOCK]
     until, cover = (np.ascontiguousarray(of_blocks[name]) for name in ("lsn", "cover"))
@@ -122,8 +126,10 @@ def resolve(
         covered[gone] = True
 
     survivors = np.flatnonzero(alive)
+    survivors = survivors[np.argsort(lsn[survivors], kind="stable")]
+    older = [(row, int(lsn[newest[name]])) for name, row in outdone if not covered[row]]
     shadowed = np.unique(segment[~alive & ~covered]).tolist()
-    return Resolved(survivors[np.argsort(lsn[survivors], kind="stable")], duplicates, shadowed)
+    return Resolved(survivors, len(outdone), older, shadowed)
 
 
 def _dropped(

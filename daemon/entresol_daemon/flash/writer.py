@@ -39,12 +39,7 @@ from entresol_daemon.flash.model import (
     RemoveReason,
     SegmentState,
 )
-from entresol_daemon.flash.segment import (
-    RECORD_HEADER_BYTES,
-    RecordKind,
-    Superblock,
-    extent_bytes,
-)
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, RecordKind, Superblock, extent_bytes
 from entresol_daemon.flash.space import COPY_RESERVE, NO_STREAM, Segment, SegmentTable
 from entresol_daemon.flash.tombstones import (
     TOMBSTONES_PER_RECORD_MAX,
@@ -108,6 +103,11 @@ class Writer:
     def queued(self) -> int:
         """Records that wait or are being written."""
         return len(self._queue) + len(self._inflight)
+
+    @property
+    def burying(self) -> bool:
+        """Whether tombstones wait or are being written."""
+        return bool(self._waiting_lsns)
 
     # -- what the engine calls
 

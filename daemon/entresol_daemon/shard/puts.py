@@ -7,7 +7,9 @@ then, or over shared memory where it lies. A block is visible as soon as
 its record is complete in memory, durable once the engine flushed it.
 
 Invariants: bytes between reservation and durability are within the put budget; a block enters the
-index only with a complete record; the host's memory is not read after PUT_DONE.
+index only with a complete record; the host's memory is not read after PUT_DONE; where PUT_DONE said
+OK, no crash brings back what the name had before: while flash may hold that, also `accepted` waits
+until the new block is durable.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ class PutPath:
                 statuses[pull.place] = pull.status
             for pull, flushed in waits:
                 reservation = pull.reservation
-                if reservation.ack is Ack.DURABLE:
+                if reservation.ack is Ack.DURABLE or pull.follows:
                     deadline_ns = reservation.deadline_ns
                     statuses[pull.place] = await self._await_durable(session, flushed, deadline_ns)
         finally:
@@ -417,6 +419,7 @@ class PutPath:
         account.flash_bytes += extent.length_bytes
         account.flash_blocks += 1
         why, when_unix_ns = parts.history.forget(namespace_id, item.key)
+        pull.follows = why is not Reason.NEVER_STORED and parts.engine.is_haunted
         if why is Reason.EVICTED:
             parts.meters.restored(account.name, parts.unix_ns() - when_unix_ns)
         parts.meters.usefulness.stored(slot)
