@@ -34,12 +34,12 @@ removals = st.lists(
 
 def by_definition(
     rows: list[tuple[bytes, bytes, int, int]], tombstones: list[Tombstone]
-) -> tuple[set[int], set[int], list[tuple[int, int]]]:
-    """Lsns that live, segments with dead copies that no tombstone names, and those of such copies
-    that have a newer one, with the lsn of the newest."""
+) -> tuple[set[int], set[int], list[int]]:
+    """Lsns that live, segments with dead copies that no tombstone names, and lsns of such copies
+    that have a newer one."""
     alive: set[int] = set()
     shadowed: set[int] = set()
-    older: list[tuple[int, int]] = []
+    older: list[int] = []
     for space, key, lsn, segment in rows:
         newest = max(other[2] for other in rows if other[:2] == (space, key))
         own = [
@@ -56,7 +56,7 @@ def by_definition(
         ):
             shadowed.add(segment)
             if newest != lsn:
-                older.append((lsn, newest))
+                older.append(lsn)
     return alive, shadowed, older
 
 
@@ -95,7 +95,7 @@ def test_it_is_what_the_definition_says(
     alive, shadowed, older = by_definition(rows, tombstones)
     assert table["lsn"][found.alive].tolist() == sorted(alive)
     assert set(found.shadowed) == shadowed
-    assert [(rows[row][2], until) for row, until in sorted(found.older)] == older
+    assert [rows[row][2] for row in found.older] == older
 
 
 def test_many_removals_of_a_block_with_many_copies_come_part_by_part(

@@ -158,7 +158,6 @@ class Engine:
         await write_superblock(counted, opened)
         engine._table.keep_unread(logger)
         engine._writer.start()
-        engine._writer.bury(handed.to_bury)
         for segment in handed.to_footer:
             engine._writer.owe_footer(segment)
         for segment in handed.to_free:
@@ -225,7 +224,7 @@ class Engine:
     def is_haunted(self) -> bool:
         """True while a crash may bring blocks back that left the index: until the segments they lie
         in are free, or what was removed is written down."""
-        return bool(self._table.shadowing) or self._writer.burying
+        return bool(self._table.shadowing or self._writer.burying)
 
     @property
     def spare_segments(self) -> int:

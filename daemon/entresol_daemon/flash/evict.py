@@ -119,34 +119,51 @@ class Evictor:
             return []  # meanwhile: as above, and what it has is served
         # From here on it holds copies of blocks that the index does not know in this place.
         self._table.cast_shadows(segment)
+        removed: list[Removed] = []
+        freed = False
+        try:
+            freed = await self._drop_and_free(segment, keep, removed, (tombstones, refused + lost))
+        finally:
+            if not freed:
+                self._table.doubt(each.namespace_id + each.wire_key for each in removed)
+        return removed
+
+    async def _drop_and_free(
+        self,
+        segment: Segment,
+        keep: Keep,
+        removed: list[Removed],
+        found: tuple[Tombstones, int],
+    ) -> bool:
+        """Whether it came to its end; what goes is in `removed`, whatever becomes of this. `found`:
+        its tombstones, and how many records of them are lost."""
+        tombstones, lost = found
         last_try = segment.evict_tries >= EVICT_TRIES_MAX - 1
         live = self.live_slots(segment)
         chosen = keep(live) if callable(keep) else keep
         kept = np.asarray(chosen, np.int64)
         kept = kept[np.isin(kept, live)]
         dropped = live[~np.isin(live, kept)]
-        removed = await self._drop_in_portions(dropped, segment)
+        await self._drop_in_portions(dropped, segment, removed)
         self._stats.evicted_blocks += len(removed)
-        removed += await self._copy(segment, kept.tolist())
+        await self._copy(segment, kept.tolist(), removed)
         if self._writer.failed or (segment.live_blocks and not last_try):
             segment.evict_tries += 1
-            return removed  # what could not be copied stays where it is, readable
+            return False  # what could not be copied stays where it is, readable
         removed += self._give_up(self.live_slots(segment), segment)
         if not await self._carry(segment, tombstones, last_try=last_try):
             segment.evict_tries += 1
-            return removed
-        if refused + lost:
-            self._stats.tombstones_lost += refused + lost
-            self._log.error(
-                "event=tombstones_lost segment=%d records=%d", segment.index, refused + lost
-            )
+            return False
+        if lost:
+            self._stats.tombstones_lost += lost
+            self._log.error("event=tombstones_lost segment=%d records=%d", segment.index, lost)
         await segment.quiet()
         if segment.hides and segment.state is SegmentState.CONDEMNED:
             self._stats.unread_freed += 1
             self._log.error("event=unread_segment_freed segment=%d", segment.index)
-        if await self._writer.free(segment):
-            self._stats.evicted_segments += 1
-        return removed
+        freed = await self._writer.free(segment)
+        self._stats.evicted_segments += freed
+        return freed
 
     def _rest(self, segment: Segment) -> None:
         """The device does not give it: others are freed first, for a while."""
@@ -181,19 +198,20 @@ class Evictor:
         here: Slots = slots[(index.segment[slots] == segment.index) & (index.flags[slots] != 0)]
         return here
 
-    async def _drop_in_portions(self, slots: Slots, segment: Segment) -> list[Removed]:
+    async def _drop_in_portions(
+        self, slots: Slots, segment: Segment, removed: list[Removed]
+    ) -> None:
         """Evict blocks; others use the loop in between. Until its turn a block is served, and may
         be removed by somebody else."""
-        removed: list[Removed] = []
         for at in range(0, len(slots), DROPPED_AT_ONCE_MAX):
             await asyncio.sleep(0)
             portion = self._still_in(segment, slots[at : at + DROPPED_AT_ONCE_MAX])
             removed += self._drop(portion, RemoveReason.EVICTED)
-        return removed
 
     def _drop(self, slots: Slots, reason: RemoveReason) -> list[Removed]:
-        """Take durable blocks out of the index, without tombstones: their segment goes."""
-        index, removed = self._index, []
+        """Take durable blocks out of the index, without tombstones: their segment goes. But one of
+        which an older copy may be on flash is buried, as that would be back."""
+        index, doubtful, removed = self._index, self._table.doubtful, list[Removed]()
         for slot in slots.tolist():
             size = extent_bytes(index.m_sealed_bytes[slot])
             key = index.key_of(slot)
@@ -202,29 +220,32 @@ class Evictor:
             removed.append(Removed(space, key, slot, reason, size, home.stream))
             self._table.add_dead(home, size)
         index.remove_many(slots)
+        if doubtful and removed:
+            haunted = [each for each in removed if each.namespace_id + each.wire_key in doubtful]
+            self._bury(haunted, home)
+            doubtful.difference_update(each.namespace_id + each.wire_key for each in haunted)
         self._table.on_removed(removed)
         return removed
+
+    def _bury(self, removed: list[Removed], segment: Segment) -> None:
+        """No copy of these comes back, once that is durable; before, their segment is not free."""
+        kind, cover, number = TombstoneKind.BLOCK, segment.sequence, self._table.next_lsn
+        self._writer.bury(
+            [Tombstone(kind, r.namespace_id, r.wire_key, number(), cover) for r in removed]
+        )
+        segment.owes |= bool(removed)
 
     def _give_up(self, slots: Slots, segment: Segment) -> list[Removed]:
         """Drop kept blocks that cannot be written elsewhere. A failed copy may be on flash all the
         same: buried, it cannot come back."""
         removed = self._drop(slots, RemoveReason.IO_ERROR)
-        self._writer.bury(
-            [
-                Tombstone(
-                    TombstoneKind.BLOCK, each.namespace_id, each.wire_key,
-                    self._table.next_lsn(), segment.sequence,
-                )
-                for each in removed
-            ]
-        )  # fmt: skip
+        self._bury(removed, segment)
         return removed
 
     # -- kept blocks
 
-    async def _copy(self, segment: Segment, slots: list[int]) -> list[Removed]:
-        """Append kept blocks again, batch by batch; returns those that did not make it."""
-        removed: list[Removed] = []
+    async def _copy(self, segment: Segment, slots: list[int], removed: list[Removed]) -> None:
+        """Append kept blocks again, batch by batch; those that do not make it are removed."""
         left = deque(slots)
         while left:
             batch: list[int] = []
@@ -235,10 +256,11 @@ class Evictor:
                     break
                 batch.append(left.popleft())
                 size += more
-            removed += await self._copy_batch(segment, batch, size)
-        return removed
+            await self._copy_batch(segment, batch, size, removed)
 
-    async def _copy_batch(self, segment: Segment, slots: list[int], size: int) -> list[Removed]:
+    async def _copy_batch(
+        self, segment: Segment, slots: list[int], size: int, removed: list[Removed]
+    ) -> None:
         scratch = aligned_buffer(size)
         items: list[tuple[int, Expected, memoryview]] = []
         at = 0
@@ -252,7 +274,6 @@ class Evictor:
         ops = [(slot, view) for slot, _, view in items]
         # Hashed whatever `verify_reads` says: the copy gets a hash of what is here, for good.
         statuses = await self._reader.read(ops, payloads=True)
-        removed: list[Removed] = []
         moving: list[tuple[int, asyncio.Future[Status]]] = []
         for (slot, expected, view), status in zip(items, statuses, strict=True):
             if not self._is_here(slot, segment) or self._index.key_of(slot) != expected.wire_key:
@@ -273,7 +294,6 @@ class Evictor:
             if await future is Status.OK:  # else it is back where it was
                 self._stats.copied_blocks += 1
                 self._stats.copied_bytes += length_bytes
-        return removed
 
     def _is_here(self, slot: int, segment: Segment) -> bool:
         index = self._index
@@ -318,7 +338,7 @@ class Evictor:
         False when that is not possible now; at the last of EVICT_TRIES_MAX it is given up.
         """
         needed = listed(self._needed(tombstones, segment))
-        if needed:
+        if needed or segment.owes:
             self._writer.bury(needed)
             try:
                 await self._writer.barrier()

@@ -44,8 +44,8 @@ from entresol_daemon.flash.segment import (
     scan_segment,
     tombstones_in,
 )
-from entresol_daemon.flash.space import NO_STREAM, Segment, SegmentTable
-from entresol_daemon.flash.tombstones import Tombstone, TombstoneKind, Tombstones, joined
+from entresol_daemon.flash.space import NAME_BYTES, NO_STREAM, Segment, SegmentTable
+from entresol_daemon.flash.tombstones import Tombstones, joined
 
 _SCAN_OP_BYTES = 1 << 20
 _TOMBSTONE_READS_MAX = 3  # of a record before it is given up
@@ -58,7 +58,6 @@ class Found:
 
     to_free: list[Segment] = field(default_factory=list)
     to_footer: list[Segment] = field(default_factory=list)
-    to_bury: list[Tombstone] = field(default_factory=list)
 
 
 class Recovery:
@@ -376,12 +375,7 @@ class Recovery:
         multipliers = np.frombuffer(raw, np.uint64) | np.uint64(1)
         resolved = resolve(rows, segment, sequence, tombstones, multipliers)
         self._report.duplicates = resolved.duplicates
-        # An older copy must not be back when the segment of the newer one goes first.
-        for row, lsn in resolved.older:
-            name = rows[row].tobytes()[:32]
-            self._found.to_bury.append(
-                Tombstone(TombstoneKind.BLOCK, name[:16], name[16:], lsn, int(sequence[row]))
-            )
+        self._table.doubt(rows[row].tobytes()[:NAME_BYTES] for row in resolved.older)
         for number in resolved.shadowed:
             self._table.segments[number].shadows = True
         alive = resolved.alive

@@ -24,13 +24,12 @@ PAIRS_AT_ONCE = 1 << 18  # of a tombstone and a row that may be the one it remov
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """`alive`: row numbers in lsn order. `older`: rows of which there is a newer copy, and no
-    tombstone that names them by their sequence; with the lsn of the newest. `shadowed`: segments
-    with dead copies without such a tombstone."""
+    """`alive`: row numbers in lsn order. `older`: rows of which there is a newer copy. `shadowed`:
+    segments with dead copies; neither counts what a tombstone names by its sequence."""
 
     alive: npt.NDArray[np.int64]
     duplicates: int
-    older: list[tuple[int, int]]
+    older: list[int]
     shadowed: list[int]
 
 
@@ -105,7 +104,6 @@ def resolve(
     names = _Names(rows, multipliers)
 
     newest: dict[Name, int] = {}
-    outdone: list[tuple[Name, int]] = []
     for row in names.crowded().tolist():
         name = names.name(row)
         other = newest.setdefault(name, row)
@@ -113,7 +111,7 @@ def resolve(
             older = row if lsn[row] < lsn[other] else other
             newest[name] = other if older == row else row
             alive[older] = False
-            outdone.append((name, older))
+    outdone = np.flatnonzero(~alive)
 
     of_blocks = tombstones[tombstones["kind"] == TombstoneKind.BLOCK]
     until, cover = (np.ascontiguousarray(of_blocks[name]) for name in ("lsn", "cover"))
@@ -127,7 +125,7 @@ def resolve(
 
     survivors = np.flatnonzero(alive)
     survivors = survivors[np.argsort(lsn[survivors], kind="stable")]
-    older = [(row, int(lsn[newest[name]])) for name, row in outdone if not covered[row]]
+    older = outdone[~covered[outdone]].tolist()
     shadowed = np.unique(segment[~alive & ~covered]).tolist()
     return Resolved(survivors, len(outdone), older, shadowed)
 

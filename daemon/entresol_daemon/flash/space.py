@@ -8,9 +8,11 @@ sequences and log numbers (lsn) never repeat, because they start with the file's
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.index import PENDING, Index
@@ -33,6 +35,8 @@ from entresol_daemon.flash.segment import (
 from entresol_daemon.flash.stock import Stock
 
 NO_STREAM = bytes(16)
+NAME_BYTES = 32  # of a block: its namespace id, then its wire key
+DOUBTFUL_MAX = 65_536  # names; it takes a failing device, or a crash, to make one
 COPY_RESERVE = 1  # free segments that the engine's own copies leave for tombstones
 SEGMENTS_PER_OPEN = 16  # there are at least, where copies have segments of their own
 _SEQUENCE_BITS = 32
@@ -56,6 +60,7 @@ class Segment:
         "live_blocks",
         "live_bytes",
         "oldest_touch",
+        "owes",
         "readers",
         "refusals",
         "row_count",
@@ -101,6 +106,7 @@ class Segment:
         # May hold copies that are neither in the index nor covered by a tombstone that names this
         # sequence: while such a segment exists, no tombstone is dropped.
         self.shadows = False
+        self.owes = False  # blocks of it were buried: not free before that is durable
         self.hides = False  # may hold blocks that the opening did not find, or left out
         self.unread = False  # the device refused parts of it at opening: another may find them
         self.evict_tries = 0  # evictions that could not write elsewhere what must not be lost
@@ -147,6 +153,9 @@ class SegmentTable:
         self.lives: dict[int, Segment] = {}  # all in use, by sequence, the oldest first
         self.shadowing: set[int] = set()  # numbers of those with `shadows`
         self.hiding: set[int] = set()  # numbers of those with `hides`
+        # Names of which those that shadow may hold an older copy: one that goes is buried, so that
+        # a crash does not bring the older back.
+        self.doubtful: set[bytes] = set()
         self.closed: list[Segment] = []  # full, their footers not handed to the writer yet
         self.extent_bytes_max = record_bytes_max(superblock.segment_bytes)
         self._options = options
@@ -312,6 +321,11 @@ class SegmentTable:
         segment.shadows = True
         self.shadowing.add(segment.index)
 
+    def doubt(self, names: Iterable[bytes]) -> None:
+        """See `doubtful`; what is beyond DOUBTFUL_MAX is not remembered."""
+        left = DOUBTFUL_MAX - len(self.doubtful)
+        self.doubtful.update(itertools.islice(names, max(0, left)))
+
     def begin_free(self, segment: Segment) -> None:
         """Nothing in it lives any more; its FREE header is about to be written."""
         assert segment.live_blocks == 0, "a segment with live blocks is being freed"
@@ -326,6 +340,8 @@ class SegmentTable:
         """Its FREE header is durable."""
         self.lives.pop(segment.sequence, None)
         self.shadowing.discard(segment.index)
+        if not self.shadowing:
+            self.doubtful.clear()
         self.hiding.discard(segment.index)
         segment.reset(SegmentState.FREE, NO_STREAM, segment.sequence)
         self.free.append(segment.index)

@@ -85,7 +85,7 @@ class Writer:
         self.length = GroupLength()
         self._since = 0.0  # loop time of the oldest waiting thing
         self.tombstones: deque[Tombstone] = deque()  # that no group has taken yet
-        self._waiting_lsns: set[int] = set()  # of the queued and the in-flight ones
+        self.burying: set[int] = set()  # lsns of the queued and the in-flight ones
         self._tombstones_in = 0
         self._tombstones_out = 0  # durable
         self._barriers: list[tuple[int, asyncio.Future[None]]] = []
@@ -103,11 +103,6 @@ class Writer:
     def queued(self) -> int:
         """Records that wait or are being written."""
         return len(self._queue) + len(self._inflight)
-
-    @property
-    def burying(self) -> bool:
-        """Whether tombstones wait or are being written."""
-        return bool(self._waiting_lsns)
 
     # -- what the engine calls
 
@@ -144,10 +139,10 @@ class Writer:
 
         Also while writing has paused: there are never more than blocks that were in the index.
         """
-        tombstones = [t for t in tombstones if t.lsn not in self._waiting_lsns]
+        tombstones = [t for t in tombstones if t.lsn not in self.burying]
         if not tombstones:
             return
-        self._waiting_lsns.update(t.lsn for t in tombstones)
+        self.burying.update(t.lsn for t in tombstones)
         if not self._queue and not self.tombstones:
             self._since = self._now()
         self.tombstones.extend(tombstones)
@@ -355,7 +350,7 @@ class Writer:
             touched[p.segment.index] = p.segment
             if p.kind is RecordKind.TOMBSTONES:
                 self._tombstones_out += len(p.tombstones)
-                self._waiting_lsns.difference_update(t.lsn for t in p.tombstones)
+                self.burying.difference_update(t.lsn for t in p.tombstones)
                 continue
             if not p.dead:
                 self._index.m_flags[p.slot] &= ~PENDING & 0xFF
@@ -447,6 +442,7 @@ class Writer:
         self._index.m_segment[p.slot] = target.index
         self._index.m_offset[p.slot] = p.offset
         self._table.add_live(target, p.slot, size)
+        self._table.doubt([p.namespace_id + p.wire_key])
         if not self._queue:
             self._since = self._now()
         self._queue.append(p)

@@ -7,9 +7,8 @@ then, or over shared memory where it lies. A block is visible as soon as
 its record is complete in memory, durable once the engine flushed it.
 
 Invariants: bytes between reservation and durability are within the put budget; a block enters the
-index only with a complete record; the host's memory is not read after PUT_DONE; where PUT_DONE said
-OK, no crash brings back what the name had before: while flash may hold that, also `accepted` waits
-until the new block is durable.
+index only with a complete record; the host's memory is not read after PUT_DONE. While flash may
+hold what the name had before, `accepted` is said when durable: no crash brings that back, then.
 """
 
 from __future__ import annotations
@@ -67,7 +66,10 @@ class PutPath:
         self._parts = parts
         self._removal = removal
         self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
-        self._reserving = Reserving(parts, keycare, self._durable, self._await_durable, self._hurry)
+        self._following: set[int] = set()  # of those that no put is told of before: `Pull.follows`
+        self._reserving = Reserving(
+            parts, keycare, self._durable, self._following, self._await_durable, self._hurry
+        )
         self._reservations = self._reserving.open
         self._wanted = self._reserving.wanted
         self._committing = 0
@@ -419,7 +421,8 @@ class PutPath:
         account.flash_bytes += extent.length_bytes
         account.flash_blocks += 1
         why, when_unix_ns = parts.history.forget(namespace_id, item.key)
-        pull.follows = why is not Reason.NEVER_STORED and parts.engine.is_haunted
+        was_here = why is not Reason.NEVER_STORED or parts.engine.hides_blocks
+        pull.follows = was_here and parts.engine.is_haunted
         if why is Reason.EVICTED:
             parts.meters.restored(account.name, parts.unix_ns() - when_unix_ns)
         parts.meters.usefulness.stored(slot)
@@ -430,6 +433,8 @@ class PutPath:
         self._publish(reservation, pull.sealed_bytes)
         self._removal.inserted(account, extent.length_bytes)
         self._durable[slot] = flushed
+        if pull.follows:
+            self._following.add(slot)
         reservation.appended = True
         flushed.add_done_callback(lambda done: self._flushed(reservation, resident, done))
         return flushed
@@ -439,6 +444,7 @@ class PutPath:
     ) -> None:
         if self._durable.get(resident.slot) is done:
             del self._durable[resident.slot]
+            self._following.discard(resident.slot)
         self._reserving.close(reservation)
         status = _outcome(done)
         if status is not Status.OK:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
 from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.flash.segment import extent_bytes
@@ -32,7 +32,8 @@ _BUSY = Reserved.Item(Status.BUSY)
 
 
 class Reserving:
-    """Reservations of all sessions. `durable` are the flushes under way, by slot; `await_durable`
+    """Reservations of all sessions. `durable` are the flushes under way, by slot; `following` those
+    of them that every put waits for, as a crash would bring an older block back; `await_durable`
     waits for one, until a deadline, and says how it ended, for a session that holds so many
     reservations that come to nothing meanwhile. `on_none_left`: told when it has none."""
 
@@ -41,6 +42,7 @@ class Reserving:
         parts: Parts,
         keycare: KeyCare,
         durable: Mapping[int, asyncio.Future[Status]],
+        following: Container[int],
         await_durable: Callable[[Session, asyncio.Future[Status], int, int], Awaitable[Status]],
         on_none_left: Callable[[Session], None],
     ) -> None:
@@ -48,6 +50,7 @@ class Reserving:
         self._keycare = keycare
         self._salts = Salts()
         self._durable = durable
+        self._following = following
         self._await_durable = await_durable
         self._on_none_left = on_none_left
         self.open: dict[int, Reservation] = {}  # without a COMMIT yet, by put id
@@ -59,7 +62,8 @@ class Reserving:
     async def reserve(self, session: Session, request: Reserve) -> Reserved:
         """Decide item by item; wanted ones carry an id and, for host sealing, their key.
 
-        A key that is stored but not yet durable is waited for when the put asks for `durable`.
+        A key that is stored but not yet durable is waited for when the put asks for `durable`, or
+        when flash may hold an older block of that name.
         Items beyond the put budget are BUSY; a RESERVE of which nothing fits waits for room first.
         Raises: KeyringError, QuotaError where a new namespace cannot be written down; EntresolError
         (BAD_REQUEST) for a handle that was not opened.
@@ -143,7 +147,8 @@ class Reserving:
                 if slot >= 0 and not doomed(namespace.namespace_id, slot):
                     answers.append(Reserved.Item(Status.EXISTS))
                     flushing = self._durable.get(slot)
-                    if flushing is not None and request.ack is Ack.DURABLE:
+                    waited_for = request.ack is Ack.DURABLE or slot in self._following
+                    if flushing is not None and waited_for:
                         waits.append((place, flushing))
                 elif full or (namespace.namespace_id, item.key) in self.wanted:
                     answers.append(_BUSY)  # or someone else is storing it right now
