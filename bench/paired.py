@@ -1,6 +1,6 @@
 """Two or more trees of the source, the same work in turns: which is faster, on a busy machine too.
 
-    python -m bench.paired OLD NEW [--what put|flash|resident] [--fabric shm|tcp] [--rounds 24]
+    python -m bench.paired OLD NEW [--what put|flash|first|resident|opened] [--fabric shm|tcp]
 
 Each tree runs a daemon and a host of its own all the while; in each round every tree has its turn,
 the order reversed every other round. So both see the same machine, whatever else it does, and the
@@ -27,6 +27,7 @@ from pathlib import Path
 BATCHES, SET_BATCHES, BLOCKS = 4, 12, 32  # as bench.flash
 WARM_ROUNDS = 2
 WORKER = "--worker"
+WORK = ("put", "flash", "first", "resident", "opened")
 
 
 @dataclass(slots=True)
@@ -110,19 +111,22 @@ async def worker(what: str, fabric: str) -> None:
     from bench import daemon, scratch
     from bench.ours import Ours
     from bench.processes import cpu_s
+    from entresol_client.results import OpenPlace
     from entresol_proto.limits import MIB
 
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(scratch.folder(None))
         region = stack.enter_context(scratch.region(folder, MIB, BLOCKS))
-        memory = {"dram_bytes": (SET_BATCHES if what == "resident" else BATCHES) * BLOCKS * MIB}
+        here = what in ("resident", "opened")
+        memory = {"dram_bytes": (SET_BATCHES if here else BATCHES) * BLOCKS * MIB}
         flash = 4 * SET_BATCHES * BLOCKS * MIB
         tier = stack.enter_context(daemon.process(folder / "d", {"memory": memory}, flash=flash))
         ours = await Ours.open(tier.client_config(), region, fabric, "paired")
         stack.push_async_callback(ours.client.close)
         assert tier.process is not None
         pid, next_ = tier.process.pid, 0
-        sets = BATCHES if what == "resident" else SET_BATCHES
+        sets = BATCHES if here else SET_BATCHES
+        open_at: OpenPlace = "daemon" if what == "opened" else "host"
         if what != "put":
             for generation in range(sets):
                 await ours.put(generation, "durable")
@@ -133,9 +137,13 @@ async def worker(what: str, fabric: str) -> None:
             cpu, began = time.process_time() + cpu_s(pid), time.perf_counter()
             if what == "put":
                 await asyncio.gather(*(ours.put(one, "durable") for one in turn))
+            elif what == "first":
+                for one in turn:
+                    for block in range(BLOCKS):
+                        await ours.get_one(one % sets, block)
             else:
                 for one in turn:
-                    await ours.get(one % sets)
+                    await ours.get(one % sets, open_at=open_at)
             took, cpu = time.perf_counter() - began, time.process_time() + cpu_s(pid) - cpu
             if what == "put":
                 for one in turn:
@@ -150,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trees", nargs="+", type=Path, metavar="TREE")
-    parser.add_argument("--what", choices=("put", "flash", "resident"), default="put")
+    parser.add_argument("--what", choices=WORK, default=WORK[0])
     parser.add_argument("--fabric", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--rounds", type=int, default=24)
     asked = parser.parse_args(words)

@@ -154,8 +154,8 @@ class Namespace:
 
         `ack="accepted"` waits until they are sealed and servable, `"durable"` until they are on
         flash and flushed; so does `"accepted"` of a block that was there before and may still be on
-        flash: a crash must not bring back the older one. DEADLINE or DISCONNECTED for a block means that it is not known whether
-        it was stored; putting it again is harmless.
+        flash: a crash must not bring back the older one. DEADLINE or DISCONNECTED for a block means
+        that it is not known whether it was stored; putting it again is harmless.
 
         Raises: UsageError, BadKeyError.
         """
