@@ -86,16 +86,18 @@ class Session:
         Raises: RequestFailedError when there is no data path, it cannot expose memory, or the
         deadline comes first.
         """
-        if self._exposing is None or (self._exposing.done() and self._put is None):
+        exposing = self._exposing  # that other callers replace when it has failed
+        if exposing is None or (exposing.done() and self._put is None):
             # A task of the session: one caller's deadline must not fail the others.
-            self._exposing = asyncio.get_running_loop().create_task(self._expose_staging())
-            self._exposing.add_done_callback(_seen)
+            exposing = asyncio.get_running_loop().create_task(self._expose_staging())
+            exposing.add_done_callback(_seen)
+            self._exposing = exposing
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        done, _ = await asyncio.wait((self._exposing,), timeout=left_s)
+        done, _ = await asyncio.wait((exposing,), timeout=left_s)
         if not done:
             raise RequestFailedError(Status.DEADLINE)
         try:
-            return self._exposing.result()
+            return exposing.result()
         except asyncio.CancelledError:
             raise RequestFailedError(Status.DISCONNECTED) from None
         except FabricError as error:

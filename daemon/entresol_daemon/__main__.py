@@ -239,8 +239,11 @@ def _run_dev(arguments: argparse.Namespace) -> int:
 def _loop_run(coroutine: object) -> None:
     import uvloop
 
+    from entresol_daemon import logs
+
     slices.shorten()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.get_loop().set_exception_handler(logs.tell_of_loop)
         runner.run(coroutine)  # type: ignore[arg-type]
 
 

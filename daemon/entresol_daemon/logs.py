@@ -18,6 +18,7 @@ Invariants owned here:
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import enum
 import json
@@ -29,7 +30,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from entresol_proto import ids
 
@@ -400,3 +401,14 @@ def configure(
     root.setLevel(max(numeric, logging.WARNING))
     logging.getLogger("entresol").setLevel(numeric)
     return handler
+
+
+def tell_of_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The exception handler of the daemon's loop. That there was no memory for a connection, or for
+    a call, is no bug of ours: it is said in a line."""
+    error = context.get("exception")
+    if isinstance(error, MemoryError):
+        what = context.get("message")
+        logging.getLogger("entresol.loop").error("event=out_of_memory what=%r", what)
+    else:
+        loop.default_exception_handler(context)

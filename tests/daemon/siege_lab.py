@@ -251,12 +251,20 @@ def no_descriptors(scene: Scene) -> None:
                 each.close()
 
 
+def little_memory(scene: Scene) -> None:
+    """No address space is left for slabs or threads."""
+    _room_of(scene, scene.rng.choice([2 << 20, 6 << 20]))
+
+
 def no_memory(scene: Scene) -> None:
-    """No address space is left for slabs, threads or anything else."""
+    """Nor for anything else."""
+    _room_of(scene, scene.rng.choice([64 << 10, 256 << 10]))
+
+
+def _room_of(scene: Scene, room_bytes: int) -> None:
     text = Path(f"/proc/{scene.lab.pid}/statm").read_text()
     size = int(text.split()[0]) * resource.getpagesize()
-    room = scene.rng.choice([256 << 10, 2 << 20, 6 << 20])
-    with limited(scene.lab.pid, resource.RLIMIT_AS, size + room):
+    with limited(scene.lab.pid, resource.RLIMIT_AS, size + room_bytes):
         time.sleep(STRIKE_S)
 
 
@@ -366,5 +374,5 @@ MIX = {"durable": 0.3, "accepted": 0.1, "forget": 0.3, "get": 0.3}
 SCENES: tuple[Callable[[Scene], None], ...] = (
     failing_reads, failing_writes, failing_flushes, the_kth_call, a_storm, writes_are_gone,
     reads_are_gone, failing_state, ragged_sockets, reset_sockets, a_bad_start, a_bad_end,
-    no_descriptors, no_memory, frozen_daemon, frozen_host, full_tmpfs, full_ext4,
+    no_descriptors, little_memory, no_memory, frozen_daemon, frozen_host, full_tmpfs, full_ext4,
 )  # fmt: skip

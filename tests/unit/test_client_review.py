@@ -32,6 +32,7 @@ from entresol_client.config import BreakerSettings, ShardAddress, TlsFiles
 from entresol_client.placement import Placement
 from entresol_client.relay import chain, publisher, wire
 from entresol_client.relay.chain import Mirror, Removed, Stored
+from entresol_client.results import RequestFailedError
 from entresol_client.surroundings import Surroundings
 from entresol_client.tracing import Tracing
 from entresol_proto.ids import EngineKey
@@ -240,6 +241,41 @@ async def test_memory_for_puts_that_is_not_there_is_a_failed_data_path(
     with pytest.raises(FabricError, match="Cannot allocate") as caught:
         await shard_link.Session(opened, 1)._expose_staging()
     assert caught.value.status is Status.FABRIC_ERROR
+
+
+async def test_a_put_hears_how_its_own_wait_for_memory_ended() -> None:
+    """Whoever hears first that it failed may try again before the others have looked."""
+
+    class Endpoint:
+        tries = 0
+
+        async def expose(self, _memory: object) -> str:
+            self.tries += 1
+            first = self.tries == 1
+            await asyncio.sleep(0.01)
+            if first:
+                raise FabricError("no memory for a region")
+            return "exposed"
+
+    opened: Any = SimpleNamespace(
+        connection=None, welcome=None, endpoint=Endpoint(), fabric="tcp", fabric_reason=""
+    )
+    session = shard_link.Session(opened, 1 << 20)
+
+    async def once() -> object:
+        try:
+            return (await session.put_staging(2**62))[1]
+        except RequestFailedError as error:
+            return error.status
+
+    async def twice() -> list[object]:
+        return [await once(), await once()]
+
+    both, other = await asyncio.gather(twice(), once())
+    assert both == [Status.FABRIC_ERROR, "exposed"]
+    assert other is Status.FABRIC_ERROR
+    assert session._put is not None
+    session._put.memory.close()
 
 
 # Finding 10: what waits for a slow reader of a relay.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import mmap
 from typing import Any
 
@@ -14,7 +15,15 @@ from entresol_daemon.flash.engine import RemoveReason
 from entresol_daemon.flash.sim import SimDevice
 from entresol_proto.status import DeviceError, Status
 from tests import simloop
-from tests.flashlab import NAMESPACES, device_bytes, get, key_of, open_engine, put
+from tests.flashlab import (
+    NAMESPACES,
+    device_bytes,
+    get,
+    key_of,
+    open_engine,
+    put,
+    stock_faults,
+)
 
 NS = NAMESPACES[0]
 
@@ -82,6 +91,64 @@ def test_writing_goes_on_when_there_is_memory_again(
         assert memory.refused == times
         if status is Status.OK:
             assert (await get(engine, (NS, key_of(1))))[0] is Status.OK
+        await engine.close()
+
+    simloop.run(life())
+
+
+def no_memory(*_args: object, **_named: object) -> None:
+    raise MemoryError("no room for it")
+
+
+@pytest.mark.parametrize("times", [1, 7])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "group.Group.note_headers", "writer.encode_tombstones", "writer.writes_of",
+        "counted.CountedDevice.commit",
+    ],
+)  # fmt: skip
+def test_a_group_for_which_there_is_no_memory_is_written_later(
+    monkeypatch: pytest.MonkeyPatch, what: str, times: int
+) -> None:
+    """Nothing that was durable is lost, no removal either; and writing goes on by itself, also
+    after so many that the engine paused."""
+    module, _, name = what.partition(".")
+    owner = importlib.import_module(f"entresol_daemon.flash.{module}")
+    for part in name.split(".")[:-1]:
+        owner = getattr(owner, part)
+    name = name.split(".")[-1]
+    honest, left = getattr(owner, name), times
+
+    def sometimes(*args: object, **named: object) -> object:
+        nonlocal left
+        left -= 1
+        return no_memory() if left >= 0 else honest(*args, **named)
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(16), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slots = []
+        for number in range(4):
+            slot, future = put(engine, (NS, key_of(number)), b"kept" * 100)
+            assert await future is Status.OK
+            slots.append(slot)
+        monkeypatch.setattr(owner, name, sometimes)
+        engine.remove(slots[0], RemoveReason.FORGOTTEN)
+        _, future = put(engine, (NS, key_of(9)), b"new" * 100)
+        assert await future is (Status.OK if times == 1 else Status.IO_ERROR)
+        async with asyncio.timeout(60):
+            while engine.failed or left >= 0:
+                await asyncio.sleep(0.1)
+        await engine.barrier()
+        slot, future = put(engine, (NS, key_of(10)), b"later" * 100)
+        assert await future is Status.OK
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        there = {number for number in range(11) if engine.index.find(NS, key_of(number)) >= 0}
+        assert there == {1, 2, 3, 10} | ({9} if times == 1 else set())
+        assert not stock_faults(engine)
         await engine.close()
 
     simloop.run(life())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -410,3 +411,18 @@ def test_kinds_of_lines_are_bounded() -> None:
         record = logging.LogRecord("e", logging.INFO, "f", 1, "x=%s", (str(number),), None)
         assert held.filter(record)
     assert len(held._kinds) == logs.KINDS_MAX
+
+
+def test_a_loop_without_memory_says_so_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(logs.tell_of_loop)
+        for error in (MemoryError(), ValueError("a bug")):
+            loop.call_exception_handler({"message": "Fatal error on SSL", "exception": error})
+
+    asyncio.run(story())
+    short, long = caplog.records
+    assert short.getMessage() == "event=out_of_memory what='Fatal error on SSL'"
+    assert not short.exc_info
+    assert long.name == "asyncio"
+    assert long.exc_info is not None

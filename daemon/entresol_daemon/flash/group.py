@@ -197,7 +197,7 @@ async def takes_writes(device: Device, table: SegmentTable) -> bool:
             pieces = fill(table.superblock, [], [header], [], scratch)
             await device.write([IoOp(at, scratch[start:end]) for at, start, end in pieces])
         await device.flush()
-    except DeviceError:
+    except (DeviceError, MemoryError):
         return False
     return True
 

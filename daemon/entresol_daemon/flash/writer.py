@@ -222,10 +222,9 @@ class Writer:
                 if self.failed:
                     await self._until_it_writes()
                 await self._wait_for_work()
-                group = self._take()
                 self._busy = True
                 try:
-                    await self._commit(group)
+                    await self._commit(Group())
                 finally:
                     self._busy = False
         except asyncio.CancelledError:
@@ -268,17 +267,15 @@ class Writer:
                 if timer is not None:
                     timer.cancel()
 
-    def _take(self) -> Group:
+    def _take(self, group: Group) -> None:
         """Decide what goes out together."""
         self._urgent = False
-        group = Group()
-        group.records = self._queue.take(self.length.shared_bytes_max(self._now()))
+        group.records = self._inflight = self._queue.take(self.length.shared_bytes_max(self._now()))
         if not self._queue:
             self._hurry_by = inf
         self.queued_bytes -= sum(p.extent.nbytes for p in group.records)
         self._since = self._now()
         self._take_tombstones(group)
-        self._inflight = list(group.records)
         group.note_headers()
         for segment in [s for s in self._table.closed if not s.unflushed]:
             self._table.closed.remove(segment)
@@ -286,7 +283,6 @@ class Writer:
         group.footers = [s for s in self._footers if s.footer_due]
         self._footers.clear()
         group.frees = [segment for segment, _ in self._frees.values()]
-        return group
 
     def _take_tombstones(self, group: Group) -> None:
         for _ in range(TOMBSTONE_RECORDS_PER_GROUP_MAX):
@@ -305,11 +301,13 @@ class Writer:
                 self._log.warning("event=tombstones_wait error=%s", error)
                 break
             buffer[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + len(payload)] = payload
-            taken = [self.tombstones.popleft() for _ in range(count)]
+            taken = [self.tombstones[i] for i in range(count)]
             lsn, kind = self._table.next_lsn(), RecordKind.TOMBSTONES
             sizes = (extent, len(payload), 0, 0)
             offset = self._table.place(segment, kind, NO_KEY, NO_KEY, sizes, lsn)
             group.bury(segment, buffer, len(payload), offset, lsn, taken)
+            for _ in taken:
+                self.tombstones.popleft()
 
     def _stall(self) -> None:
         self._stalled = True
@@ -321,13 +319,17 @@ class Writer:
                 )
 
     async def _commit(self, group: Group) -> None:
-        if group.is_empty:
-            return
-        self._stats.groups += 1
+        """Fill a group and write it."""
         try:
+            self._take(group)
+            if group.is_empty:
+                return
+            self._stats.groups += 1
             ops = await writes_of(group, self._superblock, self._compute)
             write_ns, flush_ns = await self._device.commit(ops)
-        except DeviceError as error:
+        except (DeviceError, MemoryError) as error:
+            if isinstance(error, MemoryError):
+                error = DeviceError(f"out of memory: {error}")
             self._fail(group, error)
             if not self.failed:
                 await asyncio.sleep(FAILURE_BACKOFF_NS * 2 ** (self._failures - 1) / 1e9)

@@ -242,9 +242,9 @@ class SessionHandler:
             leave(None)
             self._fail(request_id, message.TYPE, error)
             return
-        except Exception:
+        except Exception as error:
             leave(None)
-            self._fail_unexpectedly(request_id, message.TYPE)
+            self._fail_unexpectedly(request_id, message.TYPE, error)
             return
         if answer is not None:
             leave(None)
@@ -361,8 +361,8 @@ class SessionHandler:
             return error.status
         except asyncio.CancelledError:
             raise
-        except Exception:
-            self._fail_unexpectedly(request_id, kind)
+        except Exception as error:
+            self._fail_unexpectedly(request_id, kind, error)
             return Status.INTERNAL
         metrics.requests[kind, Status.OK].inc()
         metrics.request_seconds[kind].observe((self._shard.parts.now_ns() - started_ns) / 1e9)
@@ -469,9 +469,14 @@ class SessionHandler:
                 self._shard.fabrics[offer.kind].withdraw(offer)
         self._offers = []
 
-    def _fail_unexpectedly(self, request_id: int, kind: FrameType) -> None:
-        log.exception("event=request_failed type=%s", kind.name.lower())
-        self._fail(request_id, kind, EntresolError("internal error", hint="see the daemon's log"))
+    def _fail_unexpectedly(self, request_id: int, kind: FrameType, error: Exception) -> None:
+        text, hint = "internal error", "see the daemon's log"
+        if isinstance(error, MemoryError):  # no bug; what was asked for may have been done in part
+            text, hint = "out of memory", "give the daemon more, or a smaller [memory] dram_bytes"
+            log.error("event=out_of_memory type=%s error=%s", kind.name.lower(), error)
+        else:
+            log.exception("event=request_failed type=%s", kind.name.lower())
+        self._fail(request_id, kind, EntresolError(text, hint=hint))
 
     def _fail(self, request_id: int, kind: FrameType, error: EntresolError) -> None:
         self._shard.parts.metrics.requests[kind, error.status].inc()

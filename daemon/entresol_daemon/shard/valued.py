@@ -3,11 +3,12 @@ worth; with `[flash] eviction = "median"` there is nothing to tell, and no memor
 
 Invariants: a tenant's blocks are told under the stream of the segment that they are in, whoever
 stored or read them, so that what is learned is of those who pay; before anything is chosen or goes,
-all that was told is learned.
+all that was told is learned, or forgotten.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from entresol_daemon.core.worth import U64
 from entresol_daemon.core.worth_ranking import Columns, WorthRanking
 from entresol_daemon.flash.engine import Engine
 from entresol_daemon.flash.index import Slots
+
+log = logging.getLogger("entresol.eviction")
 
 TOLD_TOGETHER = 256  # blocks: to learn of one costs as much as of a hundred
 
@@ -56,13 +59,21 @@ class Valued:
             self.learn()
 
     def learn(self) -> None:
-        """Have all learned that was told: also before a slot of it may be another block's."""
+        """Have all learned that was told: also before a slot of it may be another block's. Where
+        there is no memory for it nothing is learned of those: a removal must come to its end."""
         if not self._told:
             return
+        try:
+            self._learn()
+        except MemoryError:
+            log.warning("event=not_learned blocks=%d reason='no memory'", len(self._told))
+        finally:
+            self._told, self._parts_told = [], []
+
+    def _learn(self) -> None:
         assert self._values is not None, "nobody learns"
         counts, ticks, puts = zip(*self._parts_told, strict=True)
         slots = np.asarray(self._told, np.int64)
-        self._told, self._parts_told = [], []
         # Each was touched at a tick of its own: a request's first block is as much older.
         behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(slots))
         touch = np.repeat(np.asarray(ticks, np.int64), counts) - behind
