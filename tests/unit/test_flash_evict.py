@@ -27,7 +27,12 @@ from entresol_daemon.flash.device import BLOCK, Check, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
 from entresol_daemon.flash.evict import DROPPED_AT_ONCE_MAX
 from entresol_daemon.flash.index import PENDING, Slots
-from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX, Removed
+from entresol_daemon.flash.model import (
+    APPEND_TRIES_MAX,
+    EVICT_TRIES_MAX,
+    GROUP_FAILURES_MAX,
+    Removed,
+)
 from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
 from entresol_proto.status import DeviceError, Status
 
@@ -257,6 +262,94 @@ def test_nor_is_it_back_where_an_eviction_of_its_segment_failed_half_way(kind: F
         for number in range(1, COUNT):
             assert await get(other, (NS, key_of(number))) == (Status.OK, data_of(number))
         await other.close()
+
+    simloop.run(life())
+
+
+def test_nor_where_a_copy_of_it_failed_and_it_stayed_where_it_was() -> None:
+    """The copy may be on flash, in a segment that the index knows nothing of."""
+
+    async def life(seed: int) -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(12), plan=plan, sleep=asyncio.sleep, seed=seed)
+        engine = await open_engine(device)
+        slots, older = await filled(engine)
+        engine._writer._failures = GROUP_FAILURES_MAX - 1
+        plan.at, plan.sticky = {Fault.FLUSH_FAIL: 1}, True
+        assert await engine.evict(older, slots) == []
+        plan.enabled = False
+        async with asyncio.timeout(60):
+            while engine.failed:
+                await asyncio.sleep(0.1)
+        assert {NS + key_of(number) for number in range(COUNT)} <= engine._table.doubtful
+        await engine.evict(older)  # now they go
+        slot, future = put(engine, (NS, key_of(0)), b"new", stream=A)
+        assert await future is Status.OK
+        newer = int(engine.index.m_segment[slot])
+        await engine.evict(newer)
+        assert engine.segment_info(newer).state is SegmentState.FREE
+        after = device.crash(seed=seed)
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
+        await engine.close()
+
+    for seed in range(12):
+        simloop.run(life(seed), seed)
+
+
+def test_nor_where_its_group_failed_and_it_was_placed_again() -> None:
+    async def life(seed: int) -> None:
+        plan = FaultPlan(at={Fault.FLUSH_FAIL: 1})
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep, seed=seed)
+        engine = await open_engine(device)
+        device.plan = plan
+        slot = await stored(engine, 0)
+        assert engine.stats.failed_groups == 1
+        assert NS + key_of(0) in engine._table.doubtful
+        for data in (b"new", b""):
+            await engine.evict(int(engine.index.m_segment[slot]))
+            if data:
+                slot, future = put(engine, (NS, key_of(0)), data, stream=A)
+                assert await future is Status.OK
+        after = device.crash(seed=seed)
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert (await get(engine, (NS, key_of(0))))[0] is Status.MISS
+        await engine.close()
+
+    for seed in range(12):
+        simloop.run(life(seed), seed)
+
+
+def test_a_damaged_copy_takes_nothing_with_it_that_is_durable_elsewhere() -> None:
+    """The power failed before the segment was free of which it is a copy."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slots, older = await filled(engine)
+        never: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        engine._writer.free = lambda _segment: never  # type: ignore[method-assign]
+        evicting = asyncio.ensure_future(engine.evict(older, slots))
+        while engine.stats.copied_blocks < len(slots):
+            await asyncio.sleep(0.0001)
+        newer, offset = (
+            int(column[slots[0]]) for column in (engine.index.m_segment, engine.index.m_offset)
+        )
+        after = device.crash()
+        evicting.cancel()
+        await engine.close(clean=False)
+        device, engine = after, await open_engine(after)
+        assert engine.recovery.duplicates == COUNT
+        device.poke(engine._superblock.segment_at(newer) + offset * BLOCK + 200, b"\xff")
+        (gone,) = await engine.evict(newer, lambda live: live)
+        assert gone.reason is RemoveReason.CORRUPT
+        after = device.crash()
+        await engine.close(clean=False)
+        engine = await open_engine(after)
+        assert await all_there(engine)
+        await engine.close()
 
     simloop.run(life())
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from entresol_daemon.flash import device as device_module
+from entresol_daemon.flash import space
 from entresol_daemon.flash.engine import RemoveReason
 from entresol_daemon.flash.sim import SimDevice
 from entresol_proto.status import DeviceError, Status
@@ -149,6 +150,32 @@ def test_a_group_for_which_there_is_no_memory_is_written_later(
         there = {number for number in range(11) if engine.index.find(NS, key_of(number)) >= 0}
         assert there == {1, 2, 3, 10} | ({9} if times == 1 else set())
         assert not stock_faults(engine)
+        await engine.close()
+
+    simloop.run(life())
+
+
+def test_a_block_for_whose_place_there_is_no_memory_is_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither in the index nor in its segment, which can be evicted afterwards."""
+
+    async def life() -> None:
+        engine = await open_engine(SimDevice(device_bytes(10), sleep=asyncio.sleep))
+        _, future = put(engine, (NS, key_of(0)), b"kept")
+        assert await future is Status.OK
+        (segment,) = engine._table.open.values()
+        used_bytes = segment.used_bytes
+        with monkeypatch.context() as short:
+            short.setattr(space, "pack_row", no_memory)
+            with pytest.raises(MemoryError):
+                put(engine, (NS, key_of(1)), b"not")
+        assert len(engine.index) == 1
+        assert (segment.used_bytes, segment.unflushed, segment.row_count) == (used_bytes, 0, 1)
+        _, future = put(engine, (NS, key_of(1)), b"later")
+        assert await future is Status.OK
+        async with asyncio.timeout(10):
+            assert len(await engine.evict(segment.index)) == 2
         await engine.close()
 
     simloop.run(life())

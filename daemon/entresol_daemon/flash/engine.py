@@ -300,18 +300,17 @@ class Engine:
         lsn = self._table.next_lsn()
         sizes = (size, record.sealed_bytes, record.plain_bytes, record.position)
         slot = self.index.insert(
-            record.namespace_id,
-            record.wire_key,
-            segment=segment.index,
-            offset=segment.used_bytes // BLOCK,
-            sealed_bytes=record.sealed_bytes,
-            plain_bytes=record.plain_bytes,
-            position=record.position,
-            flags=PENDING,
-        )
-        offset = self._table.place(
-            segment, RecordKind.BLOCK, record.namespace_id, record.wire_key, sizes, lsn
-        )
+            record.namespace_id, record.wire_key, segment=segment.index,
+            offset=segment.used_bytes // BLOCK, sealed_bytes=record.sealed_bytes,
+            plain_bytes=record.plain_bytes, position=record.position, flags=PENDING,
+        )  # fmt: skip
+        try:
+            offset = self._table.place(
+                segment, RecordKind.BLOCK, record.namespace_id, record.wire_key, sizes, lsn
+            )
+        except MemoryError:
+            self.index.remove(slot)
+            raise
         self._table.add_live(segment, slot, size)
         self.stats.appends += 1
         self.stats.appended_bytes += size

@@ -210,7 +210,8 @@ class Evictor:
 
     def _drop(self, slots: Slots, reason: RemoveReason) -> list[Removed]:
         """Take durable blocks out of the index, without tombstones: their segment goes. But one of
-        which an older copy may be on flash is buried, as that would be back."""
+        which an older copy may be on flash is buried, as that would be back; not where this one is
+        damaged, for which the other may be the same."""
         index, doubtful, removed = self._index, self._table.doubtful, list[Removed]()
         for slot in slots.tolist():
             size = extent_bytes(index.m_sealed_bytes[slot])
@@ -220,11 +221,11 @@ class Evictor:
             removed.append(Removed(space, key, slot, reason, size, home.stream))
             self._table.add_dead(home, size)
         index.remove_many(slots)
-        if doubtful and removed:
+        self._table.on_removed(removed)
+        if doubtful and removed and reason is RemoveReason.EVICTED:
             haunted = [each for each in removed if each.namespace_id + each.wire_key in doubtful]
             self._bury(haunted, home)
             doubtful.difference_update(each.namespace_id + each.wire_key for each in haunted)
-        self._table.on_removed(removed)
         return removed
 
     def _bury(self, removed: list[Removed], segment: Segment) -> None:

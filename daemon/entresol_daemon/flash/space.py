@@ -251,12 +251,14 @@ class SegmentTable:
     ) -> int:
         """Take the next place for a record; returns its offset in blocks.
 
-        `sizes` is (extent, sealed, plain bytes, position).
+        `sizes` is (extent, sealed, plain bytes, position). Raises: MemoryError; nothing is taken.
         """
         extent, sealed, plain, position = sizes
-        offset = segment.used_bytes // BLOCK
-        segment.used_bytes += extent
+        offset = (
+            segment.used_bytes // BLOCK
+        )  # first what takes memory, so that it is all or nothing
         segment.rows += pack_row(namespace_id, wire_key, lsn, offset, sealed, plain, position, kind)
+        segment.used_bytes += extent
         segment.row_count += 1
         segment.unflushed += 1
         if kind is RecordKind.TOMBSTONES:

@@ -230,8 +230,8 @@ class Writer:
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self._log.exception("event=writer_broke effect=writes_stop")
             self._pause()
+            self._log.exception("event=writer_broke effect=writes_stop")
             raise
 
     async def _until_it_writes(self) -> None:
@@ -456,6 +456,7 @@ class Writer:
         only being copied lives on where it was, durable."""
         del self.pending[p.slot]
         if p.home is not None:
+            self._table.doubt([p.namespace_id + p.wire_key])  # the copy may be on flash
             self._table.bring_home(p.slot, p.extent.nbytes, *p.home)
             p.settle(status)
             return
