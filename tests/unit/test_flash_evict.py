@@ -57,6 +57,13 @@ async def filled(engine: Engine) -> tuple[list[int], int]:
     return slots, segment
 
 
+async def writes_again(engine: Engine) -> None:
+    """By itself, after the device is well again."""
+    async with asyncio.timeout(60):
+        while engine.failed:
+            await asyncio.sleep(0.1)
+
+
 async def all_there(engine: Engine) -> bool:
     found = [await get(engine, (NS, key_of(number))) for number in range(COUNT)]
     return found == [(Status.OK, data_of(number)) for number in range(COUNT)]
@@ -79,9 +86,7 @@ def test_what_was_being_copied_when_writing_stopped_is_not_lost() -> None:
         assert engine.failed
         assert engine.segment_info(segment).live_blocks == COUNT
         plan.enabled = False
-        async with asyncio.timeout(60):
-            while engine.failed:
-                await asyncio.sleep(0.1)
+        await writes_again(engine)
         assert engine.stats.tombstones == tombstones
         assert await engine.evict(segment, slots) == []
         assert engine.segment_info(segment).state is SegmentState.FREE
@@ -246,9 +251,7 @@ def test_nor_is_it_back_where_an_eviction_of_its_segment_failed_half_way(kind: F
         (gone,) = await engine.evict(older, slots[1:])
         assert gone.wire_key == key_of(0)
         plan.enabled = False
-        async with asyncio.timeout(60):
-            while engine.failed:
-                await asyncio.sleep(0.1)
+        await writes_again(engine)
         slot, future = put(engine, (NS, key_of(0)), b"new", stream=A)
         assert await future is Status.OK
         newer = int(engine.index.m_segment[slot])
@@ -278,9 +281,7 @@ def test_nor_where_a_copy_of_it_failed_and_it_stayed_where_it_was() -> None:
         plan.at, plan.sticky = {Fault.FLUSH_FAIL: 1}, True
         assert await engine.evict(older, slots) == []
         plan.enabled = False
-        async with asyncio.timeout(60):
-            while engine.failed:
-                await asyncio.sleep(0.1)
+        await writes_again(engine)
         assert {NS + key_of(number) for number in range(COUNT)} <= engine._table.doubtful
         await engine.evict(older)  # now they go
         slot, future = put(engine, (NS, key_of(0)), b"new", stream=A)
@@ -363,9 +364,7 @@ def test_no_name_is_in_doubt_when_its_segment_is_free() -> None:
         plan.at, plan.sticky = {Fault.FLUSH_FAIL: 1}, True
         assert await engine.evict(segment, slots[1:])
         plan.enabled = False
-        async with asyncio.timeout(60):
-            while engine.failed:
-                await asyncio.sleep(0.1)
+        await writes_again(engine)
         assert engine._table.doubtful
         for number in sorted(engine._table.shadowing):
             await engine.evict(number, lambda live: live)
