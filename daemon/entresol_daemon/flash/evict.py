@@ -3,8 +3,10 @@
 Invariants: a segment is freed only after its kept blocks and still-needed tombstones are durable
 elsewhere and nobody reads from it, also when an earlier eviction of it was cancelled; a kept block
 whose copy cannot be written stays where it is; a tombstone is dropped only when no copy it covers
-can be left on flash; eviction always ends, whatever the device does. A segment that the device does
-not give is not chosen for a while, longer each time: an outage of seconds costs nothing.
+can be left on flash; a block goes with a tombstone, durable before its segment is free, where an
+older one of its name may be on flash (`SegmentTable.doubtful`); eviction always ends, whatever the
+device does. A segment that the device does not give is not chosen for a while, longer each time: an
+outage of seconds costs nothing.
 """
 
 from __future__ import annotations

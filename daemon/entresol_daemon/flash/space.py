@@ -254,9 +254,8 @@ class SegmentTable:
         `sizes` is (extent, sealed, plain bytes, position). Raises: MemoryError; nothing is taken.
         """
         extent, sealed, plain, position = sizes
-        offset = (
-            segment.used_bytes // BLOCK
-        )  # first what takes memory, so that it is all or nothing
+        offset = segment.used_bytes // BLOCK
+        # First what takes memory, so that it is all or nothing.
         segment.rows += pack_row(namespace_id, wire_key, lsn, offset, sealed, plain, position, kind)
         segment.used_bytes += extent
         segment.row_count += 1
