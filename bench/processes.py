@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
+import random
 import signal
 import socket
 import struct
@@ -35,6 +37,8 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, IFF_UP = 0x8913, 0x8914, 0x8916, 1  # n
 SIOCBRADDBR = 0x89A0  # linux/sockios.h
 NOWHERE = ("nowhere", "192.0.2.1")  # a bridge without ports; an address of RFC 5737
 SAME_NETWORK, NEW_NETWORK = 0, -1
+PORT_MIN, PORT_END = 10_000, 65_536  # those below have names more often than not
+PORTS_OWN_MIN = 1_000  # where fewer are never given to connections, any will do
 LISTENING = "0A"  # state in /proc/net/tcp
 START_SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 5.0
@@ -90,12 +94,35 @@ def bound(command: Sequence[str], network: int = SAME_NETWORK) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody has at the moment, all different."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports
+    """Loopback ports that nobody has at the moment, all different, IPv6's of that number free too.
+
+    From below the range that the kernel gives to connections (ip(7), ip_local_port_range), where
+    there is room: one that was free stays free until its server comes, or comes back, whatever
+    else connects here. Raises: NotRunError if too few are free.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = first_given if first_given - PORT_MIN >= PORTS_OWN_MIN else PORT_END
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(PORT_MIN, end), end - PORT_MIN):
+        if len(found) == count:
+            break
+        if all(_is_free(family, port) for family in (socket.AF_INET, socket.AF_INET6)):
+            found.append(port)
+    if len(found) < count:
+        raise NotRunError(f"{count} free ports are wanted, {len(found)} are there")
+    return found
+
+
+def _is_free(family: socket.AddressFamily, port: int) -> bool:
+    """Whether a server could listen at loopback's `port`; true where the family is not at hand."""
+    try:
+        with socket.socket(family) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", port))
+            sock.listen()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
 
 
 class Child:

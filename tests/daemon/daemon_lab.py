@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from harness import Running, eventually, running_daemon
 
+from bench.processes import free_ports
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig, ShardAddress, TlsFiles
 from entresol_client.connection import Connection
@@ -441,8 +441,7 @@ class Site:
 
     def fix_port(self) -> None:
         """Choose a free control port for good, so that clients find the daemon again."""
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        (port,) = free_ports(1)
         listen = replace(self.config.listen, control_port=port)
         self.config = replace(self.config, listen=listen)
         self.write(self.config)

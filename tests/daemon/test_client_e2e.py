@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ import pytest
 from daemon_lab import DESCRIPTOR, blocks, content, keys_of, shape
 from harness import DaemonProcess, eventually, running_daemon
 
+from bench.processes import free_ports
 from entresol_client import AsyncClient, BreakerSettings, Client, Namespace
 from entresol_client.results import GetResult
 from entresol_daemon.config import Config
@@ -39,12 +39,6 @@ FAST: dict[str, Any] = {
     "ping_deadline_ns": 500_000_000,
     "breaker": BreakerSettings(3, 50_000_000, 500_000_000),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def judge(keys: Sequence[bytes], buffers: Sequence[bytearray], got: GetResult) -> None:
@@ -79,7 +73,7 @@ async def serves(ns: Namespace, keys: Sequence[bytes]) -> GetResult:
 async def test_a_restart_keeps_durable_blocks_and_the_client_finds_them(
     tmp_path: Path, fabric: str
 ) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
 
     def change(config: Config) -> Config:
         config = shape()(config)

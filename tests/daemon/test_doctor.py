@@ -23,6 +23,7 @@ import pytest
 from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli, variant
 from harness import DaemonProcess
 
+from bench.processes import free_ports
 from entresol_client.cli import doctor
 from entresol_client.cli.top import Source
 from entresol_daemon import judge
@@ -178,10 +179,9 @@ class DaemonSite:
             ("flash", "segment_bytes"): "16MiB", ("limits", "block_bytes_max"): "1MiB",
             ("memory", "dram_bytes"): "64MiB", ("listen", "unix_dir"): str(folder / "run"),
         }  # fmt: skip
-        for name in ("control", "grpc", "data", "metrics"):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.values["listen", f"{name}_port"] = probe.getsockname()[1]
+        names = ("control", "grpc", "data", "metrics")
+        for name, port in zip(names, free_ports(4), strict=True):
+            self.values["listen", f"{name}_port"] = port
 
     def judged(self) -> tuple[int, list[dict[str, str]]]:
         path = self.folder / "entresold.toml"

@@ -19,6 +19,7 @@ import pytest
 from cli_lab import Cli, content, written
 from harness import DaemonProcess
 
+from bench.processes import free_ports
 from entresol_client.config import ClientConfig
 from entresol_proto.limits import MIB
 
@@ -115,8 +116,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, daemon: DaemonProcess) -> None:
         folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         config = folder / "prometheus.yml"
         config.write_text(
             "global: {scrape_interval: 500ms, evaluation_interval: 500ms}\n"

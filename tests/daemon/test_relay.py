@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -29,6 +28,7 @@ from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli
 from daemon_lab import client_of, shape
 from harness import DaemonProcess, Running, eventually, running_daemon
 
+from bench.processes import free_ports
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig, ShardAddress, TlsFiles
 from entresol_client.relay import metrics
@@ -249,9 +249,7 @@ async def test_metrics_tell_what_the_status_tells(tmp_path: Path) -> None:
         assert (await space.put(one)).ok
         await router.scores(one, 3)
         await eventually(lambda: relay.latest["blocks"]["announced"] == 3, seconds=SECONDS_MAX)
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = int(held.getsockname()[1])
+        (port,) = free_ports(1)
         stop = metrics.serve(relay, "127.0.0.1", port)
         try:
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -9,12 +9,10 @@ and so that "no daemon" is simply one that was not started.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.processes import free_ports
 from entresol_proto.limits import ALIGN_BYTES, MIB
 from entresol_proto.seal.header import HEADER_BYTES_MAX, MAGIC, SealedHeader
 from entresol_proto.status import SealError
@@ -82,7 +81,7 @@ class TierDaemon:
         self._tenants = tuple(tenants)
         self._process: subprocess.Popen[bytes] | None = None
         self._frozen = False
-        self._ports = dict(zip(("control", "grpc", "data", "metrics"), _free_ports(4), strict=True))
+        self._ports = dict(zip(("control", "grpc", "data", "metrics"), free_ports(4), strict=True))
         self._make_pki()
         (self.home / "entresold.toml").write_text(self._daemon_toml(settings or {}))
         for tenant in self._tenants:
@@ -347,15 +346,6 @@ def _daemon_env() -> dict[str, str]:
     path = os.pathsep.join(str(ROOT / part) for part in ("daemon", "client", "proto"))
     env = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONHOME")}
     return {**env, "PYTHONPATH": path}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Loopback ports that are free now."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def _toml(head: str, values: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import mmap
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ import leaks
 import pytest
 from harness import DaemonProcess, Running, eventually, running_daemon
 
+from bench.processes import free_ports
 from entresol_client import PutBlock, UsageError
 from entresol_client.demo.media import flip_bit
 from entresol_client.engines.settings import EngineSettings
@@ -35,12 +35,6 @@ DESCRIPTOR = NamespaceDescriptor(model="tiny", block_tokens=32)
 OK, MISS = Status.OK, Status.MISS
 SOON_S = 5.0  # what a busy machine may make of a fraction of a second
 LATEST_S = 20.0  # liveness: far above every deadline here, far below a hang
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def key(number: int) -> bytes:
@@ -245,7 +239,7 @@ async def found_again(space: Space) -> None:
 
 
 async def test_an_absent_daemon_is_absent_blocks_at_once(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
 
     def fixed(config: Config) -> Config:
         return replace(config, listen=replace(config.listen, control_port=port))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.processes import free_ports
 from entresol_daemon import manager
 from entresol_daemon.manager import SOCKETS_MAX, Sockets, Watchdog, tell, watchdog_ns
 from entresol_proto.status import ConfigError
@@ -23,9 +24,9 @@ from entresol_proto.status import ConfigError
 HOST = "127.0.0.1"
 
 
-def listening(family: int = socket.AF_INET, host: str = HOST) -> socket.socket:
+def listening(family: int = socket.AF_INET, host: str = HOST, port: int = 0) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
-    made.bind((host, 0))
+    made.bind((host, port))
     made.listen(8)
     return made
 
@@ -96,13 +97,13 @@ async def test_a_named_socket_at_another_address_is_refused() -> None:
 
 
 async def test_both_addresses_of_a_name_are_taken() -> None:
+    (port,) = free_ports(1)
+    four = listening(port=port)
     try:
-        six = listening(socket.AF_INET6, "::1")
+        six = listening(socket.AF_INET6, "::1", port)
     except OSError as error:
+        four.close()
         pytest.skip(f"not run here: no IPv6 on loopback ({error})")
-    four = socket.socket()
-    four.bind((HOST, port_of(six)))
-    four.listen(8)
     found_at = {
         one[4][0] for one in socket.getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)
     } & {HOST, "::1"}

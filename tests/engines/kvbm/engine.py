@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.processes import free_ports
 from tests.engines.tier_daemon import ROOT
 
 START_SECONDS_MAX = 600.0
@@ -51,6 +51,7 @@ PLAIN_KVBM = {
 
 def kvbm_env(cuda: Path, kvbm_blocks: int) -> dict[str, str]:
     """What KVBM reads: its sizes, its ports, and where its CUDA is."""
+    published, acknowledged = free_ports(2)
     return {
         "LD_LIBRARY_PATH": f"{cuda}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "LD_PRELOAD": str(cuda / "libcuda.so.1"),
@@ -60,8 +61,8 @@ def kvbm_env(cuda: Path, kvbm_blocks: int) -> dict[str, str]:
         "DYN_LOG": os.environ.get("DYN_LOG", "warn"),
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(kvbm_blocks),
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "120",
-        "DYN_KVBM_LEADER_ZMQ_PUB_PORT": str(_free_port()),
-        "DYN_KVBM_LEADER_ZMQ_ACK_PORT": str(_free_port()),
+        "DYN_KVBM_LEADER_ZMQ_PUB_PORT": str(published),
+        "DYN_KVBM_LEADER_ZMQ_ACK_PORT": str(acknowledged),
     }
 
 
@@ -166,10 +167,3 @@ class Engine:
             self._buffer += got
         line, _, self._buffer = self._buffer.partition(b"\n")
         return dict(json.loads(line))
-
-
-def _free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

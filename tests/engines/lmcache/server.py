@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.processes import free_ports
 from tests.engines.lmcache.objects import adapter_json
 from tests.engines.tier_daemon import ROOT
 
@@ -29,11 +29,7 @@ class Server:
 
     def __init__(self, name: str, folder: Path, client_toml: Path, **params: Any) -> None:
         self.log_path = folder / f"{name}.log"
-        with contextlib.ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(2)]
-            for one in sockets:
-                one.bind(("127.0.0.1", 0))
-            self.port, self._http = (int(one.getsockname()[1]) for one in sockets)
+        self.port, self._http = free_ports(2)
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lmcache.cli.main", "server",

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.processes import free_ports
 from entresol_client import Client, ClientConfig, PutBlock
 from entresol_proto.ids import NamespaceDescriptor
-from tests.engines.tier_daemon import PYTHON_ENV, TierDaemon, _daemon_env, _free_ports
+from tests.engines.tier_daemon import PYTHON_ENV, TierDaemon, _daemon_env
 
 MODEL = "lab/model"
 BLOCK_TOKENS = 16
@@ -129,7 +130,7 @@ class RelayProcess:
         self, tier: TierDaemon, *words: str, pods: Sequence[str] = ("pod0",), model: str = MODEL
     ) -> None:
         """Every pod gets two loopback ports, kept over restarts."""
-        ports = _free_ports(2 * len(pods))
+        ports = free_ports(2 * len(pods))
         self.live = {pod: f"tcp://127.0.0.1:{ports[2 * n]}" for n, pod in enumerate(pods)}
         self.replay = {pod: f"tcp://127.0.0.1:{ports[2 * n + 1]}" for n, pod in enumerate(pods)}
         self._words = [
@@ -207,7 +208,7 @@ class Indexer:
     """Dynamo's own indexer, as a process, over its HTTP interface."""
 
     def __init__(self, folder: Path) -> None:
-        (self._port,) = _free_ports(1)
+        (self._port,) = free_ports(1)
         self.log_path = folder / f"indexer-{self._port}.log"
         with open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from bench.processes import free_ports
 from tests.engines.tier_daemon import ROOT, TierDaemon
 from tests.engines.vllm.conftest import tier_settings
 from tests.engines.vllm.engine import (
@@ -105,9 +105,7 @@ class Server:
     """
 
     def __init__(self, folder: Path, model: Path, daemon: TierDaemon) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = int(sock.getsockname()[1])
+        (self.port,) = free_ports(1)
         transfer = {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
