@@ -189,7 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
     clear_on_free()
     logs.configure(config.log.level, config.log.format)
     entered.say()
-    from entresol_daemon.server import serve
+    from entresol_daemon.serving import serve
 
     _loop_run(serve(config))
     return 0
@@ -199,7 +199,8 @@ def _run_dev(arguments: argparse.Namespace) -> int:
     from entresol_daemon import dev, logs, sandbox
     from entresol_daemon.config_values import parse_size
     from entresol_daemon.keys.sweeping import clear_on_free
-    from entresol_daemon.server import Daemon, serve
+    from entresol_daemon.server import Daemon
+    from entresol_daemon.serving import serve
 
     config, home = dev.prepare(
         arguments.dir, tenants=tuple(arguments.tenant or dev.TENANTS_DEFAULT)

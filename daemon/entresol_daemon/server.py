@@ -7,10 +7,8 @@ twice becomes a fast one, never an unclean one.
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import logging
-import signal
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -26,7 +24,6 @@ from entresol_daemon.fabrics import open_fabrics
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.folders import private_folder
-from entresol_daemon.keys import pool_ends
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.providers import FileKek, KekMissingError
 from entresol_daemon.keys.sweeping import sweep
@@ -57,11 +54,6 @@ KEY_THREADS = 2  # for what the keyring writes, which its lock lets happen one b
 DRAIN_NS = 20_000_000_000
 ADMIN_SOCKET = "admin.sock"
 SCRUB_FILE = "scrub.json"
-# The collector holds up the loop by a quarter to half a microsecond for each object it looks at: it
-# does so often and briefly, but for all there is, which has hardly a cycle in it.
-GC_OBJECTS_THRESHOLD = 250  # container objects made between two looks at the youngest
-GC_YOUNG_LOOKS = 10  # of these between two looks at what lived through one
-GC_OLD_LOOKS = 800  # of those between two looks at all there is
 
 log = logging.getLogger("entresol.daemon")
 Closer = Callable[[], Awaitable[None]]
@@ -76,6 +68,7 @@ class Daemon:
         self.metrics = Metrics(version=__version__, shard=config.shard.name)
         self._closers: list[tuple[str, Closer]] = []
         self._stopping = False
+        self._clean = True
         self._flash_direct = False
         self._unlocking: asyncio.Future[None] | None = None
         self._sockets = Sockets()
@@ -141,7 +134,7 @@ class Daemon:
             ),
         )
         # The shard closes the engine; from here on the engine's own closer has nothing to do.
-        self._on_close("shard", lambda: self.shard.close(clean=True))
+        self._on_close("shard", lambda: self.shard.close(clean=self._clean))
         if config.fabric.tcp_tls and FabricKind.TCP in self.fabrics:
             tcp = self.fabrics[FabricKind.TCP]
             assert isinstance(tcp, TcpFabricServer)
@@ -351,11 +344,18 @@ class Daemon:
         self.metrics.on_refresh(lambda: self.metrics.set_state(self.admin.state()))
         self.grpc.announce()
 
-    async def stop(self, *, drain_ns: int = DRAIN_NS) -> None:
-        """Say goodbye to hosts, finish what is under way within `drain_ns`, close. Idempotent."""
+    async def until_broken(self) -> BaseException:
+        """Return what broke its writing, if ever: stop it then, not `clean`, and start again."""
+        return await self.shard.parts.engine.until_broken()
+
+    async def stop(self, *, drain_ns: int = DRAIN_NS, clean: bool = True) -> None:
+        """Say goodbye to hosts, finish what is under way within `drain_ns`, close. Idempotent.
+
+        `clean`: make everything durable and leave a checkpoint; else flash is left as it is.
+        """
         if self._stopping:
             return
-        self._stopping = True
+        self._stopping, self._clean = True, clean
         tell("STOPPING=1\nSTATUS=draining: hosts finish what is under way")
         self._begin_drain()
         self.control.hand_over()
@@ -425,76 +425,3 @@ def _as_closer(stop: Callable[[], None]) -> Closer:
         stop()
 
     return close
-
-
-async def _start_unless(stop: asyncio.Event, daemon: Daemon) -> bool:
-    """Start it; False when a stop was asked for meanwhile: everything is closed again then.
-
-    Raises: EntresolError when it cannot start.
-    """
-    starting = asyncio.ensure_future(daemon.start())
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            return True
-        tell("STOPPING=1\nSTATUS=stopping before it has started")
-        return False
-    finally:
-        for task in (starting, stopping):
-            task.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
-
-
-async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = None) -> None:
-    """Run a daemon until SIGTERM or SIGINT. A second signal shortens the drain.
-
-    Raises: EntresolError when it cannot start.
-    """
-    stop = asyncio.Event()
-    hurry = asyncio.Event()
-    daemon = Daemon(config)
-    hung_up = started = False
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    def on_hangup() -> None:
-        nonlocal hung_up
-        if started:
-            daemon.on_hangup()
-        else:
-            hung_up = True
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, on_hangup)
-    if not await _start_unless(stop, daemon):
-        log.info("event=stopped while=starting")
-        return
-    started = True
-    if hung_up:
-        daemon.on_hangup()
-    # What was imported and built so far lives as long as the process: keep the collector from
-    # walking it again and again.
-    gc.collect()
-    for _ in pool_ends.clear():  # which does not find them later
-        pass
-    gc.freeze()
-    gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, GC_OLD_LOOKS)
-    try:
-        if on_ready is not None:
-            on_ready(daemon)
-        await stop.wait()
-    finally:
-        stopping = asyncio.ensure_future(daemon.stop())
-        rushing = asyncio.ensure_future(hurry.wait())
-        await asyncio.wait({stopping, rushing}, return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
-            log.warning("event=hurried hint='second signal: not waiting for hosts'")
-            daemon.shard.hurry()
-        rushing.cancel()
-        await asyncio.gather(rushing, return_exceptions=True)
-        await stopping

@@ -12,7 +12,8 @@ from typing import Any
 from entresol_daemon.flash import runs
 from entresol_daemon.flash import writer as flash_writer
 from entresol_daemon.flash.device import Check
-from entresol_daemon.flash.group import Pending
+from entresol_daemon.flash.group import Group, Pending
+from entresol_daemon.flash.segment import RecordKind
 from entresol_daemon.keys import keyring
 from entresol_daemon.shard import granting, tenancy
 from entresol_daemon.shard.sessions import Leased
@@ -69,6 +70,21 @@ def keeps_leases() -> None:
             let_go(self, leased)
 
     granting.Granting.let_go = careless  # type: ignore[method-assign]
+
+
+def breaks_in_writing() -> None:
+    """The writer fails in a way that nobody foresaw, once its third group is durable."""
+    succeed = flash_writer.Writer._succeed
+    groups = 0
+
+    def brittle(self: flash_writer.Writer, group: Group) -> None:
+        nonlocal groups
+        groups += any(p.kind is RecordKind.BLOCK for p in group.records)
+        if groups == 3:
+            raise RuntimeError("planted")
+        succeed(self, group)
+
+    flash_writer.Writer._succeed = brittle  # type: ignore[method-assign]
 
 
 def dies_of_reads() -> None:

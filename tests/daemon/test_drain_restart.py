@@ -132,6 +132,34 @@ async def test_warm_restart_serves_everything_again_and_again(site: Site) -> Non
             assert (await get(space, keys, SIZE)).ok
 
 
+async def test_a_daemon_whose_writing_broke_ends_and_comes_back(
+    site: Site, starter: Starter, tmp_path: Path
+) -> None:
+    """It does not go on half: one line with a hint, status 1, and what was durable is there."""
+    out, keys = tmp_path / "out", keys_of(3)
+    out.touch()
+    plant = "tests.daemon.plants:breaks_in_writing"
+    pid = starter.start(out, "--config", str(site.toml), plant=plant)
+    await eventually(lambda: "event=serving" in out.read_text(), seconds=30, what="the start")
+    async with await AsyncClient.open(site.client_config()) as client:
+        space = await client.namespace(DESCRIPTOR)
+        for key in keys[:2]:
+            assert (await put(space, [key], SIZE, ack="durable")).ok
+        assert not (await put(space, keys[2:], SIZE, ack="durable")).ok
+    code = await asyncio.to_thread(starter.wait, pid)
+    said = out.read_text()
+    assert code == 1, said
+    assert "event=writer_broke" in said
+    assert "RuntimeError: planted" in said
+    assert "\nentresold: writing to flash broke" in said, said
+    assert "\n  fix: start it again" in said, said
+    async with site.running() as running, client_of(running) as client:
+        assert running.daemon.shard.parts.engine.recovery.kind is RecoveryKind.FOOTERS
+        space = await client.namespace(DESCRIPTOR)
+        assert (await get(space, keys[:2], SIZE)).ok
+        await assert_idle(running.daemon)
+
+
 async def test_a_spoiled_checkpoint_costs_a_scan_only(site: Site) -> None:
     keys = keys_of(50)
     async with site.running() as running, client_of(running) as client:

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from entresol_daemon import dev, inspect, logs, server
+from entresol_daemon import dev, inspect, logs, server, serving
 from entresol_daemon.compute import InlineCompute
 from entresol_daemon.config import BLOCKS_MAX, Config
 from entresol_daemon.control import identity
 from entresol_daemon.flash.engine import Engine, EngineOptions
 from entresol_daemon.flash.file_device import FileDevice
-from entresol_daemon.server import Daemon, serve
+from entresol_daemon.server import Daemon
+from entresol_daemon.serving import serve
 from entresol_daemon.traces import Traces
 from entresol_proto.limits import KIB, MIB
 from entresol_proto.status import EntresolError
@@ -52,6 +53,10 @@ class SlowDaemon:
             raise
         self.said.append("started")
 
+    async def until_broken(self) -> BaseException:
+        await asyncio.Event().wait()
+        raise AssertionError("it is well")
+
     async def stop(self) -> None:
         self.said.append("stopped")
 
@@ -61,9 +66,9 @@ class SlowDaemon:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "Daemon", SlowDaemon)
+    monkeypatch.setattr(serving, "Daemon", SlowDaemon)
     quiet = SimpleNamespace(**dict.fromkeys(("collect", "freeze", "set_threshold"), _nothing))
-    monkeypatch.setattr(server, "gc", quiet)
+    monkeypatch.setattr(serving, "gc", quiet)
 
 
 def _nothing(*_: object) -> None:
@@ -108,6 +113,43 @@ async def test_a_hangup_while_starting_is_remembered() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
     assert daemon.said == ["starting", "started", "hung up", "stopped"]
+
+
+class BrokenDaemon(SlowDaemon):
+    """One that serves, breaks, and may hang on that when it is to close."""
+
+    hangs = False
+
+    async def start(self) -> None:
+        return
+
+    async def until_broken(self) -> BaseException:
+        return MemoryError("a planted one")
+
+    async def stop(self, *, drain_ns: int, clean: bool) -> None:
+        assert (drain_ns, clean) == (0, False)
+        self.said.append("stopped")
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_daemon_that_broke_ends_with_an_error_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, *, hangs: bool
+) -> None:
+    def exit_at_once(status: int) -> None:
+        raise SystemError(f"exit {status}")
+
+    monkeypatch.setattr(serving, "Daemon", BrokenDaemon)
+    monkeypatch.setattr(BrokenDaemon, "hangs", hangs)
+    monkeypatch.setattr(serving, "BROKEN_STOP_S", 0.05)
+    monkeypatch.setattr(serving.os, "_exit", exit_at_once)
+    monkeypatch.setattr(serving.logging, "shutdown", _nothing)
+    with pytest.raises(SystemError if hangs else EntresolError) as caught:
+        await serve(Config())
+    assert SlowDaemon.last.said == ["stopped"]
+    assert ("exit 1" if hangs else "MemoryError: a planted one") in str(caught.value)
 
 
 @pytest.fixture

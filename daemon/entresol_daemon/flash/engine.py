@@ -135,12 +135,9 @@ class Engine:
         superblock = found if found is not None else new_superblock(device, options, random_bytes)
         check_fit(device, superblock)
         opened = replace(
-            superblock,
-            generation=superblock.generation + 1,
-            clean=False,
-            checkpoint_bytes=0,
+            superblock, generation=superblock.generation + 1, clean=False, checkpoint_bytes=0,
             checkpoint_digest=bytes(32),
-        )
+        )  # fmt: skip
         engine = cls(counted, options, opened, compute, stats, logger)
         engine.recovery.superblock_copies = copies
         handed = Found()
@@ -209,6 +206,11 @@ class Engine:
     def failed(self) -> bool:
         """True after too many failed groups, until the device writes again: nothing is written."""
         return self._writer.failed
+
+    async def until_broken(self) -> BaseException:
+        """Return what broke the writer, if ever: nothing is written any more, what was under way
+        may be on flash or not, and whoever runs the engine opens it again, as after a crash."""
+        return await asyncio.shield(self._writer.broken)
 
     @property
     def closing(self) -> bool:
@@ -455,8 +457,7 @@ class Engine:
     async def close(self, *, clean: bool = True) -> None:
         """Stop. `clean` first makes everything durable and writes the checkpoint.
 
-        Pending futures end as OK (clean) or IO_ERROR. Idempotent. Raises only what a broken writer
-        task raised.
+        Pending futures end as OK (clean) or IO_ERROR. Idempotent.
         """
         if self._closing:
             return
@@ -475,10 +476,8 @@ class Engine:
 
     async def _write_checkpoint(self) -> None:
         path = self.options.checkpoint_path
-        if path is None:
+        if path is None or self._table.hiding:  # what this opening did not find, the next may
             return
-        if self._table.hiding:
-            return  # the next opening is to look for what this one did not find
         last = self._table.lsn
         try:
             raw = await self._compute.run(

@@ -6,6 +6,8 @@ reused only after its FREE header is durable; after a failed write or flush the 
 records were in the group are condemned, and those records go elsewhere from memory, never by
 flushing again and believing it. After GROUP_FAILURES_MAX failed groups in a row writing pauses
 until the device takes a write and a flush again; what was removed meanwhile is written down then.
+What no failed write explains (a bug, no memory for its own books) ends the task, says `broken`, and
+leaves to whoever runs it to begin again from flash.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import deque
 from math import inf
 
 from entresol_daemon.compute import Compute
+from entresol_daemon.flash.barriers import Barriers
 from entresol_daemon.flash.counted import CountedDevice
 from entresol_daemon.flash.device import aligned_buffer
 from entresol_daemon.flash.group import (
@@ -52,6 +55,7 @@ from entresol_proto.status import DeviceError, Status
 FAILURE_BACKOFF_NS = 100_000_000  # after the first failed group; doubles with each further one
 PROBE_NS_MIN = 500_000_000  # between tries of a device that failed; doubles up to the next
 PROBE_NS_MAX = 5_000_000_000
+STOPPED = "the flash engine has stopped writing"
 _WIPE = bytes(RECORD_HEADER_BYTES)
 
 
@@ -86,9 +90,7 @@ class Writer:
         self._since = 0.0  # loop time of the oldest waiting thing
         self.tombstones: deque[Tombstone] = deque()  # that no group has taken yet
         self.burying: set[int] = set()  # lsns of the queued and the in-flight ones
-        self._tombstones_in = 0
-        self._tombstones_out = 0  # durable
-        self._barriers: list[tuple[int, asyncio.Future[None]]] = []
+        self._barriers = Barriers()
         self._footers: list[Segment] = []
         self._frees: dict[int, tuple[Segment, asyncio.Future[bool]]] = {}
         self._stalled = False  # tombstones wait and no segment has room for them
@@ -98,6 +100,7 @@ class Writer:
         self._busy = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     @property
     def queued(self) -> int:
@@ -146,7 +149,7 @@ class Writer:
         if not self._queue and not self.tombstones:
             self._since = self._now()
         self.tombstones.extend(tombstones)
-        self._tombstones_in += len(tombstones)
+        self._barriers.queued(len(tombstones))
         self._wake.set()
 
     def free(self, segment: Segment) -> asyncio.Future[bool]:
@@ -184,15 +187,13 @@ class Writer:
         Fails with DeviceError when they cannot be written: the device fails (IO_ERROR), or no
         segment has room (NO_SPACE; they stay queued until an eviction makes room).
         """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._tombstones_out >= self._tombstones_in:
-            future.set_result(None)
-        elif self.failed:
-            future.set_exception(DeviceError("the flash engine has stopped writing"))
-        else:
-            self._stalled = False
-            self._barriers.append((self._tombstones_in, future))
-            self.kick()
+        future = self._barriers.wait()
+        if not future.done():
+            if self.failed:
+                self._barriers.fail(STOPPED)
+            else:
+                self._stalled = False
+                self.kick()
         return future
 
     @property
@@ -229,10 +230,12 @@ class Writer:
                     self._busy = False
         except asyncio.CancelledError:
             raise
-        except BaseException:
-            self._pause()
+        except BaseException as error:
             self._log.exception("event=writer_broke effect=writes_stop")
-            raise
+            self.broken.set_result(error)
+            self._pause()
+            if not isinstance(error, Exception):
+                raise
 
     async def _until_it_writes(self) -> None:
         """Try the device from time to time; return when it takes a write and a flush again."""
@@ -311,12 +314,7 @@ class Writer:
 
     def _stall(self) -> None:
         self._stalled = True
-        waiting, self._barriers = self._barriers, []
-        for _, future in waiting:
-            if not future.done():
-                future.set_exception(
-                    DeviceError("no segment has room for tombstones", status=Status.NO_SPACE)
-                )
+        self._barriers.fail("no segment has room for tombstones", Status.NO_SPACE)
 
     async def _commit(self, group: Group) -> None:
         """Fill a group and write it."""
@@ -351,7 +349,7 @@ class Writer:
             p.segment.unflushed -= 1
             touched[p.segment.index] = p.segment
             if p.kind is RecordKind.TOMBSTONES:
-                self._tombstones_out += len(p.tombstones)
+                self._barriers.durable(len(p.tombstones))
                 self.burying.difference_update(t.lsn for t in p.tombstones)
                 continue
             if not p.dead:
@@ -373,15 +371,8 @@ class Writer:
             segment.changed()
         if any(not s.unflushed for s in self._table.closed):
             self._urgent = True
-        waiting, self._barriers = self._barriers, []
-        for count, done in waiting:
-            if done.done():
-                continue
-            if count <= self._tombstones_out:
-                done.set_result(None)
-            else:
-                self._barriers.append((count, done))
-                self._urgent = True
+        if self._barriers.settle():
+            self._urgent = True
 
     def _fail(self, group: Group, error: DeviceError) -> None:
         """The group's writes are unknown: condemn, and move what is still in memory."""
@@ -490,10 +481,7 @@ class Writer:
                 self._end(p, Status.IO_ERROR)
             p.segment.changed()
         self._table.closed = [s for s in self._table.closed if s.footer_due]
-        for _, barrier in self._barriers:
-            if not barrier.done():
-                barrier.set_exception(DeviceError("the flash engine has stopped writing"))
-        self._barriers.clear()
+        self._barriers.fail(STOPPED)
         for _, future in self._frees.values():
             if not future.done():
                 future.set_result(False)

@@ -1,0 +1,145 @@
+"""A daemon from its start to the signal that stops it, or to what it cannot mend while it runs.
+
+Invariant: a daemon that can no longer say what is on flash does not go on: it ends with an error,
+in bounded time, and whoever starts it again (systemd, on failure) has what was durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+from entresol_daemon.config import Config
+from entresol_daemon.keys import pool_ends
+from entresol_daemon.manager import tell
+from entresol_daemon.server import Daemon
+from entresol_proto.status import EntresolError
+
+BROKEN_STOP_S = 10.0  # for a goodbye to hosts and for closing, when something broke
+# The collector holds up the loop by a quarter to half a microsecond for each object it looks at: it
+# does so often and briefly, but for all there is, which has hardly a cycle in it.
+GC_OBJECTS_THRESHOLD = 250  # container objects made between two looks at the youngest
+GC_YOUNG_LOOKS = 10  # of these between two looks at what lived through one
+GC_OLD_LOOKS = 800  # of those between two looks at all there is
+
+log = logging.getLogger("entresol.daemon")
+
+
+async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = None) -> None:
+    """Run a daemon until SIGTERM or SIGINT. A second signal shortens the drain.
+
+    Raises: EntresolError when it cannot start, or something in it broke.
+    """
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
+    daemon = Daemon(config)
+    hung_up = started = False
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    def on_hangup() -> None:
+        nonlocal hung_up
+        if started:
+            daemon.on_hangup()
+        else:
+            hung_up = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    if not await _start_unless(stop, daemon):
+        log.info("event=stopped while=starting")
+        return
+    started = True
+    if hung_up:
+        daemon.on_hangup()
+    _quiet_collector()
+    broken: BaseException | None = None
+    try:
+        if on_ready is not None:
+            on_ready(daemon)
+        broken = await _until(stop, daemon)
+    finally:
+        if broken is None:
+            await _stop(daemon, hurry)
+        else:
+            await _stop_broken(daemon)
+    if broken is not None:
+        raise EntresolError(
+            f"writing to flash broke: {type(broken).__name__}: {broken}",
+            hint="start it again: it finds what was durable; the log says where it broke, tell us",
+        ) from broken
+
+
+async def _start_unless(stop: asyncio.Event, daemon: Daemon) -> bool:
+    """Start it; False when a stop was asked for meanwhile: everything is closed again then.
+
+    Raises: EntresolError when it cannot start.
+    """
+    starting = asyncio.ensure_future(daemon.start())
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            return True
+        tell("STOPPING=1\nSTATUS=stopping before it has started")
+        return False
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+
+
+def _quiet_collector() -> None:
+    """What was imported and built so far lives as long as the process: keep the collector from
+    walking it again and again."""
+    gc.collect()
+    for _ in pool_ends.clear():  # which does not find them later
+        pass
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS_THRESHOLD, GC_YOUNG_LOOKS, GC_OLD_LOOKS)
+
+
+async def _until(stop: asyncio.Event, daemon: Daemon) -> BaseException | None:
+    """Wait for the stop, or for what broke; returns that."""
+    stopping = asyncio.ensure_future(stop.wait())
+    breaking = asyncio.ensure_future(daemon.until_broken())
+    try:
+        await asyncio.wait({stopping, breaking}, return_when=asyncio.FIRST_COMPLETED)
+        return breaking.result() if breaking.done() else None
+    finally:
+        for task in (stopping, breaking):
+            task.cancel()
+        await asyncio.gather(stopping, breaking, return_exceptions=True)
+
+
+async def _stop(daemon: Daemon, hurry: asyncio.Event) -> None:
+    stopping = asyncio.ensure_future(daemon.stop())
+    rushing = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({stopping, rushing}, return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        log.warning("event=hurried hint='second signal: not waiting for hosts'")
+        daemon.shard.hurry()
+    rushing.cancel()
+    await asyncio.gather(rushing, return_exceptions=True)
+    await stopping
+
+
+async def _stop_broken(daemon: Daemon) -> None:
+    """Close what can be closed. What does not end by then may hang on what broke: left to the
+    kernel, as after a kill."""
+    stopping = asyncio.ensure_future(daemon.stop(drain_ns=0, clean=False))
+    await asyncio.wait({stopping}, timeout=BROKEN_STOP_S)
+    if not stopping.done():
+        log.error("event=stop_hangs effect=killed")
+        logging.shutdown()
+        os._exit(1)
+    if error := stopping.exception():
+        log.error("event=stop_failed reason=%r", repr(error))
