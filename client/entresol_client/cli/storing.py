@@ -74,7 +74,8 @@ def add_parser(subparsers: Any) -> None:
         "--ack",
         choices=("accepted", "durable"),
         default="accepted",
-        help="wait until readable, or until on flash and flushed (default: accepted)",
+        help="wait until readable, or until on flash and flushed (default: accepted; both are the "
+        "latter for a block that was there a moment ago and may still be on flash)",
     )
     parser.add_argument(
         "--replace", action="store_true", help="let the name stand for this content from now on"
