@@ -1,6 +1,7 @@
 """Two or more trees of the source, the same work in turns: which is faster, on a busy machine too.
 
     python -m bench.paired OLD NEW [--what put|flash|first|resident|opened] [--fabric shm|tcp]
+                                   [--at-once GETS]
 
 Each tree runs a daemon and a host of its own all the while; in each round every tree has its turn,
 the order reversed every other round. So both see the same machine, whatever else it does, and the
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,11 +41,12 @@ class Tree:
     cpu: list[float] = field(default_factory=list)
 
     @classmethod
-    def start(cls, path: Path, what: str, fabric: str) -> Tree:
+    def start(cls, path: Path, what: str, fabric: str, at_once: int) -> Tree:
         """Raises: RuntimeError when it does not come up; its own words are on stderr."""
         parts = [str(path / part) for part in ("daemon", "client", "proto", "")]
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), WORKER, what, fabric], cwd=path,
+            [sys.executable, str(Path(__file__).resolve()), WORKER, what, fabric, str(at_once)],
+            cwd=path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(parts)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
@@ -77,12 +79,14 @@ class Tree:
             pass
 
 
-def compare(paths: Sequence[Path], what: str, fabric: str, rounds: int) -> list[Tree]:
+def compare(
+    paths: Sequence[Path], what: str, fabric: str, rounds: int, at_once: int = 1
+) -> list[Tree]:
     """All rounds of all trees."""
     with contextlib.ExitStack() as stack:
         trees = []
         for path in paths:
-            trees.append(Tree.start(path.resolve(), what, fabric))
+            trees.append(Tree.start(path.resolve(), what, fabric, at_once))
             stack.callback(trees[-1].end)
         for round_ in range(WARM_ROUNDS + rounds):
             for tree in trees if round_ % 2 else reversed(trees):
@@ -106,8 +110,9 @@ def report(trees: Sequence[Tree], batch_bytes: int) -> list[str]:
     return lines
 
 
-async def worker(what: str, fabric: str) -> None:
-    """What a tree's process does: its own code, up to that of its bench."""
+async def worker(what: str, fabric: str, at_once: int) -> None:
+    """What a tree's process does: its own code, up to that of its bench. `at_once` gets are under
+    way at a time, each into memory of its own."""
     from bench import daemon, scratch
     from bench.ours import Ours
     from bench.processes import cpu_s
@@ -123,6 +128,10 @@ async def worker(what: str, fabric: str) -> None:
         tier = stack.enter_context(daemon.process(folder / "d", {"memory": memory}, flash=flash))
         ours = await Ours.open(tier.client_config(), region, fabric, "paired")
         stack.push_async_callback(ours.client.close)
+        content, all_ = bytes(region.source), [ours]
+        while len(all_) < at_once:
+            more = stack.enter_context(scratch.region(folder, MIB, BLOCKS, content))
+            all_.append(Ours(ours.client, ours.ns, more, "paired"))
         assert tier.process is not None
         pid, next_ = tier.process.pid, 0
         sets = BATCHES if here else SET_BATCHES
@@ -142,8 +151,15 @@ async def worker(what: str, fabric: str) -> None:
                     for block in range(BLOCKS):
                         await ours.get_one(one % sets, block)
             else:
-                for one in turn:
-                    await ours.get(one % sets, open_at=open_at)
+                left = iter(turn)
+
+                async def some(
+                    mine: Ours, left: Iterator[int] = left, open_at: OpenPlace = open_at
+                ) -> None:
+                    for one in left:
+                        await mine.get(one % sets, open_at=open_at)
+
+                await asyncio.gather(*map(some, all_))
             took, cpu = time.perf_counter() - began, time.process_time() + cpu_s(pid) - cpu
             if what == "put":
                 for one in turn:
@@ -154,12 +170,13 @@ async def worker(what: str, fabric: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == [WORKER]:
-        asyncio.run(worker(*words[1:3]))
+        asyncio.run(worker(words[1], words[2], int(words[3])))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trees", nargs="+", type=Path, metavar="TREE")
     parser.add_argument("--what", choices=WORK, default=WORK[0])
     parser.add_argument("--fabric", choices=("shm", "tcp"), default="shm")
+    parser.add_argument("--at-once", type=int, default=1, metavar="GETS", help="under way together")
     parser.add_argument("--rounds", type=int, default=24)
     asked = parser.parse_args(words)
     if asked.rounds < 2:
@@ -168,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         if not (path / "bench" / "ours.py").is_file():
             parser.error(f"{path} is no tree with a bench of its own")
     try:
-        trees = compare(asked.trees, asked.what, asked.fabric, asked.rounds)
+        trees = compare(asked.trees, asked.what, asked.fabric, asked.rounds, asked.at_once)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
