@@ -22,6 +22,7 @@ from entresol_client.opening import (
     Granted,
     OpenContext,
     Wanted,
+    open_alone,
     open_at_once,
     open_blocks,
     open_group,
@@ -256,7 +257,9 @@ class _Get:
         self._last = None
         statuses = [Status.DISCONNECTED] * len(group)
         try:
-            statuses = await open_group(self._context, group)
+            alone = self._session.connection.held_bytes == lease.held_bytes  # no other get is on
+            done = open_alone(self._context, group) if alone else None
+            statuses = await open_group(self._context, group) if done is None else done
         except RequestFailedError as error:  # the client is closed
             statuses = [error.status] * len(group)
         except Exception:

@@ -122,6 +122,25 @@ def open_at_once(context: OpenContext, group: list[Granted]) -> list[Status] | N
     return open_blocks(context, group, _mapped(context, group), in_place=True)
 
 
+def open_alone(context: OpenContext, group: list[Granted]) -> list[Status] | None:
+    """Open the only block that is under way where it is, if that takes no longer than to wake a
+    thread for it; else None."""
+    if len(group) != 1 or not _maps(context):
+        return None
+    if not context.workers.is_short(group[0].item.plain_bytes):
+        return None
+    return [_open_timed(context, group[0], *_mapped(context, group))]
+
+
+def _open_timed(context: OpenContext, one: Granted, source: memoryview | Status) -> Status:
+    """Open one block in place, and remember how long that took."""
+    began_ns = time.perf_counter_ns()
+    status = _open_block(context, one, source, in_place=True)
+    if status is Status.OK and one.item.plain_bytes > INLINE_BYTES_MAX:
+        context.workers.took(one.item.plain_bytes, time.perf_counter_ns() - began_ns)
+    return status
+
+
 def _maps(context: OpenContext) -> bool:
     """Whether sealed blocks are opened where they lie in the daemon's memory."""
     return not context.at_daemon and context.endpoint.capabilities.maps
@@ -349,7 +368,7 @@ class _Sharing:
                 return False
             one = self._group[at]
             try:
-                status = _open_block(self._context, one, self._sources[at], in_place=True)
+                status = _open_timed(self._context, one, self._sources[at])
             except Exception:  # it has been zeroed
                 log.exception("event=bug where=open_block")
                 status = Status.INTERNAL

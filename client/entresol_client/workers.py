@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from entresol_client.results import RequestFailedError
+from entresol_proto.limits import MIB
 from entresol_proto.status import Status
 from entresol_proto.threads import Job, Pool
 
@@ -19,6 +20,8 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 THREAD_NAME = "entresol-open"
+HAND_OVER_NS = 150_000  # to a thread that sleeps, and back to the loop; 90 to 160 us
+PACES_REMEMBERED = 8
 
 
 class Workers(Protocol):
@@ -48,6 +51,15 @@ class Workers(Protocol):
         """
         ...
 
+    def took(self, length_bytes: int, took_ns: int) -> None:
+        """A block so long was opened, by whatever thread, in this time."""
+        ...
+
+    def is_short(self, length_bytes: int) -> bool:
+        """Whether to open a block so long takes no longer than to hand it over to a thread and to
+        hear of it: then, with nothing else to do, it is opened sooner where the caller is."""
+        ...
+
     def close(self) -> None:
         """Wait for what runs and end the threads. Idempotent."""
         ...
@@ -61,6 +73,7 @@ class ThreadWorkers:
         self.threads = threads
         self._later = asyncio.Semaphore(threads)
         self._pool = Pool(threads, THREAD_NAME)
+        self._ns_per_mib = 0  # 0: nothing was opened yet
         self._closed = False
 
     async def run_later(self, fn: Callable[[*Ts], R], *args: *Ts, until_ns: int = 0) -> R:
@@ -99,6 +112,16 @@ class ThreadWorkers:
             raise _closed_error() from None
         await self._outcome(job, until_ns, on_cancel=job.stop, on_late=stop_late)
         return late
+
+    def took(self, length_bytes: int, took_ns: int) -> None:
+        """See `Workers.took`. One that was interrupted for long says little of the others."""
+        found = took_ns * MIB // max(1, length_bytes)
+        known = self._ns_per_mib
+        self._ns_per_mib = known + (min(found, 2 * known) - known) // PACES_REMEMBERED or found
+
+    def is_short(self, length_bytes: int) -> bool:
+        """See `Workers.is_short`."""
+        return 0 < self._ns_per_mib * length_bytes <= HAND_OVER_NS * MIB
 
     async def _outcome(
         self,
@@ -156,6 +179,13 @@ class InlineWorkers:
         while await self.run(fn):
             if self._closed:
                 break
+        return False
+
+    def took(self, length_bytes: int, took_ns: int) -> None:
+        """See `Workers.took`: there is nothing to choose."""
+
+    def is_short(self, length_bytes: int) -> bool:
+        """See `Workers.is_short`: no thread is ever asked."""
         return False
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from daemon_lab import (
 )
 from harness import DaemonProcess, Running, running_daemon
 
+from entresol_client import fetching, opening, workers
 from entresol_client.client import Namespace
 from entresol_client.results import PutBlock, RequestFailedError
 from entresol_proto.fabric.base import RemoteSpan
@@ -258,6 +259,34 @@ async def test_a_batch_from_flash_is_granted_in_parts_the_first_one_small(tmp_pa
             assert max(map(len, items)) == 8, "and has not to look at every block by itself"
             assert {len(part) for part in items if part} <= {4, 8}
             assert len(items) <= 32 // 4 + 1
+
+
+async def test_one_block_at_a_time_is_opened_where_the_caller_is_once_that_is_known_to_be_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From flash and from memory; of several, threads open each their part."""
+    monkeypatch.setattr(workers, "HAND_OVER_NS", 10**12)  # on whatever machine
+    done: list[bool] = []
+    honest = opening.open_alone
+
+    def counted(*args: Any) -> Any:
+        found = honest(*args)
+        done.append(found is not None)
+        return found
+
+    monkeypatch.setattr(fetching, "open_alone", counted)
+    async with lab(tmp_path, dram=16 * MIB) as running, client_of(running) as client:
+        space, keys = await client.namespace(DESCRIPTOR), keys_of(32)
+        assert (await put(space, keys, MIB, ack="durable")).ok
+        tiers = [(await get(space, [key], MIB)).tiers[0] for key in keys]
+        assert Tier.FLASH in tiers
+        tiers += [(await get(space, keys[-1:], MIB)).tiers[0] for _ in range(3)]
+        assert tiers[-1] is Tier.MEMORY
+        assert done[0] is False, "how long it takes is not known yet"
+        assert done.count(True) >= 10
+        done.clear()
+        assert (await get(space, keys, MIB)).ok
+        assert True not in done, "threads share them"
 
 
 async def test_full_flash_evicts_and_keeps_serving(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from entresol_client.opening import (
     GROUP_BYTES_MIN,
     Granted,
     OpenContext,
+    open_alone,
     open_group,
     plan_groups,
 )
@@ -75,11 +76,19 @@ class Told:
 
     def __init__(self, threads: int, calls: int, *, late: bool = False) -> None:
         self.threads, self.calls, self.asked, self.late = threads, calls, 0, late
+        self.opened_bytes = self.short_bytes = 0
 
     async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> bool:
         self.asked = threads
         self.more = [fn() for _ in range(self.calls)]
         return self.late
+
+    def took(self, length_bytes: int, took_ns: int) -> None:
+        assert took_ns > 0
+        self.opened_bytes += length_bytes
+
+    def is_short(self, length_bytes: int) -> bool:
+        return length_bytes <= self.short_bytes
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -133,6 +142,25 @@ async def test_an_error_of_ours_costs_its_block_alone(monkeypatch: pytest.Monkey
     told = Told(2, calls=1)
     statuses = await open_group(context(2, maps=True, workers=told), batch(3, MIB))
     assert statuses == [Status.OK, Status.INTERNAL, Status.OK]
+
+
+def test_one_short_block_is_opened_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how long good ones took is remembered; of bad ones that says nothing."""
+    status = Status.OK
+    monkeypatch.setattr(opening, "_open_block", lambda *_args, **_named: status)
+    told = Told(2, calls=1)
+    here = context(2, maps=True, workers=told)
+    assert open_alone(here, batch(1, MIB)) is None, "nobody knows yet that it is short"
+    told.short_bytes = 2 * MIB
+    assert open_alone(here, batch(1, MIB)) == [Status.OK]
+    assert told.opened_bytes == MIB
+    assert open_alone(here, batch(1, 3 * MIB)) is None
+    assert open_alone(here, batch(2, MIB)) is None, "threads may share them"
+    assert open_alone(context(2, workers=told), batch(1, MIB)) is None, "it is to be read first"
+    status = Status.CORRUPT
+    assert open_alone(here, batch(1, MIB)) == [Status.CORRUPT]
+    assert told.opened_bytes == MIB
+    assert told.asked == 0
 
 
 def test_what_a_fabric_could_land_and_does_not_is_cut_for_the_threads() -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from entresol_proto.eager import Eager, rest_of
+from entresol_proto.eager import Eager
 
 R = TypeVar("R")
 
@@ -36,7 +36,7 @@ async def test_it_runs_until_it_has_to_wait_and_a_task_takes_it_from_there() -> 
 
     eager = begun(work())
     assert steps == [1]
-    task = asyncio.create_task(rest_of(eager))
+    task = asyncio.create_task(eager)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert steps == [1]
@@ -67,7 +67,7 @@ async def test_what_ends_at_once_tells_its_result_or_error_to_who_awaits_it() ->
     assert await begun(returns()) == 7
     failed = begun(raises())
     with pytest.raises(KeyError, match="at once"):
-        await asyncio.create_task(rest_of(failed))
+        await asyncio.create_task(failed)
 
 
 async def test_what_was_not_begun_is_begun_by_its_task() -> None:
@@ -79,7 +79,7 @@ async def test_what_was_not_begun_is_begun_by_its_task() -> None:
         return 7
 
     eager = Eager(work())
-    task = asyncio.create_task(rest_of(eager))
+    task = asyncio.create_task(eager)
     assert steps == []
     assert await task == 7
 
@@ -91,7 +91,7 @@ async def test_the_task_may_be_there_before_it_is_begun() -> None:
         return int(await gate)
 
     eager = Eager(work())
-    task = asyncio.create_task(rest_of(eager))
+    task = asyncio.create_task(eager)
     eager.begin()
     await asyncio.sleep(0)
     gate.set_result(7)
@@ -121,12 +121,91 @@ async def test_a_cancelled_task_cancels_it_where_it_waits() -> None:
             raise
         return "never"
 
-    task = asyncio.create_task(rest_of(begun(work())))
+    task = asyncio.create_task(begun(work()))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert seen == ["cancelled", "cleaned up"]
+
+
+async def test_a_task_that_is_cancelled_before_its_first_step_cancels_what_was_begun() -> None:
+    gate = asyncio.get_running_loop().create_future()
+    seen: list[str] = []
+
+    async def work() -> None:
+        try:
+            await gate
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            await asyncio.sleep(0)
+            seen.append("cleaned up")
+            raise
+
+    eager = Eager(work())
+    task = asyncio.create_task(eager)
+    eager.begin()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["cancelled", "cleaned up"]
+    assert not gate._asyncio_future_blocking
+
+
+async def test_a_task_that_is_cancelled_before_it_hears_of_the_end_is_cancelled() -> None:
+    ended: list[bool] = []
+
+    async def work() -> int:
+        ended.append(True)
+        return 7
+
+    eager = Eager(work())
+    task = asyncio.create_task(eager)
+    eager.begin()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+async def test_a_task_that_is_cancelled_before_anything_was_begun_begins_nothing() -> None:
+    async def work() -> None:
+        raise AssertionError("begun")
+
+    task = asyncio.create_task(Eager(work()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_what_is_begun_for_a_task_finds_itself_in_it() -> None:
+    """As `asyncio.timeout` must."""
+    gate = asyncio.get_running_loop().create_future()
+    found: list[object] = []
+
+    async def work() -> str:
+        found.append(asyncio.current_task())
+        try:
+            async with asyncio.timeout(0.01):
+                await gate
+        except TimeoutError:
+            found.append(asyncio.current_task())
+            return "late"
+        return "in time"
+
+    def make() -> None:
+        eager = Eager(work())
+        task = loop.create_task(eager)
+        eager.begin(task)
+        assert asyncio.current_task() is None
+        made.set_result(task)
+
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[asyncio.Task[str]] = loop.create_future()
+    loop.call_soon(make)
+    task = await made
+    assert await task == "late"
+    assert found == [task, task]
 
 
 async def test_one_that_goes_on_after_a_cancellation_has_its_result() -> None:
@@ -138,7 +217,7 @@ async def test_one_that_goes_on_after_a_cancellation_has_its_result() -> None:
         await asyncio.sleep(0)
         return 7
 
-    task = asyncio.create_task(rest_of(begun(stubborn())))
+    task = asyncio.create_task(begun(stubborn()))
     await asyncio.sleep(0)
     task.cancel()
     assert await task == 7

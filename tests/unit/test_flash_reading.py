@@ -27,7 +27,7 @@ from entresol_daemon.flash.file_device import FileDevice
 from entresol_daemon.flash.reading import ReadQueue, _serve
 from entresol_daemon.flash.runs import READ_MERGED_BYTES_MAX, RUN_BYTES_MAX, Reads, read_runs
 from entresol_proto import native
-from entresol_proto.eager import Eager, rest_of
+from entresol_proto.eager import Eager
 from entresol_proto.status import DeviceError, Status
 from entresol_proto.threads import Pool
 from tests.unit.gated_kernel import KEY, Gate, record
@@ -318,7 +318,7 @@ async def test_who_waits_is_told_wherever_there_is_no_memory_for_once(
             memory.remove_mem_hooks()
             gc.enable()
         try:
-            await asyncio.wait_for(rest_of(asked), 10)
+            await asyncio.wait_for(asked, 10)
             assert bytes(mine[0].view) == BYTES[:SIZE]
         except MemoryError:
             failed += 1

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from entresol_client.results import RequestFailedError
-from entresol_client.workers import InlineWorkers, ThreadWorkers
+from entresol_client.workers import HAND_OVER_NS, InlineWorkers, ThreadWorkers
 from entresol_proto import jobs
+from entresol_proto.limits import MIB
 from entresol_proto.status import Status
 from entresol_proto.threads import Pool
 
@@ -376,3 +377,23 @@ async def test_whatever_ends_a_call_nobody_is_in_it_afterwards(seed: int) -> Non
     await asyncio.sleep(0.005)
     assert not any(work.inside or work.late for work in works)
     assert loop not in jobs._homes
+
+
+def test_how_long_an_opening_takes_is_learned_and_one_that_was_interrupted_changes_little() -> None:
+    workers = ThreadWorkers(1)
+    assert not workers.is_short(MIB), "nothing was opened yet"
+    workers.took(MIB, HAND_OVER_NS // 2)
+    assert workers.is_short(2 * MIB)
+    assert not workers.is_short(2 * MIB + 1)
+    workers.took(MIB, 1_000 * HAND_OVER_NS)
+    assert workers.is_short(MIB)
+    for _ in range(20):
+        workers.took(MIB, 10 * HAND_OVER_NS)
+    assert not workers.is_short(MIB), "it takes that long"
+    for _ in range(60):
+        workers.took(MIB // 2, HAND_OVER_NS // 4)
+    assert workers.is_short(MIB)
+    workers.close()
+    inline = InlineWorkers(1)
+    inline.took(MIB, 1)
+    assert not inline.is_short(1)

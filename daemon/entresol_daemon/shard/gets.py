@@ -181,8 +181,11 @@ class GetPath:
                     await self._at_once(job, len(wanted.pending))
                 window = self._window(job, wanted.pending)
                 job.misses += window.misses
-                first = bool(window.loads) and not landing
-                if window.waits:
+                alone = not (wanted.pending or landing or window.ready)
+                first = bool(window.loads) and not (landing or alone)
+                if window.waits and alone:  # nothing goes on beside it: that takes no task
+                    await self._land(job, window, self._reads(job, window))
+                elif window.waits:
                     landing[self._begin(job, window)] = window
                 if window.ready:
                     await self._grant_ready(job, window.ready)
@@ -311,14 +314,23 @@ class GetPath:
 
     def _begin(self, job: Job, window: Window) -> asyncio.Task[None]:
         """Read what a window loads, and grant it as it lands."""
+        reads = self._reads(job, window)
+        try:
+            return asyncio.create_task(self._land(job, window, reads))
+        except BaseException:
+            job.owed -= 1
+            self.granting.undo(job, window.take_waits() + window.ready)
+            raise
+
+    def _reads(self, job: Job, window: Window) -> dict[Resident, Read]:
+        """Begin to read what a window loads; `_land` is owed."""
         try:
             reads = self._staging.begin(job.session.account, window)
-            task = asyncio.create_task(self._land(job, window, reads))
         except BaseException:
             self.granting.undo(job, window.take_waits() + window.ready)
             raise
         job.owed += 1
-        return task
+        return reads
 
     async def _land(self, job: Job, window: Window, reads: dict[Resident, Read]) -> None:
         """Wait for a window's reads, then grant what arrived."""

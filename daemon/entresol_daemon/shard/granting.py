@@ -65,9 +65,11 @@ class Granting:
             self.let_go(leased)
         job.hits += [resident.slot for _, resident in entries]
         misses, job.misses = tuple(sorted(job.misses, key=itemgetter(0))), []
-        parts.meters.granted(session.account.name, items, misses, job.open_at)
         job.ended |= final
-        job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
+        try:
+            job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
+        finally:  # once it is on its way
+            parts.meters.granted(session.account.name, items, misses, job.open_at)
 
     def grant_now(
         self, session: Session, namespace: OpenedNamespace, residents: Sequence[Resident]

@@ -24,7 +24,7 @@ from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.turns import FLASH_ITEM_BYTES, portions
-from entresol_proto.eager import Eager, rest_of
+from entresol_proto.eager import Eager
 from entresol_proto.seal.block import SealedHeader, check_header
 from entresol_proto.status import EntresolError, SealError, Status
 
@@ -110,7 +110,7 @@ class Staging:
                 self._loading[resident] = reads[resident] = read
             try:
                 load = Eager(self._load(account, portion, read))
-                self._spawn(rest_of(load))
+                self._spawn(load)
             except BaseException:
                 self._lose(portion, read)
                 for resident in residents:
