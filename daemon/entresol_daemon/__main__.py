@@ -231,7 +231,7 @@ def _run_dev(arguments: argparse.Namespace) -> int:
             print("  try, in another terminal: entresol put, get, exists, events, explain --help")
             print("  stop with Ctrl-C", flush=True)
 
-        _loop_run(serve(config, on_ready=ready))
+        _loop_run(serve(config, on_ready=ready, on_exit=home.remove))
     finally:
         home.remove()
     return 0

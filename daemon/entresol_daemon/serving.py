@@ -29,10 +29,20 @@ GC_OLD_LOOKS = 800  # of those between two looks at all there is
 log = logging.getLogger("entresol.daemon")
 
 
-async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = None) -> None:
+def _nothing() -> None:
+    """There is nothing to tidy up."""
+
+
+async def serve(
+    config: Config,
+    *,
+    on_ready: Callable[[Daemon], None] | None = None,
+    on_exit: Callable[[], None] = _nothing,
+) -> None:
     """Run a daemon until SIGTERM or SIGINT. A second signal shortens the drain.
 
-    Raises: EntresolError when it cannot start, or something in it broke.
+    `on_exit` is called before the process is ended from here, which happens to one that broke and
+    does not close. Raises: EntresolError when it cannot start, or something in it broke.
     """
     stop = asyncio.Event()
     hurry = asyncio.Event()
@@ -67,14 +77,14 @@ async def serve(config: Config, *, on_ready: Callable[[Daemon], None] | None = N
         broken = await _until(stop, daemon)
     finally:
         if broken is None:
-            await _stop(daemon, hurry)
+            broken = await _stop(daemon, hurry, on_exit)
         else:
-            await _stop_broken(daemon)
-    if broken is not None:
+            await _end(asyncio.ensure_future(daemon.stop(drain_ns=0, clean=False)), on_exit)
+    if broken is not None:  # its words are the log's, which lets no content through
         raise EntresolError(
-            f"writing to flash broke: {type(broken).__name__}: {broken}",
-            hint="start it again: it finds what was durable; the log says where it broke, tell us",
-        ) from broken
+            f"writing to flash broke ({type(broken).__name__}): the log says where",
+            hint="start it again: what was durable is there; please tell the makers",
+        )
 
 
 async def _start_unless(stop: asyncio.Event, daemon: Daemon) -> bool:
@@ -120,25 +130,39 @@ async def _until(stop: asyncio.Event, daemon: Daemon) -> BaseException | None:
         await asyncio.gather(stopping, breaking, return_exceptions=True)
 
 
-async def _stop(daemon: Daemon, hurry: asyncio.Event) -> None:
+async def _stop(
+    daemon: Daemon, hurry: asyncio.Event, on_exit: Callable[[], None]
+) -> BaseException | None:
+    """Drain and close; returns what broke meanwhile."""
     stopping = asyncio.ensure_future(daemon.stop())
     rushing = asyncio.ensure_future(hurry.wait())
-    await asyncio.wait({stopping, rushing}, return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        log.warning("event=hurried hint='second signal: not waiting for hosts'")
-        daemon.shard.hurry()
-    rushing.cancel()
-    await asyncio.gather(rushing, return_exceptions=True)
-    await stopping
+    breaking = asyncio.ensure_future(daemon.until_broken())
+    waits = {stopping, rushing, breaking}
+    try:
+        while not (stopping.done() or breaking.done()):
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if rushing in waits and rushing.done():
+                waits.discard(rushing)
+                log.warning("event=hurried hint='second signal: not waiting for hosts'")
+                daemon.shard.hurry()
+        if breaking.done():
+            await _end(stopping, on_exit)
+            return breaking.result()
+        await stopping
+        return None
+    finally:
+        for task in (rushing, breaking):
+            task.cancel()
+        await asyncio.gather(rushing, breaking, return_exceptions=True)
 
 
-async def _stop_broken(daemon: Daemon) -> None:
-    """Close what can be closed. What does not end by then may hang on what broke: left to the
-    kernel, as after a kill."""
-    stopping = asyncio.ensure_future(daemon.stop(drain_ns=0, clean=False))
+async def _end(stopping: asyncio.Future[None], on_exit: Callable[[], None]) -> None:
+    """Wait until what can be closed is closed. What does not end by then may hang on what broke:
+    it is left to the kernel, as after a kill."""
     await asyncio.wait({stopping}, timeout=BROKEN_STOP_S)
     if not stopping.done():
         log.error("event=stop_hangs effect=killed")
+        on_exit()
         logging.shutdown()
         os._exit(1)
     if error := stopping.exception():

@@ -14,6 +14,7 @@ import pytest
 from entresol_daemon.core.scrubbing import REFUSED_PAUSE_NS, START_NS
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.sim import Fault
+from entresol_daemon.shard.scrubber import Scrubber
 from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Ack, OpenAt
 from tests import simloop
@@ -48,6 +49,32 @@ def test_nothing_is_found_among_blocks_that_move_and_go(tmp_path: Path) -> None:
     assert not report.notes, report.notes
     assert report.wrong == 0
     assert report.scrubbed > 1_000_000
+
+
+@pytest.mark.parametrize("where", ["_segment", "_second_chances"])
+def test_without_memory_for_a_while_it_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    honest, refused = getattr(Scrubber, where), 0
+
+    async def sometimes(self: Scrubber, *args: Any, **named: Any) -> None:
+        nonlocal refused
+        refused += 1
+        if refused <= 3:
+            raise MemoryError("no room for it")
+        await honest(self, *args, **named)
+
+    async def story() -> None:
+        place = ScrubWorld(tmp_path, 1, 64)
+        await place.fill()
+        monkeypatch.setattr(Scrubber, where, sometimes)
+        await place.cycle()
+        assert refused > 3
+        assert place.world.shard.scrubber.begin_now() is False, "it is at rest, not gone"
+        await place.cycle()
+        await place.world.stop()
+
+    play(story())
 
 
 def test_a_device_that_is_away_for_a_while_costs_nothing(tmp_path: Path) -> None:

@@ -116,40 +116,54 @@ async def test_a_hangup_while_starting_is_remembered() -> None:
 
 
 class BrokenDaemon(SlowDaemon):
-    """One that serves, breaks, and may hang on that when it is to close."""
+    """One that serves, breaks while it does or while it stops, and may hang on that."""
 
-    hangs = False
+    hangs = late = False
 
     async def start(self) -> None:
-        return
+        self.said.append("started")
 
     async def until_broken(self) -> BaseException:
-        return MemoryError("a planted one")
+        while self.late and "stopping" not in self.said:
+            await asyncio.sleep(0)
+        return MemoryError("b'a key' and\nevent=forged")
 
-    async def stop(self, *, drain_ns: int, clean: bool) -> None:
-        assert (drain_ns, clean) == (0, False)
-        self.said.append("stopped")
+    async def stop(self, *, drain_ns: int = 1, clean: bool = True) -> None:
+        assert (drain_ns, clean) == ((1, True) if self.late else (0, False))
+        self.said.append("stopping")
         if self.hangs:
             await asyncio.Event().wait()
+        await asyncio.sleep(0.01)
+        self.said.append("stopped")
 
 
 @pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_daemon_that_broke_ends_with_an_error_in_bounded_time(
-    monkeypatch: pytest.MonkeyPatch, *, hangs: bool
+    monkeypatch: pytest.MonkeyPatch, *, hangs: bool, late: bool
 ) -> None:
     def exit_at_once(status: int) -> None:
         raise SystemError(f"exit {status}")
 
+    left: list[bool] = []
     monkeypatch.setattr(serving, "Daemon", BrokenDaemon)
     monkeypatch.setattr(BrokenDaemon, "hangs", hangs)
+    monkeypatch.setattr(BrokenDaemon, "late", late)
     monkeypatch.setattr(serving, "BROKEN_STOP_S", 0.05)
     monkeypatch.setattr(serving.os, "_exit", exit_at_once)
     monkeypatch.setattr(serving.logging, "shutdown", _nothing)
+    running = asyncio.ensure_future(serve(Config(), on_exit=lambda: left.append(True)))
+    daemon = await _until_starting()
+    if late:
+        await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemError if hangs else EntresolError) as caught:
-        await serve(Config())
-    assert SlowDaemon.last.said == ["stopped"]
-    assert ("exit 1" if hangs else "MemoryError: a planted one") in str(caught.value)
+        await running
+    assert daemon.said == ["started", "stopping"] + ["stopped"] * (not hangs)
+    assert ("exit 1" if hangs else "writing to flash broke (MemoryError)") in str(caught.value)
+    assert "key" not in str(caught.value), "its words may be content"
+    assert left == [True] * hangs
 
 
 @pytest.fixture

@@ -383,6 +383,39 @@ def test_silent_connections_keep_no_host_out(
     run(runner, scenario())
 
 
+@pytest.mark.parametrize("where", ["sock_accept", "_greet_one"])
+def test_without_memory_for_a_stream_the_next_one_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    refused = 0
+
+    async def scenario() -> None:
+        owner: Any = TcpFabricServer if where == "_greet_one" else asyncio.get_running_loop()
+        honest = getattr(owner, where)
+
+        def sometimes(*args: Any) -> Any:
+            nonlocal refused
+            refused += 1
+            if refused <= 2:
+                raise MemoryError("no room for it")
+            return honest(*args)
+
+        monkeypatch.setattr(owner, where, sometimes)
+        server = TcpFabricServer("127.0.0.1", streams=1)
+        await server.start()
+        while refused < 2:  # whoever comes meanwhile is sent away, or waits
+            with socket.create_connection(("127.0.0.1", server.port)):
+                await asyncio.sleep(0.05)
+        offer = server.offer()
+        endpoint, reply = await registry.connect(offer, soon())
+        accepted = await server.accept(offer, reply, soon())
+        assert not accepted.closed
+        await endpoint.close()
+        await server.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("number", "streams"), [(2, 2), (65_535, 2), (0, 1), (0, 3), (0, 2**32 - 1)]
 )

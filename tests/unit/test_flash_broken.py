@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from entresol_daemon.flash.barriers import Barriers
+from entresol_daemon.flash.counted import CountedDevice
 from entresol_daemon.flash.engine import RemoveReason
+from entresol_daemon.flash.group import Pending
 from entresol_daemon.flash.sim import SimDevice
+from entresol_daemon.flash.space import Segment
 from entresol_daemon.flash.writer import Writer
 from entresol_proto.status import DeviceError, Status
 from tests import simloop
@@ -59,7 +62,8 @@ def test_a_broken_writer_says_so_and_leaves_what_was_durable(
         assert (await get(engine, (NS, key_of(1))))[0] is Status.OK
         assert isinstance(await engine.until_broken(), BugError)
         async with asyncio.timeout(60):
-            await engine.close()
+            with pytest.raises(RuntimeError, match="the writer broke"):
+                await engine.close()
         engine = await open_engine(device.crash())
         for number in (1, 2):
             assert await get(engine, (NS, key_of(number))) == (Status.OK, b"kept" * 100)
@@ -67,6 +71,65 @@ def test_a_broken_writer_says_so_and_leaves_what_was_durable(
         await engine.close()
 
     simloop.run(life())
+
+
+@pytest.mark.parametrize("where", ["settle", "_requeue", "changed", "cancelled"])
+def test_whoever_waits_hears_of_it_wherever_in_a_group_it_broke(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """With some of its blocks told and others not, and the books half written."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(16), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slot, future = put(engine, (NS, key_of(0)), b"kept" * 100)
+        assert await future is Status.OK
+        honest, calls = Pending.settle, 0
+
+        def second(self: Pending, status: Status) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise BugError("in the middle")
+            honest(self, status)
+
+        with monkeypatch.context() as broken:
+            if where == "settle":
+                broken.setattr(Pending, "settle", second)
+            elif where == "_requeue":
+                broken.setattr(Writer, "_requeue", bug)
+                broken.setattr(CountedDevice, "commit", no_memory_soon)
+            elif where == "changed":
+                broken.setattr(Segment, "changed", bug)
+            waits = [put(engine, (NS, key_of(n)), b"new" * 100)[1] for n in range(1, 5)]
+            engine.remove(slot, RemoveReason.FORGOTTEN)
+            barrier = asyncio.ensure_future(engine.barrier())
+            if where == "cancelled":
+                await asyncio.sleep(0)
+                engine._writer._task.cancel()  # type: ignore[union-attr]
+            async with asyncio.timeout(60):
+                await engine.until_broken()
+                statuses = [await one for one in waits]
+                await asyncio.wait({barrier})
+        assert set(statuses) <= {Status.OK, Status.IO_ERROR}
+        if where != "changed":
+            assert Status.IO_ERROR in statuses
+        barrier.exception()
+        with pytest.raises(RuntimeError, match="the writer broke"):
+            async with asyncio.timeout(60):
+                await engine.close()
+        engine = await open_engine(device.crash())
+        for number, status in enumerate(statuses, 1):
+            if status is Status.OK:
+                assert (await get(engine, (NS, key_of(number))))[0] is Status.OK
+        assert not stock_faults(engine)
+        await engine.close()
+
+    simloop.run(life())
+
+
+async def no_memory_soon(*_: object) -> None:
+    raise MemoryError("no room for it")
 
 
 def no_memory(*_: object) -> None:

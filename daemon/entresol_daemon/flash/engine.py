@@ -457,7 +457,8 @@ class Engine:
     async def close(self, *, clean: bool = True) -> None:
         """Stop. `clean` first makes everything durable and writes the checkpoint.
 
-        Pending futures end as OK (clean) or IO_ERROR. Idempotent.
+        Pending futures end as OK (clean) or IO_ERROR. Idempotent. Raises: RuntimeError at its end
+        if the writer broke.
         """
         if self._closing:
             return
@@ -473,6 +474,8 @@ class Engine:
                     await self._write_checkpoint()
         finally:
             await self._writer.stop()
+        if self._writer.broken.done():
+            raise RuntimeError("the writer broke") from self._writer.broken.result()
 
     async def _write_checkpoint(self) -> None:
         path = self.options.checkpoint_path

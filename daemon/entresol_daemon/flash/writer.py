@@ -6,13 +6,14 @@ reused only after its FREE header is durable; after a failed write or flush the 
 records were in the group are condemned, and those records go elsewhere from memory, never by
 flushing again and believing it. After GROUP_FAILURES_MAX failed groups in a row writing pauses
 until the device takes a write and a flush again; what was removed meanwhile is written down then.
-What no failed write explains (a bug, no memory for its own books) ends the task, says `broken`, and
-leaves to whoever runs it to begin again from flash.
+What no failed write explains (a bug, no memory for its own books) ends the task, and `broken` says
+so: whoever runs it begins again from flash.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from math import inf
@@ -100,6 +101,7 @@ class Writer:
         self._busy = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._ending = False  # `stop` was called
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     @property
@@ -117,12 +119,11 @@ class Writer:
         """End the task; what is pending then ends as IO_ERROR."""
         if self._task is None:
             return
+        self._ending = True
         self._task.cancel()
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        except asyncio.CancelledError:
-            pass
-        finally:
+        if not self.broken.done():
             self._pause()
 
     def submit(self, pending: Pending) -> None:
@@ -188,12 +189,11 @@ class Writer:
         segment has room (NO_SPACE; they stay queued until an eviction makes room).
         """
         future = self._barriers.wait()
-        if not future.done():
-            if self.failed:
-                self._barriers.fail(STOPPED)
-            else:
-                self._stalled = False
-                self.kick()
+        if self.failed:
+            self._barriers.fail(STOPPED)
+        elif not future.done():
+            self._stalled = False
+            self.kick()
         return future
 
     @property
@@ -218,24 +218,34 @@ class Writer:
         return asyncio.get_running_loop().time()
 
     async def _run(self) -> None:
+        group = Group()
         try:
             while True:
                 if self.failed:
                     await self._until_it_writes()
                 await self._wait_for_work()
                 self._busy = True
+                group = Group()
                 try:
-                    await self._commit(Group())
+                    await self._commit(group)
                 finally:
                     self._busy = False
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
+            if self._ending and isinstance(error, asyncio.CancelledError):
+                raise
             self._log.exception("event=writer_broke effect=writes_stop")
-            self.broken.set_result(error)
-            self._pause()
+            self._break(group, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _break(self, group: Group, error: BaseException) -> None:
+        """Whoever waits hears of it, and no book is touched: any may be wrong."""
+        self.failed = True
+        self.broken.set_result(error)
+        for p in (*group.records, *self.pending.values(), *self._queue):
+            if p.future is not None and not p.future.done():
+                p.future.set_result(Status.IO_ERROR)
+        self._tell_stopped()
 
     async def _until_it_writes(self) -> None:
         """Try the device from time to time; return when it takes a write and a flush again."""
@@ -481,6 +491,9 @@ class Writer:
                 self._end(p, Status.IO_ERROR)
             p.segment.changed()
         self._table.closed = [s for s in self._table.closed if s.footer_due]
+        self._tell_stopped()
+
+    def _tell_stopped(self) -> None:
         self._barriers.fail(STOPPED)
         for _, future in self._frees.values():
             if not future.done():

@@ -93,10 +93,11 @@ class Meters:
 
         def tell(grant: Grant) -> None:
             nonlocal waiting
+            told_ns = now_ns()
+            emit(grant)
             if waiting and grant.items:
                 waiting = False
-                self.metrics.first_grant_seconds.observe((now_ns() - arrived_ns) / 1e9)
-            emit(grant)
+                self.metrics.first_grant_seconds.observe((told_ns - arrived_ns) / 1e9)
 
         return tell
 

@@ -138,15 +138,14 @@ class Scrubber:
                 self._load(await self._parts.compute.run(_read, self._file))
             await self._sleep(START_NS)
             while True:
-                await self._until_due()
-                self._under_way = True
                 try:
+                    await self._until_due()
+                    self._under_way = True
                     await self._cycle()
-                except DeviceError as error:  # no memory, for instance: it goes on where it was
+                    self._under_way = False
+                except (DeviceError, MemoryError) as error:  # it goes on where it was
                     log.warning("event=scrub_waits error=%s", error)
                     await self._sleep(START_NS)
-                    continue
-                self._under_way = False
         except Exception:
             log.exception("event=scrubber_broke effect=no_scrubbing")
 

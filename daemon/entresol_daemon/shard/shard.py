@@ -374,15 +374,17 @@ class Shard:
         if clean:
             await self.puts.drain()
         await self.removal.stop()
-        await self.parts.engine.close(clean=clean)
-        # Not before: a collector that is slow would eat the time a stop has for the flash.
-        await self.parts.meters.close(self.parts.compute)
-        if self._background:
-            await asyncio.wait(self._background)
-        self.parts.residency.clear()
-        self.parts.residency.pool.on_close = self.parts.scratch.on_close = None
-        self.parts.residency.pool.close()
-        self.parts.scratch.close()
+        try:
+            await self.parts.engine.close(clean=clean)
+        finally:
+            # Not before: a collector that is slow would eat the time a stop has for the flash.
+            await self.parts.meters.close(self.parts.compute)
+            if self._background:
+                await asyncio.wait(self._background)
+            self.parts.residency.clear()
+            self.parts.residency.pool.on_close = self.parts.scratch.on_close = None
+            self.parts.residency.pool.close()
+            self.parts.scratch.close()
 
     async def _tick(self) -> None:
         while True:

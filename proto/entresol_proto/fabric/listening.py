@@ -153,16 +153,22 @@ class ListeningServer(abc.ABC, Generic[E]):
                 continue
             try:
                 sock, address = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, or the peer gave up already
+            except (OSError, MemoryError) as error:  # no descriptors, or the peer gave up already
                 _log.warning("event=accept_failed fabric=%s error=%s", self.kind.label, str(error))
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            origin = origin_of(address[0]) if isinstance(address, tuple) else ""
-            task = owning(sock, self._greet_one(sock, origin), self._drop)
-            task.add_done_callback(self._greeting.discard)
-            leaves = self._greeting.add(task, origin)
-            if leaves is not None:
-                leaves.cancel()
+            try:
+                self._begin_greeting(sock, origin_of(address[0]) if type(address) is tuple else "")
+            except MemoryError as error:
+                _log.warning("event=accept_failed fabric=%s error=%s", self.kind.label, str(error))
+                self._drop(sock)
+
+    def _begin_greeting(self, sock: socket.socket, origin: str) -> None:
+        task = owning(sock, self._greet_one(sock, origin), self._drop)
+        task.add_done_callback(self._greeting.discard)
+        leaves = self._greeting.add(task, origin)
+        if leaves is not None:
+            leaves.cancel()
 
     async def _greet_one(self, sock: socket.socket, origin: str) -> None:
         begun = known = False
