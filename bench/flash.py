@@ -6,9 +6,10 @@ One daemon with little memory and a data set several times as large, so that eve
 blocks on flash (each get's own tiers are checked). The first batches of a turn are not counted, nor
 the first of the single blocks: a scheduler takes some ten milliseconds to spread threads that were
 idle over the processors. fio reads the daemon's own data file, where the blocks lie, with O_DIRECT
-into the region; it writes a new preallocated file of the same file system with one fdatasync per
-group of the daemon's size. Peers with flash do the same work on files of their own. All take turns
-within a round. GB are 10^9 plain bytes.
+into the region, eight requests always under way; ours, one get of a batch after the other, and
+beside that two at a time, as of an engine that loads two requests. It writes a new preallocated
+file of the same file system with one fdatasync per group of the daemon's size. Peers with flash do
+the same work on files of their own. All take turns within a round. GB are 10^9 plain bytes.
 """
 
 from __future__ import annotations
@@ -129,6 +130,21 @@ class Turns:
         seconds = [await ours.get(each, tier=Tier.FLASH) for each in self._turn()]
         self._found.add(name, self._gbps(sum(seconds[LEAD:]), COUNTED))
 
+    async def ours_together(self, name: str, pair: Sequence[Ours]) -> None:
+        """The same with two gets under way, each into memory of its own, as long as there are
+        batches."""
+
+        async def some(ours: Ours, left: Iterator[int]) -> None:
+            for each in left:
+                await ours.get(each, tier=Tier.FLASH)
+
+        turn = self._turn()
+        for part in (turn[:LEAD], turn[LEAD:]):
+            began, left = time.perf_counter(), iter(part)
+            await asyncio.gather(*(some(ours, left) for ours in pair))
+            seconds = time.perf_counter() - began
+        self._found.add(name, self._gbps(seconds, COUNTED))
+
     def peer(self, one: RunningPeer) -> None:
         """The same generations of a peer."""
         seconds = [one.get(each) for each in self._turn()]
@@ -219,6 +235,11 @@ async def measure(
             variants[name] = ours
             for generation in range(SET_BATCHES):
                 await ours.put(generation, "durable")
+        other = stack.enter_context(
+            scratch.region(folder, block_bytes, count, bytes(region.source))
+        )  # of the second get of two
+        first = variants["shm"]
+        pair = (first, Ours(first.client, first.ns, other, "shm"))
         work = Work(block_bytes, count, str(region.path), str(folder), SET_BATCHES)
         others = []
         for peer in peers(names):
@@ -240,6 +261,8 @@ async def measure(
             turns.fio_read(round_)
             for name, ours in variants.items():
                 await turns.ours(name, ours)
+            await turns.ours_together("shm_together", pair)
+            other.check()
             for one in others:
                 turns.peer(one)
             await turns.single(variants["shm"])
@@ -274,10 +297,19 @@ def lines(found: Found) -> list[Line]:
         Line("first_byte_flash_p99_us", "us", values["first_byte_p99_us"]),
         Line("first_byte_flash_p50_us", "us", values["first_byte_p50_us"]),
         Line("get_flash_tcp_gbps", "GB/s", values["tcp"]),
+        Line("get_flash_together_gbps", "GB/s", values["shm_together"]),
         Line("put_durable_shm_gbps", "GB/s", values["put_shm"]),
         Line("put_durable_tcp_gbps", "GB/s", values["put_tcp"]),
     ]
-    known = {"shm", "tcp", "put_shm", "put_tcp", "first_byte_p50_us", "first_byte_p99_us"}
+    known = {
+        "shm",
+        "tcp",
+        "shm_together",
+        "put_shm",
+        "put_tcp",
+        "first_byte_p50_us",
+        "first_byte_p99_us",
+    }
     for name in values.keys() - known:
         unit = "us" if name.endswith("_us") else "GB/s"
         suffix = "" if unit == "us" else "_gbps"
@@ -285,12 +317,14 @@ def lines(found: Found) -> list[Line]:
     if "fio_read" in values:
         ratio = over(values["shm"], values["fio_read"])
         result.append(contract.line("get_flash_vs_fio_read", "ratio", ratio))
+        ratio = over(values["shm_together"], values["fio_read"])
+        result.append(contract.line("get_flash_together_vs_fio_read", "ratio", ratio))
         ratio = over(values["first_byte_p99_us"], values["device_p99_us"])
         result.append(contract.line("first_byte_p99_vs_device", "ratio", ratio))
     if "fio_write" in values:
         ratio = over(values["put_shm"], values["fio_write"])
         result.append(contract.line("put_durable_vs_fio_write", "ratio", ratio))
-    return [*result[:6], *sorted(result[6:], key=lambda line: line.name)]
+    return [*result[:7], *sorted(result[7:], key=lambda line: line.name)]
 
 
 def section(
