@@ -1,13 +1,14 @@
 """Two or more trees of the source, the same work in turns: which is faster, on a busy machine too.
 
     python -m bench.paired OLD NEW [--what put|flash|first|resident|opened] [--fabric shm|tcp]
-                                   [--at-once GETS]
+                                   [--at-once GETS] [--starts STARTS]
 
 Each tree runs a daemon and a host of its own all the while; in each round every tree has its turn,
 the order reversed every other round. So both see the same machine, whatever else it does, and the
 ratio round by round says more than two medians of two runs. CPU is that of daemon and host.
 A tree is a checkout with its native kernel built where that is wanted; a number of a tree against
-itself shows what is noise.
+itself shows what is noise. What its memory and its file happen to be lasts as long as a process,
+and moves a tree's speed by up to a twentieth: so all of them are started several times.
 """
 
 from __future__ import annotations
@@ -31,26 +32,45 @@ WORKER = "--worker"
 WORK = ("put", "flash", "first", "resident", "opened")
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What every tree does: `rounds` of each start, `at_once` gets under way together."""
+
+    what: str
+    fabric: str
+    rounds: int
+    starts: int = 1
+    at_once: int = 1
+
+
 @dataclass(slots=True)
-class Tree:
-    """A tree under way in a process of its own, and what its turns took."""
+class Took:
+    """What the turns of a tree took, of all its starts."""
 
     path: Path
-    process: subprocess.Popen[str]
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
+
+@dataclass(slots=True)
+class Tree:
+    """A tree under way in a process of its own."""
+
+    took: Took
+    process: subprocess.Popen[str]
+
     @classmethod
-    def start(cls, path: Path, what: str, fabric: str, at_once: int) -> Tree:
+    def start(cls, took: Took, asked: Asked) -> Tree:
         """Raises: RuntimeError when it does not come up; its own words are on stderr."""
+        path = took.path
+        work = (asked.what, asked.fabric, str(asked.at_once))
         parts = [str(path / part) for part in ("daemon", "client", "proto", "")]
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), WORKER, what, fabric, str(at_once)],
-            cwd=path,
+            [sys.executable, str(Path(__file__).resolve()), WORKER, *work], cwd=path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(parts)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        tree = cls(path, process)
+        tree = cls(took, process)
         if tree._heard() != "ready":
             tree.end()
             raise RuntimeError(f"{path} cannot do this work; see above")
@@ -67,11 +87,11 @@ class Tree:
         self.process.stdin.flush()
         said = self._heard()
         if not said:
-            raise RuntimeError(f"{self.path} failed; see above")
+            raise RuntimeError(f"{self.took.path} failed; see above")
         if counts:
             seconds, cpu = json.loads(said)
-            self.seconds.append(seconds)
-            self.cpu.append(cpu)
+            self.took.seconds.append(seconds)
+            self.took.cpu.append(cpu)
 
     def end(self) -> None:
         """Its daemon and files go with it."""
@@ -79,22 +99,22 @@ class Tree:
             pass
 
 
-def compare(
-    paths: Sequence[Path], what: str, fabric: str, rounds: int, at_once: int = 1
-) -> list[Tree]:
-    """All rounds of all trees."""
-    with contextlib.ExitStack() as stack:
-        trees = []
-        for path in paths:
-            trees.append(Tree.start(path.resolve(), what, fabric, at_once))
-            stack.callback(trees[-1].end)
-        for round_ in range(WARM_ROUNDS + rounds):
-            for tree in trees if round_ % 2 else reversed(trees):
-                tree.turn(counts=round_ >= WARM_ROUNDS)
-    return trees
+def compare(paths: Sequence[Path], asked: Asked) -> list[Took]:
+    """All rounds of all trees, with those of one start side by side."""
+    all_took = [Took(path.resolve()) for path in paths]
+    for start in range(asked.starts):
+        with contextlib.ExitStack() as stack:
+            trees = []
+            for took in all_took:
+                trees.append(Tree.start(took, asked))
+                stack.callback(trees[-1].end)
+            for round_ in range(WARM_ROUNDS + asked.rounds):
+                for tree in trees if (round_ + start) % 2 else reversed(trees):
+                    tree.turn(counts=round_ >= WARM_ROUNDS)
+    return all_took
 
 
-def report(trees: Sequence[Tree], batch_bytes: int) -> list[str]:
+def report(trees: Sequence[Took], batch_bytes: int) -> list[str]:
     """A line per tree: its median and its speed and CPU over the first tree's, round by round."""
     first, lines = trees[0], []
     gb = batch_bytes / 1e9
@@ -177,15 +197,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--what", choices=WORK, default=WORK[0])
     parser.add_argument("--fabric", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--at-once", type=int, default=1, metavar="GETS", help="under way together")
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=12, help="of each start")
+    parser.add_argument("--starts", type=int, default=4, help="of every tree")
     asked = parser.parse_args(words)
-    if asked.rounds < 2:
-        parser.error("quartiles need two rounds")
+    if asked.rounds < 2 or asked.starts < 1:
+        parser.error("quartiles need two rounds, and rounds a start")
     for path in asked.trees:
         if not (path / "bench" / "ours.py").is_file():
             parser.error(f"{path} is no tree with a bench of its own")
     try:
-        trees = compare(asked.trees, asked.what, asked.fabric, asked.rounds, asked.at_once)
+        work = Asked(asked.what, asked.fabric, asked.rounds, asked.starts, asked.at_once)
+        trees = compare(asked.trees, work)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
