@@ -560,7 +560,7 @@ def test_trees_take_turns_and_leave_nothing(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="ent-") as folder:  # a short path, for sockets
         monkeypatch.setenv("TMPDIR", folder)
-        words = "--what resident --rounds 2 --starts 2 --at-once 2".split()
+        words = ["--what", "resident", "--rounds", "2", "--starts", "2", "--at-once", "2"]
         assert paired.main([str(ROOT), str(ROOT), *words]) == 0
         assert not list(Path(folder).iterdir()), "folders of its daemons are left"
     lines = capsys.readouterr().out.splitlines()
