@@ -44,7 +44,9 @@ ISSUE = """
     restart_1m_warm_s, restart_1m_crash_s
 """
 MEASURED = ("flash", "gets", "peers", "control", "index", "restart", "codec")
-FAST = ("shm", "tcp", "put_shm", "put_tcp", "first_byte_p50_us", "first_byte_p99_us")
+FAST = (
+    "shm", "tcp", "shm_together", "put_shm", "put_tcp", "first_byte_p50_us", "first_byte_p99_us",
+)  # fmt: skip
 
 
 class Made(dict):  # type: ignore[type-arg]
