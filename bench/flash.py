@@ -302,7 +302,8 @@ def lines(found: Found) -> list[Line]:
         Line("put_durable_tcp_gbps", "GB/s", values["put_tcp"]),
     ]
     known = {
-        "shm", "tcp", "shm_together", "put_shm", "put_tcp", "first_byte_p50_us", "first_byte_p99_us",
+        "shm", "tcp", "shm_together", "put_shm", "put_tcp",
+        "first_byte_p50_us", "first_byte_p99_us",
     }  # fmt: skip
     for name in values.keys() - known:
         unit = "us" if name.endswith("_us") else "GB/s"
