@@ -96,6 +96,17 @@ class Eager(Coroutine[Any, Any, R]):
         return _steps(self)
 
 
+def task_of(coroutine: Coroutine[Any, Any, R], *, name: str, now: bool) -> asyncio.Task[R]:
+    """A task of the running loop; `now`: begun here, unless this is in a task itself."""
+    loop = asyncio.get_running_loop()
+    if not now or asyncio.current_task() is not None:
+        return loop.create_task(coroutine, name=name)
+    eager = Eager(coroutine)
+    task = loop.create_task(eager, name=name)
+    eager.begin(task)
+    return task
+
+
 def _steps(eager: Eager[R]) -> Generator[Any, Any, R]:
     """For who awaits it, and makes no task of it."""
     try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from entresol_proto.eager import Eager
+from entresol_proto.eager import Eager, task_of
 
 R = TypeVar("R")
 
@@ -194,9 +194,9 @@ async def test_what_is_begun_for_a_task_finds_itself_in_it() -> None:
         return "in time"
 
     def make() -> None:
-        eager = Eager(work())
-        task = loop.create_task(eager)
-        eager.begin(task)
+        task = task_of(work(), name="begun", now=True)
+        assert found == [task]
+        assert task.get_name() == "begun"
         assert asyncio.current_task() is None
         made.set_result(task)
 
@@ -206,6 +206,28 @@ async def test_what_is_begun_for_a_task_finds_itself_in_it() -> None:
     task = await made
     assert await task == "late"
     assert found == [task, task]
+
+
+@pytest.mark.parametrize("now", [False, True])
+async def test_in_a_task_or_when_not_asked_to_nothing_is_begun_early(now: bool) -> None:
+    steps: list[object] = []
+
+    async def work() -> int:
+        steps.append(asyncio.current_task())
+        return 7
+
+    task = task_of(work(), name="later", now=now)  # this is in a task
+    assert steps == []
+    assert await task == 7
+    assert steps == [task]
+    made: asyncio.Future[asyncio.Task[int]] = asyncio.get_running_loop().create_future()
+
+    def make() -> None:
+        made.set_result(task_of(work(), name="later", now=False))
+        assert len(steps) == 1
+
+    asyncio.get_running_loop().call_soon(make)
+    assert await (await made) == 7
 
 
 async def test_one_that_goes_on_after_a_cancellation_has_its_result() -> None:

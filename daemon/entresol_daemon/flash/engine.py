@@ -458,7 +458,7 @@ class Engine:
         """Stop. `clean` first makes everything durable and writes the checkpoint.
 
         Pending futures end as OK (clean) or IO_ERROR. Idempotent. Raises: RuntimeError at its end
-        if the writer broke.
+        if it was to be clean and the writer broke.
         """
         if self._closing:
             return
@@ -474,7 +474,7 @@ class Engine:
                     await self._write_checkpoint()
         finally:
             await self._writer.stop()
-        if self._writer.broken.done():
+        if clean and self._writer.broken.done():
             raise RuntimeError("the writer broke") from self._writer.broken.result()
 
     async def _write_checkpoint(self) -> None:

@@ -23,7 +23,7 @@ from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.shard import Shard
 from entresol_daemon.traces import Trace
 from entresol_proto import limits
-from entresol_proto.eager import Eager
+from entresol_proto.eager import task_of
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import TenantName
 from entresol_proto.status import EntresolError, ProtocolError, QuotaError, Status
@@ -41,6 +41,7 @@ READ_COST_SHIFT = 10  # about a microsecond for a KiB
 READ_BYTES = 1 * limits.KIB  # looked at together, unless they are of one message
 
 log = logging.getLogger("entresol.session")
+
 _TASK_NAMES = {kind: f"session {kind.name}" for kind in FrameType}
 _NEW_WORK = (data.Fetch, data.Reserve, data.Stage, opening.OpenNamespace)
 
@@ -265,13 +266,12 @@ class SessionHandler:
                 self._fail(request_id, message.TYPE, error)
                 return
             work = functools.partial(self._in_turn, asked, size_of(message), work)
-        answering = Eager(self._guard(request_id, message.TYPE, work, trace))
-        task = asyncio.get_running_loop().create_task(answering, name=_TASK_NAMES[message.TYPE])
+        now = entered and isinstance(message, data.Fetch)  # the drive has work meanwhile
+        answering = self._guard(request_id, message.TYPE, work, trace)
+        task = task_of(answering, name=_TASK_NAMES[message.TYPE], now=now)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(leave)
-        if entered and isinstance(message, data.Fetch) and asyncio.current_task() is None:
-            answering.begin(task)  # the drive has work while the rest is read and dispatched
 
     def _arrive(
         self, request_id: int, message: Any, account: Account | None
