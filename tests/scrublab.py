@@ -146,7 +146,7 @@ class ScrubWorld:
             "corrupt": int(metrics.scrub_found[Status.CORRUPT]._value.get()),
             "refused": int(metrics.scrub_found[Status.IO_ERROR]._value.get()),
             "corrupt blocks": int(metrics.corrupt_blocks["scrub"]._value.get()),
-            "events": int(metrics.events_published[Kind.CORRUPT]._value.get()),
+            "events": parts.events.published[Kind.CORRUPT],
         }
         wanted = {
             "found": len(planted), "corrupt": damaged, "refused": refused,

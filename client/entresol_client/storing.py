@@ -40,7 +40,7 @@ from entresol_proto.wire.opening import NamespaceOpened
 log = logging.getLogger("entresol.client")
 
 ROUND_BYTES_MAX = 16 * limits.MIB  # plain bytes reserved at once
-GROUP_BYTES_MAX = 4 * limits.MIB  # plain bytes sealed and committed together
+GROUP_BYTES_MIN, GROUP_BYTES_MAX = 4 * limits.MIB, 8 * limits.MIB  # of them committed together
 RESERVE_FRAME_BYTES_MAX = 1 * limits.MIB
 _ITEM_BYTES = 160  # of a RESERVE item beside its token ids, rounded up
 
@@ -235,7 +235,7 @@ class _Put:
         uncommitted = {job.grant.put_id for job in jobs}
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group in _groups(jobs, min(GROUP_BYTES_MAX, self._link.staging_bytes // 4)):
+                for group in _groups(jobs, _group_bytes(jobs, self._link.staging_bytes // 4)):
                     tasks.create_task(self._group(group, uncommitted))
         finally:
             self._session.connection.give_up(sorted(uncommitted))
@@ -312,6 +312,13 @@ class _Put:
             self._tally.statuses[job.block.position] = status
             if status is Status.OK:
                 self._tally.wire_bytes += span.length_bytes
+
+
+def _group_bytes(jobs: Sequence[_Job], bytes_max: int) -> int:
+    """Two groups, where they are not too long or too short: one is prepared here while the daemon
+    has the other. Each costs both sides the same, however much is in it."""
+    half = -(-sum([len(job.block.plain) for job in jobs]) // 2)
+    return min(max(half, GROUP_BYTES_MIN), GROUP_BYTES_MAX, bytes_max)
 
 
 def _groups(jobs: Sequence[_Job], bytes_max: int) -> list[list[_Job]]:

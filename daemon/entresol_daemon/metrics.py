@@ -366,10 +366,6 @@ class Metrics:
 
     # ------------------------------------------------------------------------------ verbs
 
-    def event_published(self, kind: Kind) -> None:
-        """For `EventLog(on_publish=...)`."""
-        self.events_published[kind].inc()
-
     def event_gap(self, reason: GapReason) -> None:
         """For `EventLog(on_gap=...)`."""
         self.event_gaps[reason].inc()

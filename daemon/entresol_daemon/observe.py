@@ -12,6 +12,8 @@ import sys
 from entresol_daemon import logs
 from entresol_daemon.control.identity import ReloadingServerContext
 from entresol_daemon.core.residency import ResidentState
+from entresol_daemon.events.log import EventLog
+from entresol_daemon.events.types import Kind
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.memory.allocator import malloc_bytes
 from entresol_daemon.metrics import ROTATION_CAUSES, Metrics
@@ -44,8 +46,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow(metrics.scrub_progress, shard.scrubber.share)
     follow(metrics.scrub_began, lambda: shard.scrubber.progress.began_unix_ns / 1e9)
     follow(metrics.scrub_expected, shard.scrubber.expected_s)
-    follow(metrics.event_subscriptions, lambda: parts.events.subscriptions_count)
-    follow(metrics.event_log_bytes, lambda: parts.events.used_bytes)
+    follow_events(metrics, parts.events)
     follow(metrics.tls_reloads, lambda: tls.reloads)
     follow(metrics.tls_reload_failures, lambda: tls.failures)
     follow(metrics.tls_stale, lambda: tls.stale)
@@ -110,6 +111,15 @@ def follow_worth(metrics: Metrics, shard: Shard) -> None:
 
     if parts.config.flash.eviction == "worth":
         metrics.on_refresh(show_eviction)
+
+
+def follow_events(metrics: Metrics, events: EventLog) -> None:
+    """Connect what is said of the event log."""
+    for kind in Kind:
+        count = functools.partial(events.published.__getitem__, kind)
+        metrics.follow(metrics.events_published[kind], count)
+    metrics.follow(metrics.event_subscriptions, lambda: events.subscriptions_count)
+    metrics.follow(metrics.event_log_bytes, lambda: events.used_bytes)
 
 
 def follow_process(metrics: Metrics, watch: StallWatch) -> None:

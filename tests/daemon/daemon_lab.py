@@ -178,7 +178,7 @@ async def assert_idle(daemon: Daemon) -> None:
             "loading": shard.gets.loading,
             "reservations": len(shard.puts._reservations),
             "wanted": len(shard.puts._wanted),
-            "unflushed": len(shard.puts._durable),
+            "unflushed": len(shard.puts._entering.durable),
             "put bytes": parts.put_budget.used_bytes,
             "put blocks": parts.put_budget.used_blocks,
             "scratch bytes": parts.scratch.allocated_bytes,

@@ -407,7 +407,7 @@ def _charge(shard: Shard) -> None:
     """What the loop does for a shard takes time. Instead of methods, so that it is all the work."""
     index, gets, puts = shard.parts.engine.index, shard.gets, shard.puts
     lookup, grant, reserve_one = index.lookup, gets.granting.grant, puts._reserving._reserve_one
-    append, open_session = puts._append, shard.open_session
+    append, open_session = puts._entering._append, shard.open_session
     grant_now = gets.granting.grant_now
     granted = shard.parts.meters.granted
 
@@ -431,9 +431,9 @@ def _charge(shard: Shard) -> None:
         busy(len(misses) * MISS_S)
         granted(tenant, items, misses, open_at)
 
-    async def slow_append(pull: Any) -> Any:
+    def slow_append(pull: Any, extent: Any) -> Any:
         busy(APPEND_S)
-        return await append(pull)
+        return append(pull, extent)
 
     async def slow_open(name: Any, hello: Any) -> Any:
         busy(OPEN_S)
@@ -443,7 +443,7 @@ def _charge(shard: Shard) -> None:
     gets.granting.grant = slow_grant  # type: ignore[method-assign]
     gets.granting.grant_now = slow_grant_now  # type: ignore[method-assign]
     puts._reserving._reserve_one = slow_reserve  # type: ignore[method-assign,assignment]
-    puts._append = slow_append  # type: ignore[method-assign]
+    puts._entering._append = slow_append  # type: ignore[method-assign]
     shard.parts.meters.granted = slow_granted  # type: ignore[method-assign]
     shard.open_session = slow_open  # type: ignore[method-assign]
 

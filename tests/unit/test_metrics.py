@@ -22,6 +22,7 @@ from entresol_daemon.events.log import EventLimits, EventLog
 from entresol_daemon.events.types import Kind, Medium, Position, Reason
 from entresol_daemon.metric_families import OTHER_TENANT, TENANT_LABELS_MAX, Family, table
 from entresol_daemon.metrics import LoopLagProbe, Metrics
+from entresol_daemon.observe import follow_events
 from entresol_proto.fabric.base import FabricKind
 from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
@@ -205,7 +206,6 @@ def test_the_event_log_counts_into_metrics():
     log = EventLog(
         1,
         event_limits=EventLimits(tenant_events_max=2),
-        on_publish=metrics.event_published,
         on_gap=metrics.event_gap,
     )
     for number in range(5):
@@ -218,7 +218,11 @@ def test_the_event_log_counts_into_metrics():
             medium=Medium.FLASH,
         )
     log.subscribe(TenantName("a"), after=Position(1, 0)).poll()
+    follow_events(metrics, log)
+    metrics.refresh()
     assert value(metrics, "events_published_total", kind="stored") == 5
+    assert value(metrics, "events_published_total", kind="removed") == 0
+    assert value(metrics, "event_log_bytes") == log.used_bytes
     assert value(metrics, "event_consumers_dropped_total", reason="trimmed") == 1
 
 

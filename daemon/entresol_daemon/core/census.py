@@ -77,7 +77,9 @@ class VersionCensus:
         return counts.total() if counts is not None else 0
 
     def _count(self, stream: bytes, code: int, change: int) -> None:
-        counts = self._counts.setdefault(stream, Counter())
+        counts = self._counts.get(stream)
+        if counts is None:
+            counts = self._counts[stream] = Counter()
         counts[code] += change
         assert counts[code] >= 0, "a block was counted out twice"
         if not counts[code]:

@@ -83,8 +83,12 @@ class History:
 
     def forget(self, namespace_id: bytes, key: bytes) -> tuple[Reason, int]:
         """The block is stored again; returns what `why` said until now."""
-        before = self.why(namespace_id, key)
-        self._drop(self._mark(namespace_id, key))
+        mark = self._mark(namespace_id, key)
+        row = self._places[self._place(mark)]
+        if row == _NONE:
+            return Reason.NEVER_STORED, 0
+        before = Reason(self._reason[row]), self._unix_ns[row]
+        self._drop(mark)
         return before
 
     def why(self, namespace_id: bytes, key: bytes) -> tuple[Reason, int]:

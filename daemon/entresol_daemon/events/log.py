@@ -48,35 +48,38 @@ class EventLimits:
 class _Ring:
     """The newest events of one tenant, addressed by sequence number in O(1)."""
 
-    __slots__ = ("_events", "_head", "last_seq", "used_bytes")
+    __slots__ = ("_events", "_head", "count", "last_seq", "used_bytes")
 
     def __init__(self) -> None:
         self._events: list[Event | None] = []
         self._head = 0  # index of the oldest event held; entries before it are None
+        self.count = 0  # of the events held
         self.last_seq = 0
         self.used_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._events) - self._head
 
     @property
     def first_seq(self) -> int:
         """Oldest sequence held; last_seq + 1 when the ring is empty."""
-        return self.last_seq - len(self) + 1
+        return self.last_seq - self.count + 1
 
-    def append(self, event: Event) -> None:
+    def append(self, event: Event) -> int:
+        """Hold the next event; returns what it costs."""
         assert event.seq == self.last_seq + 1, "a tenant's sequence has no holes"
+        cost = event.cost_bytes
         self._events.append(event)
-        self.last_seq = event.seq
-        self.used_bytes += event.cost_bytes
+        self.count += 1
+        self.last_seq += 1
+        self.used_bytes += cost
+        return cost
 
     def trim_oldest(self) -> int:
         """Drop the oldest event; returns the bytes freed."""
         event = self._events[self._head]
         assert event is not None
+        freed = event.cost_bytes
         self._events[self._head] = None
         self._head += 1
-        freed = event.cost_bytes
+        self.count -= 1
         self.used_bytes -= freed
         if self._head * 2 > len(self._events):
             del self._events[: self._head]
@@ -95,11 +98,8 @@ def _used_bytes(ring: _Ring) -> int:
 
 
 def _pieces(event: Event, keys_max: int) -> Iterator[Event]:
-    """`event` as events of at most `keys_max` keys each, numbered on; chain and tokens stay."""
+    """Of a longer event: at most `keys_max` keys each, numbered on; chain and tokens stay."""
     count = len(event.wire_keys)
-    if count <= keys_max:
-        yield event
-        return
     chained = event.kind is Kind.STORED
     tokens_fit = len(event.token_ids_u32le) == 4 * event.block_tokens * count
     size_left_bytes = event.size_bytes
@@ -134,20 +134,19 @@ class EventLog:
         incarnation: int,
         *,
         event_limits: EventLimits | None = None,
-        on_publish: Callable[[Kind], None] | None = None,
         on_gap: Callable[[GapReason], None] | None = None,
         watchers_max: Callable[[TenantName], int] | None = None,
     ) -> None:
         """`incarnation` is a random or boot-time u64, not 0, new with every start.
 
         `watchers_max` gives a tenant's own `subscriptions_per_tenant_max`.
-        `on_publish` and `on_gap` are called synchronously, for counters; they must not raise.
+        `on_gap` is called synchronously, for counters; it must not raise.
         """
         if not 0 < incarnation <= INCARNATION_MAX:
             raise ValueError("incarnation is a u64 and not 0")
         self.incarnation = incarnation
         self.limits = event_limits or EventLimits()
-        self._on_publish = on_publish
+        self.published = dict.fromkeys(Kind, 0)  # events since the start, pieces counted each
         self._on_gap = on_gap
         self._watchers_max = watchers_max
         self._rings: dict[TenantName, _Ring] = {}
@@ -181,7 +180,8 @@ class EventLog:
         def ended(ring: _Ring) -> int:
             return ring.read(ring.last_seq - 1, 1)[0].time_unix_ns
 
-        rings = heapq.nlargest(count_max, filter(len, self._rings.values()), key=ended)
+        having = (ring for ring in self._rings.values() if ring.count)
+        rings = heapq.nlargest(count_max, having, key=ended)
         found = [
             event
             for ring in rings
@@ -199,7 +199,7 @@ class EventLog:
         ring = self._rings.get(tenant)
         if ring is None:
             return (0, 0)
-        return (ring.first_seq if len(ring) else 0, ring.last_seq)
+        return (ring.first_seq if ring.count else 0, ring.last_seq)
 
     # ----------------------------------------------------------------------------- publish
 
@@ -256,28 +256,38 @@ class EventLog:
             until_unix_ns,
         )
         if kind is Kind.TENANT_ERASED:
-            while len(ring):
+            while ring.count:
                 self._used_bytes -= ring.trim_oldest()
-        for piece in _pieces(event, self.limits.keys_per_event_max):
-            event = piece
-            ring.append(event)
-            self._used_bytes += event.cost_bytes
-            self._trim(ring)
-            if self._on_publish is not None:
-                self._on_publish(kind)
+        if len(wire_keys) <= self.limits.keys_per_event_max:
+            self._append(ring, event)
+        else:
+            for piece in _pieces(event, self.limits.keys_per_event_max):
+                event = piece
+                self._append(ring, event)
         for key in (tenant, None):
             for subscription in self._subscriptions.get(key, ()):
                 subscription.notify()
         return event
 
+    def _append(self, ring: _Ring, event: Event) -> None:
+        self._used_bytes += ring.append(event)
+        self.published[event.kind] += 1
+        most = self.limits
+        if (
+            ring.count > most.tenant_events_max
+            or ring.used_bytes > most.tenant_ring_bytes_max
+            or self._used_bytes > most.total_ring_bytes_max
+        ):
+            self._trim(ring)
+
     def _trim(self, ring: _Ring) -> None:
         """Bring `ring` and the total back within their limits; the newest event always stays."""
         events_max, bytes_max = self.limits.tenant_events_max, self.limits.tenant_ring_bytes_max
-        while len(ring) > 1 and (len(ring) > events_max or ring.used_bytes > bytes_max):
+        while ring.count > 1 and (ring.count > events_max or ring.used_bytes > bytes_max):
             self._used_bytes -= ring.trim_oldest()
         total_max = self.limits.total_ring_bytes_max
         while self._used_bytes > total_max:
-            trimmable = [other for other in self._rings.values() if len(other) > 1]
+            trimmable = [other for other in self._rings.values() if other.count > 1]
             if not trimmable:
                 return  # one event per tenant is left, and the tenant table is bounded
             largest, share = max(trimmable, key=_used_bytes), total_max // len(self._rings)
@@ -291,7 +301,7 @@ class EventLog:
                 self._trim_to(ring, share - share // SHARE_PARTS)
 
     def _trim_to(self, ring: _Ring, floor_bytes: int) -> None:
-        while len(ring) > 1 and ring.used_bytes > floor_bytes:
+        while ring.count > 1 and ring.used_bytes > floor_bytes:
             self._used_bytes -= ring.trim_oldest()
 
     # --------------------------------------------------------------------------- subscribe

@@ -11,6 +11,7 @@ import enum
 import struct
 from dataclasses import dataclass
 
+from entresol_proto import limits
 from entresol_proto.ids import TenantName
 
 
@@ -135,6 +136,7 @@ _GAP_MEANINGS = {
 
 _EVENT_OVERHEAD_BYTES = 320  # the record, its integers and its place in the ring, measured roughly
 _KEY_OVERHEAD_BYTES = 41  # a bytes object without its content, and its place in a tuple
+_WIRE_KEY_COST_BYTES = _KEY_OVERHEAD_BYTES + limits.WIRE_KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +173,12 @@ class Event:
     @property
     def cost_bytes(self) -> int:
         """What holding this event costs in memory, approximately."""
-        keys = self.wire_keys + self.engine_keys
+        wire, engine = self.wire_keys, self.engine_keys
         return (
             _EVENT_OVERHEAD_BYTES
-            + len(keys) * _KEY_OVERHEAD_BYTES
-            + sum(map(len, keys))
+            + len(wire) * _WIRE_KEY_COST_BYTES
+            + len(engine) * _KEY_OVERHEAD_BYTES
+            + sum(map(len, engine))
             + len(self.token_ids_u32le)
         )
 

@@ -95,7 +95,7 @@ class Index:
     @property
     def free(self) -> int:
         """Blocks that still fit."""
-        return self.capacity - len(self)
+        return self.capacity - self._high + self._freed_count
 
     @property
     def high(self) -> int:

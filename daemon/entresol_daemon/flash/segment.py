@@ -158,7 +158,7 @@ def decode_header(superblock: Superblock, segment: int, block: bytes) -> Segment
 
 def footer_bytes(rows: int) -> int:
     """Bytes at a segment's end that a footer of `rows` rows needs: table and trailer."""
-    return round_up(rows * ROW_BYTES) + BLOCK
+    return ((rows * ROW_BYTES + BLOCK - 1) & -BLOCK) + BLOCK
 
 
 def record_bytes_max(segment_bytes: int) -> int:

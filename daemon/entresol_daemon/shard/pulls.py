@@ -69,6 +69,7 @@ class Pull:
     sealed_bytes: int = 0
     payload_hash: int | None = None  # of the sealed bytes, where it is known
     wiped: bool = False  # no plaintext is left in `plain`
+    entered_bytes: int = 0  # of its record, once that is in the index
     follows: bool = False  # another block of its name, which may still be on flash
     status: Status = Status.OK
 

@@ -15,17 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from entresol_daemon.core.accounts import Account
-from entresol_daemon.core.census import HOST_SEALED, code_of
 from entresol_daemon.core.fairness import PUTS
-from entresol_daemon.core.residency import Resident, ResidentState
-from entresol_daemon.events import types as events
-from entresol_daemon.flash.engine import Record
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.shard.entering import Entered, Entering, outcome
 from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.pulls import (
@@ -37,26 +33,20 @@ from entresol_daemon.shard.pulls import (
     sealing,
     sealing_bytes,
     windows,
-    zero_tail,
 )
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reserving import Reserving
 from entresol_daemon.shard.sessions import Session
 from entresol_daemon.shard.turns import HeldTurn, compute_in_turns
 from entresol_proto.fabric.base import ReadOp, RemoteSpan
-from entresol_proto.ids import short
 from entresol_proto.seal import codecs
 from entresol_proto.seal.wiping import zero
 from entresol_proto.status import EntresolError, Status
-from entresol_proto.wire.data import Ack, Commit, PutDone, Reason, Reserve, Reserved
+from entresol_proto.wire.data import Ack, Commit, PutDone, Reserve, Reserved
 
 BLOCK_MEMORY_WAIT_NS = 2_000_000_000  # a COMMIT waits so long for the memory of its next block
 HOST_READ_NS_MAX = 30_000_000_000  # and for its host to be read, one window of it
 SLOW_HOST_S = 0.02  # then others take the turn of a window whose host has not answered
-
-APPEND_COST = 80  # of the loop: a block entered into index, books and event log
-
-log = logging.getLogger("entresol.put")
 
 
 class PutPath:
@@ -64,12 +54,11 @@ class PutPath:
 
     def __init__(self, parts: Parts, removal: Removal, keycare: KeyCare) -> None:
         self._parts = parts
-        self._removal = removal
-        self._durable: dict[int, asyncio.Future[Status]] = {}  # by slot, until flushed
-        self._following: set[int] = set()  # of those that no put is told of before: `Pull.follows`
+        self._entering = Entering(parts, removal, lambda ended: self._reserving.close(ended))
         self._reserving = Reserving(
-            parts, keycare, self._durable, self._following, self._await_durable, self._hurry
-        )
+            parts, keycare, self._entering.durable, self._entering.following,
+            self._await_durable, self._hurry,
+        )  # fmt: skip
         self._reservations = self._reserving.open
         self._wanted = self._reserving.wanted
         self._committing = 0
@@ -104,7 +93,7 @@ class PutPath:
         for pull in pulls:
             self._reserving.committed(pull.reservation)
         statuses = [Status.OK] * len(request.items)
-        waits: list[tuple[Pull, asyncio.Future[Status]]] = []
+        waits: list[Entered] = []
         self._committing += 1
         try:
             try:
@@ -163,9 +152,7 @@ class PutPath:
 
     async def drain(self) -> None:
         """Wait until everything accepted is durable or failed."""
-        while self._durable:
-            await asyncio.wait(list(self._durable.values()))
-            await asyncio.sleep(0)
+        await self._entering.drain()
 
     def is_wanted(self, namespace_id: bytes, key: bytes) -> bool:
         """True while some session is storing this key."""
@@ -184,7 +171,7 @@ class PutPath:
                 self._hurry(session, held)
                 left_ns = deadline_ns - self._parts.now_ns()
                 await asyncio.wait({flushed}, timeout=max(0, left_ns) / 1e9)
-        return _outcome(flushed) if flushed.done() else Status.DEADLINE
+        return outcome(flushed) if flushed.done() else Status.DEADLINE
 
     def _hurry(self, session: Session, held: int = 0) -> None:
         """A group waits for more to come. Where a session waits for it, and nothing of its own is
@@ -195,9 +182,7 @@ class PutPath:
         if waited_for and self._reserving.held_by(session) <= held:
             self._parts.engine.hurry()
 
-    async def _store(
-        self, session: Session, window: list[Pull]
-    ) -> list[tuple[Pull, asyncio.Future[Status]]]:
+    async def _store(self, session: Session, window: list[Pull]) -> list[Entered]:
         """Store one window, in as many rounds as its memory comes in; patient while some comes."""
         parts, waits = self._parts, []
         until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
@@ -238,12 +223,10 @@ class PutPath:
 
     async def _take(
         self, session: Session, window: list[Pull], turn: HeldTurn
-    ) -> tuple[int, list[tuple[Pull, asyncio.Future[Status]]]]:
+    ) -> tuple[int, list[Entered]]:
         """Bring the first blocks of a window into records and append them; returns how many.
 
         Nobody waits for memory while holding some, or a turn: as many as have it are taken at once.
-        They go in prefix order, so that nobody hears of a block before its parent; then they are
-        made recent tail first, so that what many sequences share is evicted last.
         """
         parts, account = self._parts, session.account
         try:
@@ -262,36 +245,10 @@ class PutPath:
                     await self._seal(account, [p for p in ready if not p.reservation.at_host])
             finally:
                 turn.give()
-            return batch, await self._append_all(account, here)
+            return batch, await self._entering.enter(account, here)
         finally:
             for pull in window:
                 self._drop_memory(pull)
-
-    async def _append_all(
-        self, account: Account, here: Sequence[Pull]
-    ) -> list[tuple[Pull, asyncio.Future[Status]]]:
-        """Enter those that are complete; what was entered, and the future of each."""
-        parts = self._parts
-        waits: list[tuple[Pull, asyncio.Future[Status]]] = []
-        ready = [pull for pull in here if pull.status is Status.OK]
-        ready.sort(key=lambda p: p.reservation.item.position)
-        try:
-            for pull in ready:
-                await parts.turns.loop.take(account, APPEND_COST, PUTS)
-                flushed = await self._append(pull)
-                if flushed is not None:
-                    waits.append((pull, flushed))
-        finally:
-            headers = [pull.header for pull, _ in waits if pull.header is not None]
-            sizes = [extent_bytes(pull.sealed_bytes) for pull, _ in waits]
-            parts.meters.stored(account.name, headers, sum(sizes))
-        stored = [pull.reservation for pull, _ in reversed(waits)]
-        find = parts.engine.index.find
-        slots = [find(r.namespace.namespace_id, r.item.key) for r in stored]
-        slots = [slot for slot in slots if slot >= 0]
-        parts.engine.touch(slots)
-        parts.valued.stored(slots)
-        return waits
 
     def _find_memory_for(self, session: Session, window: list[Pull]) -> tuple[int, list[Pull]]:
         """How many of the first blocks have their memory, and these."""
@@ -364,8 +321,9 @@ class PutPath:
         parts, chunk_bytes = self._parts, self._parts.config.sealing.chunk_bytes
         jobs = [sealing(pull, chunk_bytes) for pull in window]
         sealed = await compute_in_turns(
-            parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS
-        )
+            parts.turns.compute, parts.compute, account, seal, jobs, sealing_bytes, PUTS,
+            parts.turns.seal_bytes,
+        )  # fmt: skip
         for pull, job, made in zip(window, jobs, sealed, strict=True):
             pull.wiped = True
             if made is None:
@@ -380,94 +338,6 @@ class PutPath:
             pull.sealed_bytes = header.sealed_bytes
             assert pull.extent is not None
             self._parts.residency.pool.shrink(pull.extent, extent_bytes(header.sealed_bytes))
-
-    async def _append(self, pull: Pull) -> asyncio.Future[Status] | None:
-        """Enter one complete record into the index and the open segment."""
-        parts, reservation = self._parts, pull.reservation
-        item, account = reservation.item, reservation.session.account
-        assert pull.extent is not None
-        extent = pull.extent
-        zero_tail(extent, RECORD_HEADER_BYTES + pull.sealed_bytes)
-        if not await self._removal.make_room(account, extent.length_bytes):
-            within = self._removal.within_quota(account, extent.length_bytes)
-            pull.status = Status.NO_SPACE if within else Status.QUOTA
-            return None
-        namespace_id = reservation.namespace.namespace_id
-        if parts.engine.index.find(namespace_id, item.key) >= 0:
-            pull.status = Status.EXISTS
-            return None
-        header = pull.header
-        assert header is not None
-        if not header.host_sealed and header.dek_version not in reservation.session.tenant.deks:
-            pull.status = Status.ERASED  # its key was destroyed since: nobody could ever open it
-            return None
-        record = Record(
-            namespace_id, item.key, extent.view, pull.sealed_bytes, item.plain_bytes,
-            item.position, pull.payload_hash,
-        )  # fmt: skip
-        slot, flushed = parts.engine.append(account.stream, record)
-        if slot < 0:
-            pull.status = flushed.result()
-            return None
-        pull.extent = None  # the resident's now
-        code = HOST_SEALED if header.host_sealed else code_of(header.dek_version)
-        parts.census.note(slot, account.stream, code)
-        resident = Resident(
-            slot, namespace_id, item.key, account.stream, extent, ResidentState.READY, 1,
-            pull.sealed_bytes, item.plain_bytes, header.salt, header.dek_version,
-            header.host_sealed,
-        )  # fmt: skip
-        parts.residency.add(resident)
-        account.flash_bytes += extent.length_bytes
-        account.flash_blocks += 1
-        why, when_unix_ns = parts.history.forget(namespace_id, item.key)
-        was_here = why is not Reason.NEVER_STORED or parts.engine.hides_blocks
-        pull.follows = was_here and parts.engine.is_haunted
-        if why is Reason.EVICTED:
-            parts.meters.restored(account.name, parts.unix_ns() - when_unix_ns)
-        parts.meters.usefulness.stored(slot)
-        namespace = reservation.namespace
-        parts.codecs.learn(
-            namespace_id, namespace.dtype, namespace.codec_id, item.plain_bytes, pull.sealed_bytes
-        )
-        self._publish(reservation, pull.sealed_bytes)
-        self._removal.inserted(account, extent.length_bytes)
-        self._durable[slot] = flushed
-        if pull.follows:
-            self._following.add(slot)
-        reservation.appended = True
-        flushed.add_done_callback(lambda done: self._flushed(reservation, resident, done))
-        return flushed
-
-    def _flushed(
-        self, reservation: Reservation, resident: Resident, done: asyncio.Future[Status]
-    ) -> None:
-        if self._durable.get(resident.slot) is done:
-            del self._durable[resident.slot]
-            self._following.discard(resident.slot)
-        self._reserving.close(reservation)
-        status = _outcome(done)
-        if status is not Status.OK:
-            log.error("event=put_lost block=%s status=%s", short(resident.wire_key), status.label)
-        self._parts.residency.unpin(resident)
-        self._parts.room.notify()
-
-    def _publish(self, reservation: Reservation, sealed_bytes: int) -> None:
-        item = reservation.item
-        self._parts.events.publish(
-            events.Kind.STORED,
-            reservation.session.account.name,
-            time_unix_ns=self._parts.unix_ns(),
-            namespace_id=reservation.namespace.namespace_id,
-            wire_keys=(item.key,),
-            engine_keys=(item.engine_key,),
-            parent=item.parent,
-            position=item.position,
-            block_tokens=reservation.namespace.block_tokens,
-            token_ids_u32le=events.pack_token_ids(item.token_ids),
-            medium=events.Medium.MEMORY,
-            size_bytes=sealed_bytes,
-        )
 
     def _drop_memory(self, pull: Pull) -> None:
         if pull.plain is None and pull.extent is None:
@@ -493,8 +363,3 @@ def _counted(counts: Counter[int], session: Session) -> Iterator[None]:
         counts[session.number] -= 1
         if not counts[session.number]:
             del counts[session.number]
-
-
-def _outcome(flushed: asyncio.Future[Status]) -> Status:
-    """Of a block's flush that is over."""
-    return Status.IO_ERROR if flushed.cancelled() else flushed.result()

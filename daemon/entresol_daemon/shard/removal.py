@@ -115,12 +115,12 @@ class Removal:
 
         Returns False when nothing may be evicted. The caller must append before it awaits again.
         """
-        while not self._fits(account, record_bytes):
+        while not self.has_room(account, record_bytes):
             async with self._making_room:
-                if self._fits(account, record_bytes):
+                if self.has_room(account, record_bytes):
                     return True
                 if not await self._evict_once(account, record_bytes):
-                    return self._fits(account, record_bytes)
+                    return self.has_room(account, record_bytes)
         return True
 
     async def barrier(self, account: Account) -> None:
@@ -151,7 +151,8 @@ class Removal:
                 if self.within_quota(account, 0) or not await self._evict_once(account, 0):
                     return
 
-    def _fits(self, account: Account, record_bytes: int) -> bool:
+    def has_room(self, account: Account, record_bytes: int) -> bool:
+        """Whether a record of this tenant can be appended now, and nothing has to go for it."""
         room = self._parts.engine.room_for(account.stream, record_bytes)
         return room and self.within_quota(account, record_bytes)
 

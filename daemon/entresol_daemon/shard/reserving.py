@@ -9,6 +9,7 @@ anything of it is reserved.
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
@@ -219,14 +220,8 @@ class Reserving:
         """The longest record that a block can become."""
         # What a host sealed under its own key may carry token ids that nobody was told of.
         tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
-        return extent_bytes(
-            sealed_bytes_max(
-                item.plain_bytes,
-                chunk_bytes=self._parts.config.sealing.chunk_bytes,
-                meta_tokens=tokens,
-                engine_key_bytes=len(item.engine_key),
-            )
-        )
+        chunk_bytes = self._parts.config.sealing.chunk_bytes
+        return _record_bytes_max(item.plain_bytes, chunk_bytes, tokens, len(item.engine_key))
 
     def _enter(self, reservation: Reservation) -> None:
         put_id = reservation.put_id
@@ -279,3 +274,14 @@ class Reserving:
         self._parts.room.notify()
         if reservation.session.number not in self._of_session:
             self._on_none_left(reservation.session)
+
+
+@functools.lru_cache(maxsize=256)  # blocks of one engine are all alike
+def _record_bytes_max(
+    plain_bytes: int, chunk_bytes: int, meta_tokens: int, engine_key_bytes: int
+) -> int:
+    sealed = sealed_bytes_max(
+        plain_bytes, chunk_bytes=chunk_bytes, meta_tokens=meta_tokens,
+        engine_key_bytes=engine_key_bytes,
+    )  # fmt: skip
+    return extent_bytes(sealed)

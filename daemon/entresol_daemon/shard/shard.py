@@ -451,7 +451,6 @@ def _event_log(number: int, config: Config, accounts: Accounts, metrics: Metrics
     return EventLog(
         number,
         event_limits=quotas.event_limits_of(config),
-        on_publish=metrics.event_published,
         on_gap=metrics.event_gap,
         watchers_max=lambda name: quotas.watchers_max(config, accounts, name),
     )

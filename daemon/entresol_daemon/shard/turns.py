@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ HOPS_REMEMBERED, HOP_NS_MAX = 16, 1_000_000
 COUNT_MIN = 2  # units in service at least, whatever their length
 PORTIONS = 4  # what is in service is about so many units
 ALONE = 4  # units may be so much longer while one tenant is alone: each costs the loop the same
+SEALS_ALONE = 2  # likewise what a thread seals, which delays nobody's first byte
 PORTION_BYTES_MIN, PORTION_BYTES_MAX = 256 * limits.KIB, 16 * limits.MIB  # of one unit
 COMPUTE_ITEM_BYTES = 32 * limits.KIB  # what a block costs beside its length: 12 us, raw or not
 # Sealed or opened by one thread without a break: two blocks of 1 MiB, say.
@@ -65,6 +67,7 @@ CARRY_COST_SHIFT = 10  # a KiB sealed, copied and sent with its grant: one
 WINDOW_BLOCKS_IN_TURN = 8  # while others wait for the loop
 ITEM_COST = 25  # an item of a RESERVE decided
 COMMIT_COST = 3  # an item of a COMMIT checked
+APPEND_COST = 50  # a block entered into index, books and event log
 TOUCH_KEY_COST_SHIFT = 1  # a key looked up and its block made recent: a half
 REMOVAL_COST = 25  # a block forgotten
 DROP_COST = 12  # a block dropped with its namespace
@@ -394,6 +397,11 @@ class SharedTurns:
         """How long a unit of reads from flash should be."""
         return self.flash.portion_bytes * (1 if self.loop.contended else ALONE)
 
+    @property
+    def seal_bytes(self) -> int:
+        """How much one thread should seal without a break."""
+        return COMPUTE_TURN_BYTES * (1 if self.loop.contended else SEALS_ALONE)
+
     @classmethod
     def of(cls, threads: int, now_ns: Callable[[], int]) -> SharedTurns:
         """With the bounds above, for so many compute threads."""
@@ -436,6 +444,7 @@ async def compute_in_turns(
     items: Sequence[T],
     size_of: Callable[[T], int],
     rank: int = GETS,
+    turn_bytes: int = COMPUTE_TURN_BYTES,
 ) -> list[R]:
     """`[fn(item) for item in items]` in compute threads, a tenant's turn at a time.
 
@@ -443,11 +452,7 @@ async def compute_in_turns(
     ComputeError, QuotaError (BUSY).
     """
 
-    def weight_of(item: T) -> int:
-        return size_of(item) + COMPUTE_ITEM_BYTES
-
-    async def one(portion: list[T]) -> list[R]:
-        cost = sum(map(weight_of, portion))
+    async def one(portion: list[T], cost: int) -> list[R]:
         await turns.take(account, cost, rank)
         try:
             return await compute.run(_each, fn, portion)
@@ -455,11 +460,13 @@ async def compute_in_turns(
             turns.give(cost)
 
     # In one part for each thread, where that is shorter: each costs a hand-over and a wake.
-    parts_bytes = -(-sum(map(weight_of, items)) // max(1, turns.at_once - 1))
-    runs = portions(items, weight_of, min(COMPUTE_TURN_BYTES, parts_bytes))
+    weighed = [(size_of(item) + COMPUTE_ITEM_BYTES, item) for item in items]
+    parts_bytes = -(-sum([weight for weight, _ in weighed]) // max(1, turns.at_once - 1))
+    portioned = portions(weighed, _weight, min(turn_bytes, parts_bytes))
+    runs = [[item for _, item in run] for run in portioned]
+    costs = [sum([weight for weight, _ in run]) for run in portioned]
     if len(runs) == 1:
-        return await one(runs[0])
-    costs = [sum(map(weight_of, run)) for run in runs]
+        return await one(runs[0], costs[0])
     if turns.enter_all(account, costs):  # nobody waits: no tasks, and this one wakes once
         try:
             results = await compute.map(functools.partial(_each, fn), runs)
@@ -467,7 +474,7 @@ async def compute_in_turns(
             for cost in costs:
                 turns.give(cost)
         return list(itertools.chain.from_iterable(results))
-    tasks = [asyncio.ensure_future(one(run)) for run in runs]
+    tasks = [asyncio.ensure_future(one(*each)) for each in zip(runs, costs, strict=True)]
     try:
         if tasks:
             await asyncio.wait(tasks)
@@ -480,6 +487,9 @@ async def compute_in_turns(
     if failed:
         raise failed[0]
     return [result for task in tasks for result in task.result()]
+
+
+_weight: Callable[[tuple[int, object]], int] = operator.itemgetter(0)
 
 
 def _each(fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
