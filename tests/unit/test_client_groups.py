@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from entresol_client import opening
+from entresol_client import opening, storing
 from entresol_client.opening import (
     GROUP_BYTES_MAX,
     GROUP_BYTES_MIN,
@@ -172,3 +172,26 @@ def test_what_a_fabric_could_land_and_does_not_is_cut_for_the_threads() -> None:
     assert plan_groups(cannot, granted) == plan_groups(context(2), granted)
     cast(Any, cannot.endpoint).can_land = lambda spans: len(spans) == 61
     assert plan_groups(cannot, granted) == [granted]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "staging_mib", "wanted"),
+    [
+        (16, 48, [8, 8]),  # one is prepared while the daemon has the other
+        (12, 48, [6, 6]),
+        (9, 48, [5, 4]),
+        (8, 48, [4, 4]),
+        (5, 48, [4, 1]),
+        (3, 48, [3]),
+        (16, 16, [4, 4, 4, 4]),  # no more than a quarter of the staging memory
+        (40, 48, [8, 8, 8, 8, 8]),
+    ],
+)
+def test_a_put_leaves_in_two_groups_that_are_neither_short_nor_long(
+    blocks: int, staging_mib: int, wanted: list[int]
+) -> None:
+    plain = memoryview(bytes(MIB))
+    jobs = [cast(Any, SimpleNamespace(block=SimpleNamespace(plain=plain))) for _ in range(blocks)]
+    groups = storing._groups(jobs, storing._group_bytes(jobs, staging_mib * MIB // 4))
+    assert [len(group) for group in groups] == wanted
+    assert [job for group in groups for job in group] == jobs

@@ -466,13 +466,15 @@ async def test_a_handshake_is_no_tenant_that_others_must_be_kept_from() -> None:
     assert loop_turns.contended
 
 
-async def test_reads_are_in_longer_units_while_one_tenant_is_alone() -> None:
+async def test_units_are_longer_while_one_tenant_is_alone() -> None:
     shared = SharedTurns.of(2, lambda: 0)
     await shared.loop.take(A, turns.LOOP_TURN_COST)
-    alone = shared.read_bytes
+    alone, seals_alone = shared.read_bytes, shared.seal_bytes
     await shared.loop.take(B, turns.LOOP_TURN_COST)
     assert shared.read_bytes == shared.flash.portion_bytes
     assert alone == turns.ALONE * shared.read_bytes
+    assert shared.seal_bytes == turns.COMPUTE_TURN_BYTES
+    assert seals_alone == turns.SEALS_ALONE * turns.COMPUTE_TURN_BYTES
     async with asyncio.timeout(30):
         while shared.loop.contended:
             await asyncio.sleep(0.01)
