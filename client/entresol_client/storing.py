@@ -317,7 +317,9 @@ class _Put:
 def _group_bytes(jobs: Sequence[_Job], bytes_max: int) -> int:
     """Two groups, where they are not too long or too short: one is prepared here while the daemon
     has the other. Each costs both sides the same, however much is in it."""
-    half = -(-sum([len(job.block.plain) for job in jobs]) // 2)
+    sizes = [len(job.block.plain) for job in jobs]
+    middle = -(-len(sizes) // 2)
+    half = max(sum(sizes[:middle]), sum(sizes[middle:]))
     return min(max(half, GROUP_BYTES_MIN), GROUP_BYTES_MAX, bytes_max)
 
 

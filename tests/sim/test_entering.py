@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sim.shardlab import World
-from tests.sim.test_shard_review import KEYS, forget_memory, joined, simulate, stored
 
 from entresol_daemon.shard import turns
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Ack, OpenAt
+from tests.sim.shardlab import World
+from tests.sim.test_shard_review import KEYS, forget_memory, joined, simulate, stored
 
 # Of the books that learn of a block once it is in the index: each may find no memory.
 BOOKS = {
