@@ -8,7 +8,7 @@ SIZE   ?= commit
 LOCK   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-rdma test-pod-arm64 test-deploy test-deploy-arm64 test-container dist proof bench lint generate clean
+.PHONY: help venv demo test test-engines test-rdma test-pod-arm64 test-deploy test-deploy-arm64 test-container dist proof bench lint generate clean
 
 help: ## Show the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,8 @@ $(READY): pyproject.toml proto/build_kernel.py $(wildcard proto/entresol_proto/n
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,bench]' >&2; \
 	fi
 	@touch $@
+
+venv: $(READY) ## Only the environment in .venv, which every other verb makes too
 
 demo: $(READY) ## The whole story on real KV, in about a minute
 	@$(BIN)/entresol demo $(ARGS)
