@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     run.add_argument("--json", type=Path, default=ROOT / "tests/proof.json", metavar="FILE",
                      help="where the table goes (default tests/proof.json)")  # fmt: skip
-    run.add_argument("--markdown", type=Path, metavar="FILE", help="and as README shows it")
+    run.add_argument("--markdown", type=Path, metavar="FILE", help="and as a table in Markdown")
     run.add_argument("--resume", action="store_true", help="go on with the last run of this code")
     run.add_argument("--no-canaries", action="store_true", help="plant no bugs")
     kept = verb("record", _record, "keep what the last run's lines came to, whole ones only")
@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     kept.add_argument("--journal", type=Path, metavar="FILE", help="default .proof/SIZE.jsonl")
     kept.add_argument("--into", type=Path, metavar="FILE",
                       help="default tests/proof/SIZE.json; rows of other lines stay")  # fmt: skip
-    kept.add_argument("--markdown", type=Path, metavar="FILE", help="the table as README shows it")
+    kept.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="the table of tests/proof/README.md"
+    )
     replay = verb("replay", _replay, "run units of one line again, here, with their trace")
     replay.add_argument("line", metavar="ID")
     replay.add_argument("--seed", type=int, required=True)

@@ -1,4 +1,4 @@
-"""A record of lines that held whole, each on its day, at its commit: what README shows of a size.
+"""A record of lines that held whole, each on its day, at its commit: what README.md here has.
 
 Release size takes longer than one sitting on a small machine. So each line is recorded by itself,
 from the journal of finished slices, and says which commit it ran at. Invariant: a recorded line
@@ -120,7 +120,7 @@ def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def markdown(size: Size, rows: Sequence[dict[str, Any]], lines: Sequence[Line]) -> str:
-    """The table for README, with what was not done at this size, and why as far as known."""
+    """The table for README.md here, with what was not done at this size, and why, if known."""
     machines = sorted({row["machine"] for row in rows})
     tried = sum(row["tried"] for row in rows)
     planted = sum(row["canary_found"] for row in rows)

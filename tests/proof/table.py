@@ -1,4 +1,4 @@
-"""The scorecard of a run: rows for a person, for a program, and for README.
+"""The scorecard of a run: rows for a person, for a program, and for a page.
 
 Nothing is green by silence: a line that did not run says why, in every form.
 """
@@ -134,7 +134,7 @@ class Scorecard:
         )
 
     def markdown(self) -> str:
-        """The table for README, with its date and machine."""
+        """The table for a page, with its date and machine."""
         day = datetime.now(UTC).strftime("%Y-%m-%d")
         worked_s = sum(row.seconds for row in self.rows)  # a run may be resumed: these add up
         out = [
