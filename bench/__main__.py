@@ -3,12 +3,12 @@
     python -m bench [--size quick|commit|full] [--only NAME,...] [--peers NAME,...]
                     [--kv DIR] [--traces DIR] [--plots DIR] [--json]
 
-Prints a table per section, the two canonical numbers first, and merges them into
-bench/results.json: one flat object, `name: {value, unit, low, high}`, where value is the median
-over rounds. Ratios compare things measured in turn within the same rounds, so a noisy machine
-spoils both sides alike. A missed budget makes the exit status 1, and so does a number that the
-sections should have measured and did not, except with --quick, which is for looking whether the
-benches run. README.md beside this file says what each number means.
+Prints a table per section, then the two numbers of flash and all budgets, and merges what it
+measured into bench/results.json: one flat object, `name: {value, unit, low, high}`, where value is
+the median over rounds. Ratios compare things measured in turn within the same rounds, so a noisy
+machine spoils both sides alike. A missed budget makes the exit status 1, and so does a number that
+the sections should have measured and did not, except with --quick, which is for looking whether
+the benches run. README.md beside this file says what each number means.
 
 With --json the standard output is results.json's content and nothing else; tables go to standard
 error.
@@ -79,11 +79,11 @@ def run(names: Sequence[str], plan: Plan, told: Mapping[str, Any]) -> Section:
 
 
 def summary(found: Section, missing: Sequence[str]) -> str:
-    """The canonical numbers, what has a budget, what is missing, and what was not run."""
+    """The two numbers of flash, what has a budget, what is missing, and what was not run."""
     by_name = {line.name: line for line in found.lines}
     first = [by_name[name] for name in CANONICAL if name in by_name]
     judged = [line for line in found.lines if line.at_least or line.at_most]
-    rows = ["\nthe two numbers", *(line.text() for line in first)] if first else []
+    rows = ["\nthe two numbers of flash", *(line.text() for line in first)] if first else []
     rows += ["\nbudgets", *(line.text() for line in judged)]
     rows += ["\nnot run", *(f"  {why}" for why in dict.fromkeys(found.not_run))]
     rows += [

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results.json"
 ABOUT = Path(__file__).parent / "results.about.json"
 QUICK = "quick"
-# What the bench is for, in this order at the top of every report.
+# The two numbers of flash: in this order, first in the summary of every run.
 CANONICAL = ("get_flash_sealed_gbps", "first_byte_flash_p99_us")
 
 
