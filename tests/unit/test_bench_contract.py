@@ -357,3 +357,31 @@ def test_the_page_has_every_budget_as_it_is() -> None:
         assert limit == numbers[place if len(numbers) > 1 else 0], name
     for name in contract.CONTRACT:
         assert f"`{name}`" in told
+
+
+def told_rows(path: Path) -> dict[str, list[str]]:
+    """The cells of each row of a page's tables that is about one name of the contract."""
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    return {name: row for name in contract.CONTRACT for row in cells if row[0] == f"`{name}`"}
+
+
+def test_readme_has_every_number_of_the_contract_with_its_verdict() -> None:
+    rows = told_rows(ROOT / "README.md")
+    assert set(rows) == set(contract.CONTRACT)
+    page = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+    results_told = page[page.index("## Results") :].splitlines()
+    for name, (_, value, limit, verdict) in rows.items():
+        budget = contract.BUDGETS[name]
+        bound = budget.at_least if budget.at_least is not None else budget.at_most
+        assert bound is not None
+        kind = "at least" if budget.at_least is not None else "at most"
+        assert limit == f"{kind} {bound:g}", name
+        holds = float(value) >= bound if budget.at_least is not None else float(value) <= bound
+        assert verdict.startswith("held" if holds else "**missed**"), name
+        (wide,) = [line for line in results_told if f"| `{name}` |" in line]
+        assert f"| {value} |" in wide, f"bench/README.md has another {name}"
+        assert ("**[missed]" in wide) is not holds, name
