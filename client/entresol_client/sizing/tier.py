@@ -18,7 +18,7 @@ from entresol_client.sizing.shapes import KvShape, SizingError
 SECONDS_PER_DAY = 86_400
 DAYS_PER_YEAR = 365
 INDEX_BYTES_PER_BLOCK = 79  # measured at 5 M blocks (`make bench`, section index)
-WRITE_AMPLIFICATION = 1.15  # the most that reinsertion may add (ARCHITECTURE.md, eviction)
+WRITE_AMPLIFICATION = 1.15  # the most that reinsertion may add (daemon/DESIGN.md, eviction)
 # Plain over stored bytes of the `fast` codec, as `python -m bench.codec` measures them on KV of
 # two small models (fp16 of full precision; fp8 rounded from it). Not measured on a large one.
 MEASURED_RATIOS = {"bf16": 1.44, "fp16": 1.15, "fp8_e4m3": 1.17, "fp8_e5m2": 1.36}
