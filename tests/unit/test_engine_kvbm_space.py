@@ -28,6 +28,13 @@ class SlidingWindowSpec(SimpleNamespace):
     """The same."""
 
 
+class FlashLayer(SimpleNamespace):
+    """A layer of a built model."""
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+
+
 def engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
     """vLLM's configuration of an engine, and of its caches; `changes` by dotted name."""
     model = tmp_path / "model"
@@ -52,15 +59,21 @@ def engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
     caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     for name, value in changes.items():
         place, _, last = name.rpartition(".")
-        setattr(spec if place == "spec" else getattr(config, place), last, value)
+        owner = spec if place == "spec" else getattr(config, place) if place else config
+        setattr(owner, last, value)
     return config, caches
 
 
 def namespace(
-    tmp_path: Path, layout: dict[str, Any] | None = None, settings: Any = None, **changes: Any
+    tmp_path: Path,
+    layout: dict[str, Any] | None = None,
+    settings: Any = None,
+    version: str = "0.32.0",
+    **changes: Any,
 ) -> Any:
     config, caches = engine(tmp_path, **changes)
-    return describe(config, caches, settings or KvbmSettings(), {**LAYOUT, **(layout or {})})[0]
+    settings = settings or KvbmSettings()
+    return describe(config, caches, settings, {**LAYOUT, **(layout or {})}, version=version)[0]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +95,17 @@ def namespace(
         {"settings": KvbmSettings(model="other")},
         {"settings": KvbmSettings(model_revision="other")},
         {"settings": KvbmSettings(weights="off")},
+        {"version": "0.33.0"},
+        {"attention_config": SimpleNamespace(backend="FLASHINFER")},
+        {"cache_config.kv_cache_dtype_skip_layers": ["0"]},
+        {"model_config.quantization_config": {"linear": "fp8"}},
+        {"load_config": SimpleNamespace(load_format="sharded_state")},
+        {
+            "speculative_config": SimpleNamespace(
+                draft_model_config=SimpleNamespace(model="acme/draft", dtype="x")
+            )
+        },
+        {"compilation_config": SimpleNamespace(static_forward_context={"0": FlashLayer()})},
     ],
     ids=lambda one: next(iter(one)),
 )
@@ -100,6 +124,7 @@ def test_other_weights_are_another_namespace(tmp_path: Path) -> None:
 
 def test_what_does_not_change_them_is_left_out(tmp_path: Path) -> None:
     assert namespace(tmp_path, hf={"transformers_version": "6"}) == namespace(tmp_path)
+    assert namespace(tmp_path, version="0.32.7+cpu") == namespace(tmp_path)
 
 
 def test_every_rank_has_a_namespace_of_its_own(tmp_path: Path) -> None:

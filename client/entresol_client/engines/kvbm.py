@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.vllm_integration.connector import DynamoConnector, DynamoConnectorMetadata
+from vllm import __version__ as VLLM_VERSION
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
@@ -32,6 +33,7 @@ from entresol_client.engines.kvbm_space import KvbmSettings, Tenants, describe, 
 from entresol_client.engines.kvbm_stats import Differences, TierMetrics, TierStats
 from entresol_client.engines.kvbm_transfer import Arrivals, Loader, Saver
 from entresol_client.engines.logs import join_log
+from entresol_client.engines.vllm_facts import check_weights
 from entresol_proto.ids import NamespaceDescriptor
 from entresol_proto.status import ConfigError
 
@@ -110,6 +112,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
         if reason:
             log.warning("event=kvbm_tier_off reason=%r", reason)
             return
+        check_weights(vllm_config, settings.weights)
         self._tenants = Tenants(settings)
         if role == KVConnectorRole.SCHEDULER:
             disk = any(_positive(os.environ.get(name)) for name in DISK_TIER_VARIABLES)
@@ -314,7 +317,9 @@ class _WorkerSide:
     ) -> None:
         ordered = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
         pages = BlockPages(ordered, cache_config.num_blocks)
-        self.descriptor, self._ranks = describe(vllm_config, cache_config, settings, pages.layout)
+        self.descriptor, self._ranks = describe(
+            vllm_config, cache_config, settings, pages.layout, version=VLLM_VERSION
+        )
         spaces = tenants.spaces(self.descriptor)
         self.saver = Saver(pages, spaces, settings.staging_bytes)
         self._loader = Loader(pages, spaces, settings.staging_bytes)

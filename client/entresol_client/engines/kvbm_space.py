@@ -14,9 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from entresol_client.engines.kvbm_plan import Lookup
-from entresol_client.engines.naming import dtype_of, fingerprint, model_facts, revision
+from entresol_client.engines.naming import dtype_of, fingerprint, revision
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, Space
+from entresol_client.engines.vllm_facts import (
+    attention_told,
+    backends_in_use,
+    config_facts,
+    release_of,
+)
 from entresol_proto import limits
 from entresol_proto.ids import NamespaceDescriptor
 
@@ -62,11 +68,17 @@ def unfit(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def describe(
-    vllm_config: Any, kv_cache_config: Any, settings: KvbmSettings, layout: dict[str, Any]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    settings: KvbmSettings,
+    layout: dict[str, Any],
+    *,
+    version: str = "",
 ) -> tuple[NamespaceDescriptor, tuple[int, int]]:
     """The namespace of this worker's blocks, and its (pipeline, tensor) ranks.
 
-    `layout` is `BlockPages.layout`. Raises: ConfigError when the weights cannot be read.
+    `layout` is `BlockPages.layout`, `version` vLLM's.
+    Raises: ConfigError when the weights cannot be read.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -78,7 +90,9 @@ def describe(
             "engine": "vllm-kvbm",
             "spec": type(spec).__name__,
             "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-            "model": model_facts(model),
+            "vllm": release_of(version),
+            "attention": backends_in_use(vllm_config) or attention_told(vllm_config),
+            "config": config_facts(vllm_config),
             **layout,
         }
     )

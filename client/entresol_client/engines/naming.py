@@ -7,6 +7,9 @@ gaps that leaves are the field's most reported silent corruption.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
 import hashlib
 import json
 import logging
@@ -37,6 +40,35 @@ TENSOR_SAMPLE_BYTES = 4 * limits.KIB
 TENSORS_MAX = 4096  # of a file, that are sampled
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
 WEIGHTS_SIGN = "+w:"  # in a revision that says something of the weights
+# Of what a model is loaded with, what reads the same files of its folder; how fast is their affair.
+# "pt" and "npcache" read others, which may hold other weights.
+LOAD_FORMATS_ALIKE = frozenset(
+    {
+        "",
+        "auto",
+        "fastsafetensors",
+        "hf",
+        "instanttensor",
+        "layered",
+        "runai_streamer",
+        "safetensors",
+    }
+)
+RANDOM_WEIGHTS = "dummy"
+LOADER_HABITS = frozenset(
+    {
+        "concurrency",
+        "distributed",
+        "enable_gds",
+        "enable_multithread_load",
+        "enable_weights_track",
+        "hash_num_threads",
+        "max_file_bytes",
+        "memory_limit",
+        "num_threads",
+        "verify_on_load",
+    }
+)  # of `model_loader_extra_config`: how weights are loaded, not which
 SALT_BYTES = 16
 FINGERPRINT_CHARS = 24
 log = logging.getLogger("entresol.engine")
@@ -60,6 +92,68 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
     """
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_CHARS // 2).hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """`value` in the form that `fingerprint` takes: a setting of an engine's, whatever it is.
+
+    The same in every process: objects without a text of their own are their class's name.
+    """
+    if isinstance(value, enum.Enum):
+        return plain(value.value) if isinstance(value.value, (str, int)) else value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(one) for one in value), key=str)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if not isinstance(value, type):
+        told = getattr(value, "model_dump", None)
+        if told is not None:  # pydantic's
+            return plain(told())
+        text = str(value)
+        if " at 0x" not in text:
+            return text
+        value = type(value)
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def load_facts(load_format: Any, extra: Any) -> dict[str, Any]:
+    """Of how an engine loads its weights, what may make them others than those of its folder; {}
+    as a rule. `extra` is its `model_loader_extra_config`: a mapping, an object or JSON.
+
+    Source: vLLM 0.33.0, model_executor/model_loader; SGLang 0.5.23, model_loader/loader.py.
+    """
+    facts: dict[str, Any] = {}
+    kind = str(plain(load_format) or "").lower()
+    if kind not in LOAD_FORMATS_ALIKE:
+        facts["load_format"] = kind
+    if isinstance(extra, str):
+        with contextlib.suppress(ValueError):  # then it is a text
+            extra = json.loads(extra or "{}")
+    said = plain(extra)
+    if isinstance(said, dict):
+        said = {key: value for key, value in said.items() if key not in LOADER_HABITS}
+    if said:
+        facts["loader"] = said
+    return facts
+
+
+def check_loaded(load_format: Any, weights: str) -> None:
+    """Refuse an engine that has made up its weights, unless `weights` is a text of its own.
+
+    Raises: ConfigError.
+    """
+    if str(plain(load_format)).lower() == RANDOM_WEIGHTS and weights in ("auto", "off"):
+        raise ConfigError(
+            "load_format is dummy: what is computed with random weights would be stored under the "
+            "name of the model's own",
+            hint="leave it out, or set weights to a text that no other engine has",
+        )
 
 
 def weights_folder(model: str, revision: str) -> str:
@@ -167,6 +261,9 @@ def model_facts(model: Any) -> dict[str, Any]:
         "quantization": str(getattr(model, "quantization", None)),
         "dtype": str(getattr(model, "dtype", None)),
     }
+    for name in ("quantization_config", "model_class_overrides", "model_weights"):
+        if (value := getattr(model, name, None)) is not None and value != "" and value != {}:
+            facts[name] = plain(value)
     told = getattr(getattr(model, "hf_config", None), "to_json_string", None)
     if told is not None:
         config: dict[str, Any] = json.loads(told(use_diff=False))

@@ -85,12 +85,14 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
         model: str = "",
         enable_kv_events: bool = False,
         drain_deadline_ms: int = DRAIN_MS_DEFAULT,
+        multimodal: str = "",
         locality: Any = None,
         **settings: Any,
     ) -> None:
         """Settings beside `EngineSettings`: `model` overrides the model's name in the namespace;
         `enable_kv_events` tells vLLM's event publisher of stored blocks; `drain_deadline_ms` bounds
-        what shutting down waits for stores.
+        what shutting down waits for stores; `multimodal` "accept" also serves requests whose
+        images have names that their callers gave.
 
         Raises: ConfigError, IdentityError: vLLM then does not start. Never for an absent daemon.
         """
@@ -109,9 +111,12 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             )
         if type(drain_deadline_ms) is not int or not 0 < drain_deadline_ms <= DRAIN_MS_MAX:
             raise ConfigError(f"drain_deadline_ms is {drain_deadline_ms!r}, not 1..{DRAIN_MS_MAX}")
-        own = frozenset({"model", "enable_kv_events", "drain_deadline_ms"})
+        if multimodal not in ("", "accept"):
+            raise ConfigError(f"multimodal is {multimodal!r}", hint='leave it out, or "accept"')
+        own = frozenset({"model", "enable_kv_events", "drain_deadline_ms", "multimodal"})
         self._settings = EngineSettings.from_mapping(settings, where=tier_type, also=own)
         self._drain_s = drain_deadline_ms * MS
+        self._given_names_pass = multimodal == "accept"
         config = offloading_spec.config
         self._config = config
         self._chunk_bytes: int = primary_kv_view.strides[0]  # type: ignore[index]
@@ -121,7 +126,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
                 "this version of vLLM does not show a tier the model's revision",
                 hint="set model_revision: two revisions under one name must not share blocks",
             )
-        compat.check_fit(vllm_config, self._settings.adapters)
+        compat.check_fit(vllm_config, self._settings.adapters, self._settings.weights)
         facts = compat.engine_facts(config, vllm_config)
         check_hashes(facts)
         self.descriptor = describe(config, self._chunk_bytes, self._settings, facts, model=model)
@@ -171,6 +176,8 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> Any:
         """Find out whose blocks the request may use."""
+        if not self._given_names_pass:
+            compat.note_given_names(req_context)
         self._add(req_context)
         return compat.RequestOffloadingContext()
 
@@ -182,6 +189,8 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             who = who_asks(context.kv_transfer_params)
             space, salt = self._spaces.get(who.tenant), who.salt
             reason = f"unknown tenant {who.tenant!r}"
+            if compat.has_given_names(context):
+                space, reason = None, "its images have names that are no hashes (multi_modal_uuids)"
         except ParamsError as error:
             reason = str(error)
         if space is None:

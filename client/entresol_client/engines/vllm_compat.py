@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import logging
 import os
 import sys
@@ -21,6 +20,12 @@ from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.tiering import base as tier_base
 
 from entresol_client.engines import naming
+from entresol_client.engines.vllm_facts import (
+    attention_told,
+    check_weights,
+    config_facts,
+    given_names,
+)
 from entresol_client.engines.vllm_naming import EngineFacts, roots_agree
 from entresol_client.engines.vllm_versions import TESTED, told_apart
 from entresol_proto.status import ConfigError
@@ -32,7 +37,8 @@ Medium = offload_base.Medium
 RequestOffloadingContext = offload_base.RequestOffloadingContext
 SecondaryTierManager = tier_base.SecondaryTierManager
 VERSION: str = vllm.__version__
-CALLERS_MAX = 16  # frames that are looked at for vLLM's configuration
+CALLERS_MAX = 16  # frames that are looked at for what the interface does not pass on
+_GIVEN_NAMES = "_entresol_given_names"
 
 
 def tell_version() -> None:
@@ -149,6 +155,23 @@ def config_of_callers() -> Any | None:
     return None
 
 
+def note_given_names(context: Any) -> None:
+    """Note on the context of a new request whether its images have names that a caller gave.
+
+    The interface does not pass the request on, so it is looked for among the callers, as above.
+    """
+    for names in _callers():
+        request = names.get("request")
+        if getattr(request, "request_id", None) == context.req_id:
+            setattr(context, _GIVEN_NAMES, len(given_names(request)))
+            return
+
+
+def has_given_names(context: Any) -> bool:
+    """Whether that was noted. It stays on the context: jobs may come when the request is over."""
+    return bool(getattr(context, _GIVEN_NAMES, 0))
+
+
 def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
     """What is known of this engine: `config` is the offloading config."""
     from vllm.platforms import current_platform
@@ -156,22 +179,12 @@ def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
     model_config = getattr(vllm_config, "model_config", None)
     cache_config = getattr(vllm_config, "cache_config", None)
     revision = getattr(model_config, "revision", None) or ""
-    attention = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    drafts = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(drafts, "draft_model_config", None)
-    told = str(getattr(attention, "name", attention) or "")
-    told = told or os.environ.get("VLLM_ATTENTION_BACKEND", "")  # before 0.30
-    extra: dict[str, Any] = {"attention": told, **_platform_facts(config, current_platform, told)}
-    mm_words = getattr(
-        getattr(model_config, "multimodal_config", None), "mm_processor_kwargs", None
-    )
-    if mm_words:  # in no hash of an image
-        extra["mm_processor_kwargs"] = json.dumps(mm_words, sort_keys=True, default=str)
-    for name, each in (("model", model_config), ("draft", draft)):
-        if each is not None:
-            extra[name] = naming.fingerprint(naming.model_facts(each))
-    if draft is not None:
-        extra["draft_name"] = [str(draft.model), str(getattr(draft, "revision", None) or "")]
+    told = attention_told(vllm_config)
+    extra: dict[str, Any] = {
+        "attention": told,
+        **_platform_facts(config, current_platform, told),
+        **config_facts(vllm_config),
+    }
     return EngineFacts(
         version=VERSION,
         revision=revision,
@@ -209,8 +222,9 @@ def _asked(platform: Any, name: str) -> str:
         return ""
 
 
-def check_fit(vllm_config: Any | None, adapters: str) -> None:
+def check_fit(vllm_config: Any | None, adapters: str, weights: str) -> None:
     """Refuse an engine whose blocks could differ under one name. Raises: ConfigError."""
+    check_weights(vllm_config, weights)
     if getattr(vllm_config, "lora_config", None) is not None and not adapters:
         raise ConfigError(
             "this engine uses LoRA adapters, which vLLM's block hashes name without their content",

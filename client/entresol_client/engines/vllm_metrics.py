@@ -22,7 +22,8 @@ COUNTERS = {
     "quotes": "Quotes of how long a load would take (recompute_or_fetch = auto).",
     "quotes_missing": "Lookups of a prompt that got no quote; what was there was loaded.",
     "recompute_blocks": "Chunks that Entresol had and vLLM computes, because that is quicker.",
-    "refused_requests": "Requests that name an unknown tenant, or parameters that make no sense.",
+    "refused_requests": "Requests that name an unknown tenant, have parameters that make no sense, "
+    "or images with names of their own.",
 }
 GAUGES = {
     "backlog_bytes": "Bytes of stores waiting or under way.",

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (
+    scheduler as offloading_scheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.config import (
@@ -31,6 +39,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.request import Request
 
 from entresol_client.engines import vllm_compat
 from entresol_client.engines.vllm import EntresolTier
@@ -238,6 +247,51 @@ def test_a_store_serves_the_tenant_whose_request_computed_it(make: Make) -> None
     assert d.load(d.request("mine"), 3) == [False]
 
 
+def test_a_request_whose_images_have_given_names_uses_no_tier(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes `multi_modal_uuids` for hashes. It does not pass the request on: whoever moves it
+    out of sight, or renames what it has of images, makes this fail."""
+    monkeypatch.setattr(offloading_scheduler, "RequestOffloadState", SimpleNamespace)
+
+    def arrive(engine: Engine, name: str, identifier: str | None) -> ReqContext:
+        images = [MultiModalFeatureSpec(None, "image", identifier, None)] if identifier else []
+        request = Request(
+            name, prompt_token_ids=[1, 2, 3], pooling_params=None, mm_features=images,
+            sampling_params=SamplingParams(max_tokens=1),
+        )  # fmt: skip
+        connector: Any = SimpleNamespace(manager=engine.manager, config=None, _req_status={})
+        OffloadingConnectorScheduler.on_new_request(connector, request)
+        return connector._req_status[name].req_context  # type: ignore[no-any-return]
+
+    a, b, open_to_all = make(), make(), make(multimodal="accept")
+    named = arrive(a, "named", "cat")
+    a.store(named, 1)
+    a.store(arrive(a, "hashed", "ab" * 32), 2)
+    a.store(arrive(a, "plain", None), 3)
+    a.settle()
+    assert (a.tier.counts()["refused_requests"], a.tier.counts()["stored_blocks"]) == (1, 2)
+    a.tier.on_request_finished(named)
+    a.store(named, 4)  # when it is over
+    a.settle()
+    assert a.tier.counts()["stored_blocks"] == 2
+    assert b.load(arrive(b, "named", "cat"), 2, 3) == [False] * 2
+    assert b.load(arrive(b, "hashed", "ab" * 32), 1, 2, 3, 4) == [False, True, True, False]
+    assert open_to_all.load(arrive(open_to_all, "named", "cat"), 2, 3) == [True] * 2
+
+
+def test_a_word_for_images_that_is_not_known_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="multimodal"):
+        make(multimodal="yes")
+
+
+def test_random_weights_are_not_stored_as_a_models(make: Make) -> None:
+    loaded = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    with pytest.raises(ConfigError, match="dummy"):
+        vllm_compat.check_fit(loaded, "", "off")
+    vllm_compat.check_fit(loaded, "", "of this benchmark")
+
+
 def test_a_lookup_ends_at_its_deadline_while_the_daemon_hangs(make: Make, tier: TierDaemon) -> None:
     engine = make()
     context = engine.request("r")
@@ -369,12 +423,12 @@ def test_after_a_reset_nothing_of_before_is_found(make: Make, on_reset: str) -> 
 def test_an_engine_with_adapters_says_what_they_hold() -> None:
     config = SimpleNamespace(lora_config=object(), cache_config=None)
     with pytest.raises(ConfigError, match="adapters"):
-        vllm_compat.check_fit(config, "")
-    vllm_compat.check_fit(config, "v1")
-    vllm_compat.check_fit(None, "")
+        vllm_compat.check_fit(config, "", "auto")
+    vllm_compat.check_fit(config, "v1", "auto")
+    vllm_compat.check_fit(None, "", "auto")
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         vllm_compat.check_fit(
-            SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=True)), ""
+            SimpleNamespace(cache_config=SimpleNamespace(calculate_kv_scales=True)), "", "auto"
         )
 
 
@@ -452,10 +506,10 @@ def test_an_engine_that_numbers_its_images_does_not_start(
         ),
     )
     if not refused:
-        vllm_compat.check_fit(vllm_config, "")
+        vllm_compat.check_fit(vllm_config, "", "auto")
         return
     with pytest.raises(ConfigError, match="numbers images"):
-        vllm_compat.check_fit(vllm_config, "")
+        vllm_compat.check_fit(vllm_config, "", "auto")
 
 
 class Platform(SimpleNamespace):
