@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,113 @@ def test_pieces_and_hashes_have_keys_of_their_own() -> None:
 def test_whatever_changes_the_bytes_makes_another_namespace(other: dict[str, Any]) -> None:
     usual = {"config_of": config()}
     assert name_of(**usual).canonical() != name_of(**{**usual, **other}).canonical()
+
+
+def device(**changes: Any) -> Any:
+    """A device pool of SGLang's, as far as it is read."""
+    usual = {"dtype": "torch.bfloat16", "store_dtype": "torch.bfloat16", "kv_cache_layout": "nhd"}
+    return SimpleNamespace(**{**usual, **changes})
+
+
+class Layout(enum.Enum):
+    """As SGLang's KVBufferLayout."""
+
+    NHD = "nhd"
+    HND = "hnd"
+
+
+def info(layout: Layout = Layout.NHD, **changes: Any) -> Any:
+    """A buffer info of SGLang 0.5.23, which stands where the device pool stood."""
+    return SimpleNamespace(dtype="torch.uint8", buffers=SimpleNamespace(layout=layout), **changes)
+
+
+def state(*dtypes: str) -> list[Any]:
+    return [SimpleNamespace(dtype=one) for one in dtypes]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"temporal_dtype": "torch.float16"}, {"temporal_dtype": "torch.bfloat16"}),
+        ({"conv_dtype": "torch.float16"}, {"conv_dtype": "torch.bfloat16"}),
+        ({"indexer_dtype": "torch.uint8"}, {"indexer_dtype": "torch.float8_e4m3fn"}),
+        (
+            {"slot_state_device_tensors": state("torch.float16")},
+            {"slot_state_device_tensors": state("torch.bfloat16")},
+        ),
+        ({"device_pool": device()}, {"device_pool": device(kv_cache_layout="hnd")}),
+        ({"device_pool": device(use_hnd=False)}, {"device_pool": device(use_hnd=True)}),
+        (
+            {"device_pool": device(store_dtype="torch.uint8", dtype="torch.float8_e4m3fn")},
+            {"device_pool": device(store_dtype="torch.uint8", dtype="torch.float8_e5m2")},
+        ),
+        (
+            {"decl": SimpleNamespace(device_pool=device(dtype="torch.float8_e4m3fn"))},
+            {"decl": SimpleNamespace(device_pool=device(dtype="torch.float8_e4m3fnuz"))},
+        ),
+        ({"_buffer_infos": (info(),)}, {"_buffer_infos": (info(Layout.HND),)}),
+        ({"_buffer_infos": (info(),)}, {"_buffer_infos": (info(packed_fp8=True),)}),
+        ({"_buffer_infos": (info(),)}, {"_buffer_infos": (info(), info())}),
+        ({"device_pool": device(quant_method=object())}, {"device_pool": device()}),
+        ({"device_pool": MHATokenToKVPoolHost()}, {"device_pool": MLATokenToKVPoolHost()}),
+        ({}, {"_buffer_infos": (info(),)}),
+    ],
+)
+def test_how_rows_lie_on_the_device_is_in_the_name(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """All of one size: a page is the same number of bytes, and they mean something else."""
+    names = {name_of(config(), pool_of=pool(**changes)).canonical() for changes in (one, other)}
+    assert len(names) == 2
+    assert name_of(config(), pool_of=pool(**one)) == name_of(config(), pool_of=pool(**one))
+
+
+def test_where_no_pool_tells_how_rows_lie_the_environment_does() -> None:
+    def facts(pool_of: Any = None, **environment: str) -> dict[str, Any]:
+        return pages.pool_facts(pool_of or pool(), environment)
+
+    usual = facts(SGLANG_USE_HND_KVCACHE="0", SGLANG_AITER_KV_CACHE_LAYOUT="NHD")
+    assert usual == facts()
+    found = [
+        facts(SGLANG_USE_HND_KVCACHE="1"), facts(SGLANG_AITER_KV_CACHE_LAYOUT="vectorized_5d"),
+        facts(SGLANG_USE_AITER="1"),
+    ]  # fmt: skip
+    assert len({str(one) for one in [*found, usual]}) == 4
+    told = pool(device_pool=device())
+    assert facts(told, SGLANG_USE_HND_KVCACHE="1") == facts(told), "the pool has the last word"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mamba_ssm_dtype": "float16"},
+        {"mamba_ssm_dtype": "bfloat16"},
+        {"device": "npu"},
+        {"speculative_draft_model_path": "acme/draft"},
+        {"load_format": "pt"},
+        {"load_format": "sharded_state", "model_loader_extra_config": '{"pattern": "x"}'},
+        {"load_format": "presharded", "model_loader_extra_config": '{"presharded_path": "/a"}'},
+        {"load_format": "presharded", "model_loader_extra_config": '{"presharded_path": "/b"}'},
+        {"speculative_draft_load_format": "gguf"},
+    ],
+    ids=str,
+)
+def test_what_the_command_line_changes_about_the_bytes_is_in_the_name(
+    change: dict[str, Any],
+) -> None:
+    usual = pages.engine_facts(SimpleNamespace(load_format="auto", model_loader_extra_config="{}"))
+    assert set(usual.values()) == {""}
+    assert pages.engine_facts(SimpleNamespace(**change)) != usual
+
+
+def test_random_weights_are_refused_under_a_models_name() -> None:
+    for name in ("load_format", "speculative_draft_load_format"):
+        args = SimpleNamespace(**{name: "dummy"})
+        for weights in ("auto", "off"):
+            with pytest.raises(ConfigError, match="dummy"):
+                pages.check_weights(args, weights)
+        pages.check_weights(args, "bench-7")
+    pages.check_weights(None, "auto")
 
 
 def test_how_much_a_host_holds_changes_nothing() -> None:

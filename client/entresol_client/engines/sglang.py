@@ -34,7 +34,7 @@ from entresol_client.engines import naming
 from entresol_client.engines import sglang_pages as names
 from entresol_client.engines.choosing import Run
 from entresol_client.engines.settings import EngineSettings
-from entresol_client.engines.sglang_pools import Buffers, PagePool
+from entresol_client.engines.sglang_pools import Buffers, PagePool, platform_facts
 from entresol_client.engines.store import EngineStore
 from entresol_client.results import PutBlock
 from entresol_proto.status import ConfigError, Status
@@ -159,7 +159,8 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
                 name,
                 pool.described,
                 piece_bytes=pool.piece_bytes,
-                engine=names.engine_facts(self._args, self._settings.adapters, self._path),
+                engine=names.engine_facts(self._args, self._settings.adapters, self._path)
+                | platform_facts(),
                 revision=self._revision,
                 kv_format=self._format,
                 cache_salt=self._salt,
@@ -470,11 +471,12 @@ def _check_fit(args: Any, settings: EngineSettings, multimodal: str) -> None:
             hint="set model_revision, and weights to a text: they stand for the model, its dtype "
             "and whatever else of the command line shapes its KV",
         )
+    names.check_weights(args, settings.weights)
     if multimodal not in ("", "accept"):
         raise ConfigError(f"multimodal is {multimodal!r}", hint='leave it out, or "accept"')
     if not multimodal and names.is_multimodal(args):
         raise ConfigError(
-            "SGLang names an image by 30 bits of its hash: of a million stored ones, every "
-            "thousandth that is new would be taken for another",
-            hint='set multimodal to "accept" where few images are stored and callers are trusted',
+            "SGLang names an image by 64 bits that its request may choose (mm_hashes): who chooses "
+            "those of another's gets its KV, or gives it away",
+            hint='set multimodal to "accept" where callers are trusted',
         )

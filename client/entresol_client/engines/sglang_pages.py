@@ -7,10 +7,12 @@ and how a page is cut into blocks.
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from entresol_client.engines import naming
@@ -42,7 +44,17 @@ _POOL_FACTS = (
     "num_mamba_layers",
     "dcp_size",
     "indexer_page_stride_size",
+    "head_group_num",
+    "dsa_kv_cache_store_fp8",
 )
+# Its data types beside the first; of a state's parts each may have its own.
+_POOL_DTYPES = ("conv_dtype", "temporal_dtype", "indexer_dtype")
+# What the device pools behind it may tell: rows are copied as they lie there, and fp8 is stored as
+# plain bytes.
+_DEVICE_FACTS = ("dtype", "store_dtype", "kv_cache_layout", "use_hnd", "layout", "packed_fp8")
+# How rows lie on a device, where no pool tells; and what says the same as nothing there.
+_LAYOUT_VARIABLES = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_USE_AITER")
+_USUAL_LAYOUT = frozenset({"", "0", "false", "no", "off", "nhd"})
 # What the operator's command line may change about the bytes without changing the pool.
 _ENGINE_FACTS = (
     "dtype",
@@ -51,6 +63,13 @@ _ENGINE_FACTS = (
     "quantization_param_path",
     "json_model_override_args",
     "context_length",
+    "device",
+    "mamba_ssm_dtype",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
 )
 
 
@@ -102,20 +121,67 @@ def is_sharded(pool_name: str, pool: Any, is_mla: bool) -> bool:
     return not is_mla or pool_name == MAMBA or type(pool).__name__.startswith("MHA")
 
 
-def pool_facts(pool: Any) -> dict[str, Any]:
-    """What a host pool tells of the form of its pages: numbers and texts only."""
+def pool_facts(pool: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What a host pool tells of the form of its pages, and the device pools behind it of the form
+    of their rows: numbers and texts only. `environment` counts where none tells of the latter."""
     facts: dict[str, Any] = {"class": type(pool).__name__, "dtype": str(getattr(pool, "dtype", ""))}
     for name in _POOL_FACTS:
         value = getattr(pool, name, None)
         facts[name] = value if isinstance(value, int | str) else None
+    for name in _POOL_DTYPES:
+        facts[name] = _text(getattr(pool, name, None))
+    states = getattr(pool, "slot_state_device_tensors", None)
+    facts["states"] = [str(one.dtype) for one in states] if isinstance(states, list | tuple) else []
+    device = [_device_facts(one) for one in _device_pools(pool)]
+    facts["device"] = device
+    if not any(one["kv_cache_layout"] or one["layout"] or one["buffers"] for one in device):
+        told = {name: environment.get(name, "").strip().lower() for name in _LAYOUT_VARIABLES}
+        facts["environment"] = {k: v for k, v in told.items() if v not in _USUAL_LAYOUT}
     return facts
 
 
-def is_multimodal(server_args: Any) -> bool:
-    """Whether prompts may hold images, sounds or films: SGLang's page hash has 30 bits of each.
+def _device_pools(pool: Any) -> Iterator[Any]:
+    """The device pools behind a host pool, or what stands for them: each version its own way.
 
-    Source: SGLang 0.5.23, `pad_value` of managers/schedule_batch.py: it stands for the tokens of an
-    item, and is what of the item is hashed. A request may give it (`mm_hashes`).
+    Source: SGLang 0.5.23, mem_cache/pool_host (mha.py, mla.py, mamba.py, dsa.py); before, all had
+    `device_pool`.
+    """
+    yield getattr(pool, "device_pool", None)
+    yield getattr(getattr(pool, "decl", None), "device_pool", None)
+    infos = getattr(pool, "_buffer_infos", None)
+    yield from infos if isinstance(infos, list | tuple) else ()
+
+
+def _device_facts(one: Any) -> dict[str, str]:
+    facts = {name: _text(getattr(one, name, None)) for name in _DEVICE_FACTS}
+    for name in ("buffers", "scales"):
+        facts[name] = _text(getattr(getattr(one, name, None), "layout", None))
+    facts["class"] = "" if one is None else type(one).__name__
+    facts["quantized"] = _kind(getattr(one, "quant_method", None))
+    return facts
+
+
+def _text(value: Any) -> str:
+    """A fact as a text that is the same in every process: empty for none."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if value is None or isinstance(value, int | str) or type(value).__name__ == "dtype":
+        return "" if value is None else str(value)
+    return _kind(value)
+
+
+def _kind(value: Any) -> str:
+    return "" if value is None else type(value).__name__
+
+
+def is_multimodal(server_args: Any) -> bool:
+    """Whether prompts may hold images, sounds or films, which SGLang names by 64 bits, or as the
+    request says.
+
+    Source: SGLang 0.5.23, `padding_values` of managers/schedule_batch.py: 62 bits of SHA-256 of an
+    item's hash stand for its tokens and are what of it is hashed. That hash has 64 bits: of SHA-256
+    for an item in host memory, of `gpu_tensor_hash`, made for speed, for one on a GPU, or those of
+    the request's `mm_hashes`. Four such words of 32 bytes for Kimi.
     """
     if getattr(server_args, "enable_multimodal", None) is False:
         return False
@@ -142,6 +208,13 @@ def engine_facts(server_args: Any, adapters: str = "", model_path: str = "") -> 
     facts: dict[str, Any] = {
         name: str(getattr(server_args, name, None) or "") for name in _ENGINE_FACTS
     }
+    for draft in ("", "speculative_draft_"):
+        loaded = naming.load_facts(
+            getattr(server_args, f"{draft}load_format", None),
+            getattr(server_args, "model_loader_extra_config", None),
+        )
+        if loaded:
+            facts[f"{draft}load"] = loaded
     if model_path:
         facts["model_path"] = model_path
     marks = []
@@ -158,6 +231,12 @@ def engine_facts(server_args: Any, adapters: str = "", model_path: str = "") -> 
     if marks:
         facts["adapters"] = sorted(marks)
     return facts
+
+
+def check_weights(server_args: Any, weights: str) -> None:
+    """Refuse random weights under a model's name; also a draft model's. Raises: ConfigError."""
+    for name in ("load_format", "speculative_draft_load_format"):
+        naming.check_loaded(getattr(server_args, name, None), weights)
 
 
 def rank_facts(config: Any, sharded: bool) -> dict[str, Any]:

@@ -23,6 +23,13 @@ log = logging.getLogger("entresol.sglang")
 Buffers = list[Any]
 
 
+def platform_facts() -> dict[str, str]:
+    """Of the machine, what decides how rows lie and which fp8 is meant: AMD's is another."""
+    versions = getattr(torch, "version", None)
+    platforms = ("hip", "cuda", "xpu")
+    return {"platform": next((one for one in platforms if getattr(versions, one, None)), "")}
+
+
 class PagePool:
     """The pages of one registered host pool. Every list is in the order of its pages' pieces."""
 

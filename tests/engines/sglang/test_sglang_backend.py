@@ -242,7 +242,7 @@ def test_a_model_of_images_is_refused_unless_accepted(
 
     told = SimpleNamespace(enable_multimodal=True, model_path="m")
     monkeypatch.setattr(adapter, "_server_args", lambda: told)
-    with pytest.raises(ConfigError, match="30 bits"):
+    with pytest.raises(ConfigError, match="mm_hashes"):
         attach(shared, pools.mha_pool(PAGE_FIRST))
     one = attach(shared, pools.mha_pool(PAGE_FIRST, seed=16), extra={"multimodal": "accept"})
     assert all(put(one))
