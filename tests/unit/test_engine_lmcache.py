@@ -106,12 +106,12 @@ def test_a_chunk_longer_than_a_block_of_tokens_still_has_a_namespace() -> None:
     assert dataclasses.replace(found, block_tokens=1).page_layout == found.page_layout
 
 
-def chunk(number: int, model: str = "m", group: int = 0) -> Any:
+def chunk(number: int, model: str = "m", group: int = 0, rank: int = 1) -> Any:
     """Has the fields of LMCache's ObjectKey."""
     return SimpleNamespace(
         chunk_hash=number.to_bytes(32, "big"),
         model_name=model,
-        kv_rank=1,
+        kv_rank=rank,
         object_group_id=group,
         cache_salt="",
     )
@@ -152,6 +152,33 @@ def test_a_layout_told_once_is_remembered_and_without_one_nothing_is_asked(
     assert told == remembered
     assert one.size_bytes(chunk(0)) == 2 * 4 * 256 * 128 * 2
     assert one.size_bytes(chunk(0, group=1)) == 0
+
+
+def test_engines_of_two_worlds_have_their_own_layouts(
+    planner: Callable[..., spaces.Spaces],
+) -> None:
+    """LMCache deletes by keys alone: looked for under the other engine's layout, an object would
+    stay and count as deleted."""
+    one, halves = planner(), (((2, 4, 256, 64), "bfloat16"),)
+    one.plan([chunk(0, rank=1), chunk(0, rank=2)], [LAYOUT, halves])
+    assert [one.layouts(chunk(9, rank=rank)) for rank in (1, 2, 3)] == [(LAYOUT,), (halves,), ()]
+    assert one.size_bytes(chunk(0, rank=1)) == 2 * one.size_bytes(chunk(0, rank=2))
+    planned = one.plan([chunk(0, rank=1), chunk(0, rank=2), chunk(0, rank=3)], [None] * 3)
+    assert [positions for _, positions, _ in planned] == [[0], [1]]
+
+
+def test_every_layout_that_was_seen_is_remembered_up_to_a_bound(
+    planner: Callable[..., spaces.Spaces],
+) -> None:
+    one = planner()
+    wide: list[keys.Layout] = [
+        (((2, 4, 256, size), "bfloat16"),) for size in range(1, spaces.LAYOUTS_KEPT_MAX + 2)
+    ]
+    for layout in (*wide, wide[3]):
+        one.plan([chunk(0)], [layout])
+    assert one.layouts(chunk(0)) == (*wide[1:3], *wide[4:], wide[3])
+    (last,) = one.plan([chunk(0)], [None])
+    assert last == one.plan([chunk(0)], [wide[3]])[0]
 
 
 def test_namespaces_are_bounded_and_the_first_ones_stay(

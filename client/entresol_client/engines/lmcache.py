@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import metadata
@@ -215,12 +216,16 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
     # The rest ----------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Forget objects, for all hosts of the tenant. Called by LMCache's own eviction (a quota
-        of a salt); waits for the daemon, at most `DELETE_SECONDS_MAX`."""
+        """Forget objects, for all hosts of the tenant, in every layout that they may have. Called
+        by LMCache's own eviction (a quota of a salt); waits for the daemon, at most
+        `DELETE_SECONDS_MAX`. What cannot be named here is not reported as deleted."""
         done = threading.Event()
+        each = [(p, one) for p, key in enumerate(keys) for one in self._spaces.layouts(key)]
 
         def finish(replies: list[tuple[list[int], bool]]) -> None:
-            gone = [p for at, complete in replies if complete for p in at]
+            left = Counter(p for p, _ in each)
+            left.subtract(each[at][0] for ats, complete in replies if complete for at in ats)
+            gone = [p for p, layouts in left.items() if not layouts]
             sizes = [self._spaces.size_bytes(keys[p]) for p in gone]
             if gone:
                 _listeners(self._notify_keys_deleted, [keys[p] for p in gone], sizes)
@@ -229,7 +234,7 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
         def start(space: Space, at: list[int], blocks: list[bytes]) -> Future[bool]:
             return space.forget(blocks)
 
-        self._run(keys, [None] * len(keys), start, finish)
+        self._run([keys[p] for p, _ in each], [one for _, one in each], start, finish)
         if not done.wait(DELETE_SECONDS_MAX):
             log.warning("event=lmcache_delete_timeout keys=%d", len(keys))
 

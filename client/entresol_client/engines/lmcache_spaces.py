@@ -23,6 +23,10 @@ log = logging.getLogger("entresol.lmcache")
 
 SPACES_MAX = limits.NAMESPACES_PER_SESSION_MAX
 REVISION_SECONDS_MAX = 2.0
+LAYOUTS_KEPT_MAX = 8  # of one model, rank and group: an engine that began anew may have another
+
+Place = tuple[str, int, int]
+"""(model, KV rank, object group): LMCache's rank has the world's size in it."""
 
 
 class Spaces:
@@ -36,7 +40,7 @@ class Spaces:
         self._format = kv_format
         self._lock = threading.Lock()  # over what follows
         self._spaces: dict[tuple[str, names.Layout, int], Space] = {}
-        self._layouts: dict[tuple[str, int], names.Layout] = {}
+        self._layouts: dict[Place, list[names.Layout]] = {}  # the newest last
         self._revisions: dict[str, Future[str]] = {}
         self._told: set[str] = set()
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="entresol-weights")
@@ -48,11 +52,7 @@ class Spaces:
         (no known layout, too many namespaces, a field out of range) is in none; told once."""
         jobs: dict[Space, tuple[list[int], list[bytes]]] = {}
         for position, (key, told) in enumerate(zip(keys, layouts, strict=True)):
-            place = (key.model_name, key.object_group_id)
-            with self._lock:
-                layout = told or self._layouts.get(place)
-                if layout is not None:
-                    self._layouts[place] = layout
+            layout = self._layout(key, told)
             if layout is None:
                 continue
             try:
@@ -68,15 +68,30 @@ class Spaces:
             blocks.append(block)
         return [(space, *job) for space, job in jobs.items()]
 
+    def layouts(self, key: Any) -> tuple[names.Layout, ...]:
+        """Every layout that objects of this key's model, rank and group were seen in."""
+        with self._lock:
+            return tuple(self._layouts.get(_place(key), ()))
+
     def size_bytes(self, key: Any) -> int:
         """Bytes of an object, as far as its layout is known; 0 otherwise."""
-        with self._lock:
-            layout = self._layouts.get((key.model_name, key.object_group_id), ())
-        return names.size_bytes(layout)
+        return names.size_bytes((self.layouts(key) or ((),))[-1])
 
     def close(self) -> None:
         """Stop the thread that reads weights, without waiting for it."""
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _layout(self, key: Any, told: names.Layout | None) -> names.Layout | None:
+        """The layout of an object: as told, which is remembered, or the last that was told."""
+        with self._lock:
+            if not told:
+                return (self._layouts.get(_place(key)) or (None,))[-1]
+            seen = self._layouts.setdefault(_place(key), [])
+            if told in seen:
+                seen.remove(told)
+            seen.append(told)
+            del seen[:-LAYOUTS_KEPT_MAX]
+            return told
 
     def _space(self, model: str, layout: names.Layout, hash_bytes: int) -> Space:
         """Raises: BadKeyError, ConfigError."""
@@ -114,3 +129,7 @@ class Spaces:
                 return
             self._told.add(reason)
         log.warning("event=lmcache_object_without_name reason=%s", reason)
+
+
+def _place(key: Any) -> Place:
+    return key.model_name, key.kv_rank, key.object_group_id

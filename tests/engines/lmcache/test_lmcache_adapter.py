@@ -320,6 +320,21 @@ def test_deleted_objects_are_gone_and_no_longer_counted(cache: Controller) -> No
     assert not cache.adapter.supports_global_eviction
 
 
+def test_objects_of_every_layout_are_deleted(cache: Controller) -> None:
+    """LMCache names a layout neither in a key nor when it deletes: two engines of one model in two
+    worlds, and one that began anew with other shapes."""
+    half = (*SHAPE[:3], SHAPE[3] // 2)
+    world = [key(at, kv_rank=2 << 24) for at in range(2)]
+    assert cache.store(world, [memory(at, half) for at in range(2)]).is_successful()
+    assert cache.store(KEYS[:1], [memory(9, half)]).is_successful()
+    cache.adapter.delete(KEYS[:3])
+    assert cache.lookup(KEYS) == [False] * 3 + [True] * 5
+    assert cache.lookup(KEYS[:1], layouts(half)) == [False]
+    assert cache.lookup(world, layouts(half)) == [True] * 2
+    cache.adapter.delete([*world, key(1, kv_rank=3 << 24)])
+    assert cache.lookup(world, layouts(half)) == [False] * 2
+
+
 def test_salts_are_counted_apart(cache: Controller) -> None:
     assert cache.store([key(1, cache_salt="a")], [memory(1)]).is_successful()
     used = cache.adapter.get_usage().bytes_by_cache_salt
