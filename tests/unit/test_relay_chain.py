@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -62,15 +63,21 @@ def drop(mirror: Mirror, info: NamespaceInfo, keys: Iterable[bytes]) -> None:
 class Reader:
     """A router that takes nothing on trust: a block of an unknown parent is an error."""
 
-    def __init__(self, *, lenient: bool = False) -> None:
+    def __init__(self, *, lenient: bool = False, counting: bool = False) -> None:
+        """`counting`: as llm-d's event_dedup_filter and Dynamo's EventDedupFilter do, it forgets a
+        block when it was removed as often as it was stored."""
         self.blocks: dict[Hash, tuple[Hash | None, tuple[int, ...]]] = {}
+        self.counts: Counter[Hash] = Counter()
+        self._counting = counting
         self._lenient = lenient  # it joined late: what it cannot place it drops, as routers do
 
     def read(self, changes: Iterable[Change]) -> None:
         for change in changes:
             if isinstance(change, Removed):
                 for block_hash in change.hashes:
-                    self.blocks.pop(block_hash, None)
+                    self.counts[block_hash] = max(0, self.counts[block_hash] - 1)
+                    if not self._counting or not self.counts[block_hash]:
+                        self.blocks.pop(block_hash, None)
                 continue
             parent = change.parent
             size = change.block_tokens
@@ -80,6 +87,7 @@ class Reader:
                     assert self._lenient, f"{block_hash!r} before its parent"
                     break
                 self.blocks[block_hash] = (parent, tuple(change.tokens[at * size :][:size]))
+                self.counts[block_hash] += 1
                 parent = block_hash
 
 
@@ -330,6 +338,53 @@ def test_telling_again_reaches_a_reader_that_knows_nothing(mirror: Mirror) -> No
     assert mirror.told_blocks == 3
 
 
+@pytest.mark.parametrize("block_tokens", [0, 2])
+@pytest.mark.parametrize("rounds", [0, 1, 3, 2 * chain.TELLINGS_MAX + 1])
+def test_a_reader_that_counts_forgets_what_was_told_in_many_rounds(
+    rounds: int, block_tokens: int
+) -> None:
+    """Rounds tell everything again, and one removal would leave such a reader with it for ever."""
+    mirror = Mirror(block_tokens=block_tokens)
+    mirror.add_space(space())
+    readers = [Reader(counting=True), Reader()]
+    put(mirror, space(), KEYS[:4])
+    for at in range(rounds + 1):
+        if at:
+            mirror.tell_again()
+            mirror.begin_snapshot("s")
+            put(mirror, space(), KEYS[:4])
+            mirror.end_snapshot("s", complete=True)
+        readers.append(Reader(counting=True))  # one that joins with this round
+        changes = told(mirror)
+        for one in readers:
+            one.read(changes)
+            assert one.blocks == readers[0].blocks
+        assert max(readers[0].counts.values()) <= chain.TELLINGS_MAX
+    assert mirror.told_blocks == 4
+    drop(mirror, space(), KEYS[1:4])
+    changes = told(mirror)
+    names = [one for change in changes for one in change.hashes]
+    assert max(Counter(names).values()) <= chain.TELLINGS_MAX
+    for one in readers:
+        one.read(changes)
+        assert list(one.blocks) == [*names_in_chunk(HASHES[0], 2 if block_tokens else 1)]
+    put(mirror, space(), KEYS[1:2], KEYS[0], 1)
+    drop(mirror, space(), KEYS[1:2])
+    again, gone = told(mirror)
+    assert gone.hashes == again.hashes, "told once since, taken back once"
+    assert mirror.counts["withdrawn_blocks"] == 4
+
+
+def test_a_rank_that_appears_in_a_round_takes_back_what_earlier_ones_told(mirror: Mirror) -> None:
+    reader = Reader(counting=True)
+    put(mirror, space(), KEYS[:2])
+    reader.read(told(mirror))
+    mirror.tell_again()
+    mirror.add_space(space(1))
+    reader.read(told(mirror))
+    assert reader.blocks == {}
+
+
 def test_events_of_namespaces_that_are_not_ours_are_ignored(mirror: Mirror) -> None:
     other = replace(space(), namespace_id=b"another........!")
     put(mirror, other, KEYS)
@@ -355,6 +410,7 @@ class Relaying(RuleBasedStateMachine):
         self.stored: dict[tuple[str, int], set[int]] = {place: set() for place in PLACES}
         self.mirror = Mirror()
         self.reader = Reader()
+        self.counting = Reader(counting=True)
 
     @initialize()
     def spaces(self) -> None:
@@ -367,6 +423,11 @@ class Relaying(RuleBasedStateMachine):
             depth, at = depth + 1, TREE[at]
         info = space(place[1], place[0])
         put(self.mirror, info, [key_of(block)], ROOT if parent is None else key_of(parent), depth)
+
+    def _read(self) -> None:
+        changes = self.mirror.take()
+        self.reader.read(changes)
+        self.counting.read(changes)
 
     def _complete(self) -> set[int]:
         return {
@@ -408,16 +469,18 @@ class Relaying(RuleBasedStateMachine):
     @rule(joins=st.booleans())
     def round(self, joins: bool) -> None:
         """Everything is told again; a reader that knows nothing may begin with it."""
-        self.reader.read(self.mirror.take())
+        self._read()
         if joins:
-            self.reader = Reader()
+            self.reader, self.counting = Reader(), Reader(counting=True)
         self.mirror.tell_again()
         for shard in ("t", "s"):
             self._snapshot(shard, complete=True)
 
     @invariant()
     def readers_know_what_they_can_use_and_nothing_else(self) -> None:
-        self.reader.read(self.mirror.take())
+        self._read()
+        assert self.counting.blocks == self.reader.blocks
+        assert max(self.counting.counts.values(), default=0) <= chain.TELLINGS_MAX
         complete = self._complete()
         usable = set()
         for block in sorted(TREE):

@@ -163,14 +163,29 @@ def test_frames() -> None:
 # llm-d --------------------------------------------------------------------------------------------
 
 
-def test_llmd_reads_the_positional_form_and_only_that() -> None:
-    stored, removed, cleared = llmd.parse(written("array"))
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_llmd_reads_arrays_and_maps_in_an_array(form: Form) -> None:
+    stored, removed, cleared = llmd.parse(written(form))
     assert stored == llmd.Stored(STORED.hashes, 5, TOKENS, 16, "EXTERNAL", "tuned")
     assert removed == llmd.Removed([7, 9], "EXTERNAL")
     assert isinstance(cleared, llmd.Cleared)
-    for form in ("map", "maps"):
-        with pytest.raises(llmd.Unreadable):
-            llmd.parse(written(form))
+    with pytest.raises(llmd.Unreadable):
+        llmd.parse(written("maps"))
+
+
+def test_llmd_counts_how_often_a_block_was_stored() -> None:
+    index, writer = llmd.Index(), Writer()
+
+    def read(*changes: Stored | Removed) -> float:
+        events = [writer.event(change) for change in changes]
+        batch = writer.batch(events, time_unix_s=1.0, dp_rank=None)
+        index.read(topic("pod0", "m"), batch)
+        return index.scores(TOKENS, "m").get("pod0", 0.0)
+
+    stored = Stored([1, 2], None, array("I", TOKENS), 16)
+    assert [read(stored), read(stored), read(Removed([1, 2]))] == [2.0] * 3
+    assert read(Removed([1, 2])) == 0.0
+    assert [read(stored), read(stored), read(Removed([1, 1, 1, 2, 2]))] == [2.0, 2.0, 0.0]
 
 
 def test_llmd_takes_pod_and_model_from_the_topic() -> None:

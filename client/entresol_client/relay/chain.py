@@ -6,7 +6,9 @@ Pure. Invariants:
 - it is withdrawn as soon as any rank lost it; blocks behind it stay announced, as they are stored
   and a reader's walk ends at the hole by itself;
 - telling the same twice changes nothing; what was told is known, so that after a gap, a restart of
-  the daemon or an erasure only the difference is published.
+  the daemon or an erasure only the difference is published;
+- a removal names a block as often as it was told, in all rounds since: some readers count (llm-d's
+  event_dedup_filter, Dynamo's EventDedupFilter) and forget at zero, none minds once more.
 
 Memory: two dictionary entries per block; tokens are kept only while a block waits.
 """
@@ -29,9 +31,12 @@ STORED_HASHES_MAX = 64  # in one change
 STORED_TOKENS_MAX = 16 * 1024  # in one change, and of it the first block whatever it has
 REMOVED_HASHES_MAX = 512
 
+TELLINGS_MAX = 15  # of a block; before the next one they are taken back
+
 _TOLD = 1  # in this round
-_EVER = 2  # readers may know it from an earlier round
-_FLAGS = 2
+_TELLING = 2  # one; how many readers may have counted
+_TELLINGS = TELLINGS_MAX * _TELLING
+_FLAGS = 5
 
 SpaceName = tuple[str, bytes]
 """(shard, namespace id)."""
@@ -173,7 +178,8 @@ class Mirror:
         mask = (1 << COPIES_BITS) - 1 << shift
         if mask not in chain.masks:
             chain.masks = (*chain.masks, mask)
-            for block_hash in [one for one, state in chain.blocks.items() if state & _TOLD]:
+            known = _TOLD | _TELLINGS
+            for block_hash in [one for one, state in chain.blocks.items() if state & known]:
                 if not chain.complete(block_hash):
                     self._withdraw(chain, block_hash)
         maker = keys.maker_of(str(info.value("page_layout")))
@@ -272,7 +278,7 @@ class Mirror:
             chain.behind.clear()
             for block_hash, state in chain.blocks.items():
                 if state & _TOLD:
-                    chain.blocks[block_hash] = state & ~_TOLD | _EVER
+                    chain.blocks[block_hash] = state & ~_TOLD
         self.waiting_bytes = 0
 
     # ------------------------------------------------------------------------------ inside
@@ -309,7 +315,7 @@ class Mirror:
         assert state >= 0, "more copies went than came"
         chain.blocks[block_hash] = state
         if not chain.complete(block_hash):
-            if state & (_TOLD | _EVER):
+            if state & (_TOLD | _TELLINGS):
                 self._withdraw(chain, block_hash)
             if not chain.blocks[block_hash]:
                 del chain.blocks[block_hash]
@@ -368,7 +374,9 @@ class Mirror:
         self, chain: _Chain, block_hash: Hash, parent: Hash | None, tokens: array[int]
     ) -> None:
         """Tell readers, in the last change where that goes on with this block."""
-        chain.blocks[block_hash] |= _TOLD
+        if chain.blocks[block_hash] & _TELLINGS == _TELLINGS:
+            self._take_back(chain, block_hash)
+        chain.blocks[block_hash] = (chain.blocks[block_hash] | _TOLD) + _TELLING
         self.told_blocks += 1
         self.counts["announced_blocks"] += 1
         hashes = keys.names_in_chunk(block_hash, chain.parts)
@@ -388,11 +396,17 @@ class Mirror:
 
     def _withdraw(self, chain: _Chain, block_hash: Hash) -> None:
         self.told_blocks -= chain.blocks[block_hash] & _TOLD
-        chain.blocks[block_hash] &= ~(_TOLD | _EVER)
         self.counts["withdrawn_blocks"] += 1
+        self._take_back(chain, block_hash)
+
+    def _take_back(self, chain: _Chain, block_hash: Hash) -> None:
+        """Tell readers to forget it, also those that count how often they were told."""
+        tellings = (chain.blocks[block_hash] & _TELLINGS) // _TELLING
+        chain.blocks[block_hash] &= ~(_TOLD | _TELLINGS)
         hashes = keys.names_in_chunk(block_hash, chain.parts)
-        last = self._changes[-1] if self._changes else None
-        if isinstance(last, Removed) and len(last.hashes) < REMOVED_HASHES_MAX:
-            last.hashes.extend(hashes)
-        else:
-            self._changes.append(Removed(list(hashes)))
+        for _ in range(tellings):
+            last = self._changes[-1] if self._changes else None
+            if isinstance(last, Removed) and len(last.hashes) < REMOVED_HASHES_MAX:
+                last.hashes.extend(hashes)
+            else:
+                self._changes.append(Removed(list(hashes)))

@@ -1,20 +1,31 @@
-"""llm-d's reading of KV events, written anew from its documentation and source (llm-d-kv-cache).
+"""llm-d's reading of KV events, written anew from its documentation and source (llm-d-router,
+pkg/kvevents and pkg/kvcache, of August 2026).
 
 It is Go and does not run here, so this is what our messages are checked against: topic of three
-parts, positional events, a hash is a number or the last 8 bytes, a block whose parent is unknown is
-dropped, prefixes are scored block by block with a weight per tier. Strict where llm-d is, and where
-it would guess, this raises.
+parts, events as arrays or maps in an array, a hash is a number or the last 8 bytes, a block whose
+parent is unknown is dropped, one that was stored several times goes when it was removed as often,
+prefixes are scored block by block with a weight per tier. Strict where llm-d is, and where it would
+guess, this raises.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+FIELDS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+        "lora_name",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
 WEIGHTS = {"gpu": 1.0, "cpu": 0.8}  # its defaults; a tier without one counts as 1.0
 U64_MAX = 2**64 - 1
 
@@ -67,6 +78,9 @@ def parse(payload: bytes) -> list[Stored | Removed | Cleared]:
 
 
 def _event(fields: Any) -> Stored | Removed | Cleared:
+    if isinstance(fields, dict):
+        tag = fields.get("type")
+        fields = [tag, *(fields.get(name) for name in FIELDS.get(tag, ()))]  # type: ignore[arg-type]
     if not isinstance(fields, list) or not fields or not isinstance(fields[0], str):
         raise Unreadable("an event is an array that begins with its name")
     if fields[0] == "BlockStored":
@@ -118,6 +132,7 @@ class Index:
     weights: Mapping[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     requests: dict[int, list[bytes]] = field(default_factory=dict)  # engine hash -> own keys
     holders: dict[bytes, set[tuple[str, str]]] = field(default_factory=dict)  # (pod, tier)
+    counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # engine hash, pod, tier
     dropped: int = 0  # stores behind a parent that is not known
     missing: set[int] = field(default_factory=set)  # engine hashes dropped so, and not told since
 
@@ -140,6 +155,8 @@ class Index:
                 for one in event.hashes:
                     self._evict(one, (pod, event.tier.lower() or "gpu"))
             else:
+                for each in [each for each in self.counts if each[1] == pod]:
+                    del self.counts[each]
                 for holders in self.holders.values():
                     holders -= {place for place in holders if place[0] == pod}
 
@@ -161,10 +178,16 @@ class Index:
             fresh.setdefault(engine, []).append(keys[at * len(keys) // count])
         self.requests |= fresh
         self.missing.difference_update(fresh)
+        tier = event.tier.lower() or "gpu"
+        self.counts.update((one, pod, tier) for one in event.hashes)
         for key in keys:
-            self.holders.setdefault(key, set()).add((pod, event.tier.lower() or "gpu"))
+            self.holders.setdefault(key, set()).add((pod, tier))
 
     def _evict(self, engine: int, place: tuple[str, str]) -> None:
+        left = self.counts[engine, *place] - 1
+        self.counts[engine, *place] = max(0, left)
+        if left > 0:
+            return  # told once more than it was taken back
         keys = self.requests.get(engine, [])
         self.missing.discard(engine)
         for key in keys:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from entresol_client.relay.chain import TELLINGS_MAX
 from entresol_proto.limits import MIB
 from tests.engines.routers.lab import (
     BLOCK_BYTES,
@@ -362,6 +363,13 @@ def test_hangup_tells_everything_again(tier: TierDaemon, indexer: Indexer) -> No
         eventually(lambda: relay.status()["rounds"] == 2, "a round more")
         relay.announces(3)
         scores(indexer, one, 3)
+        for rounds in range(3, TELLINGS_MAX + 3):  # past the one that takes back what was told
+            relay.signal(signal.SIGHUP)
+            eventually(lambda least=rounds: relay.status()["rounds"] >= least, "a round more")
+        relay.announces(3)
+        scores(indexer, one, 3)
+        engine.forget(one, 1, 3)
+        scores(indexer, one, 1)
 
 
 @pytest.mark.full_only
