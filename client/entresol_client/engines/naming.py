@@ -319,7 +319,8 @@ def new_epoch() -> str:
 
 def common_epoch(number: int) -> str:
     """As `new_epoch`, and the same text for all processes that this one's parent has started, each
-    at its `number`-th time: the ranks of an engine that look for the same blocks."""
+    at its `number`-th time: the ranks of an engine that look for the same blocks. Ranks on another
+    host have another: there what this one's rank 0 stores from then on is not found."""
     try:
         parent = os.getppid()
         fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()

@@ -47,7 +47,8 @@ class EngineSettings:
         model_revision: overrides the engine's; part of the namespace.
         weights: "auto": fingerprint the files of a local model; "off"; or a text of your own.
         adapters: a text of your own that stands for what the LoRA adapters hold: engines tell them
-            apart by name and path alone, so change it when an adapter's content changes.
+            apart by name and path alone (LMCache not at all: there it tells engines apart, not
+            requests), so change it when an adapter's content changes.
         on_reset: what an engine that drops its caches (new weights in a running engine, sleep) does
             with what is stored: "new" has keys of its own until it starts again, "keep" goes on
             with what there is, for engines whose weights never change while they run, and "off"

@@ -8,8 +8,8 @@ Three forms of one content, because vLLM changed it and readers did not follow a
 | Form | Batch | Event | Who writes and reads it |
 |---|---|---|---|
 | `array` | array | array | vLLM to 0.2x, Dynamo, llm-d |
-| `map` | array | map | vLLM 0.32, Dynamo |
-| `maps` | map | map | vLLM's next |
+| `map` | array | map | vLLM 0.32 and 0.33, Dynamo, llm-d |
+| `maps` | map | map | vLLM's sources, no release of it yet |
 """
 
 from __future__ import annotations
