@@ -33,9 +33,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from bench import kv
 from bench.kv import Bits
 from entresol_proto import limits
+from entresol_proto.ids import BadKeyError
 from entresol_proto.seal import block, codecs
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import CodecError, Status
+from entresol_proto.status import Status
 
 if TYPE_CHECKING:
     from bench import codec_budget as budget
@@ -345,7 +346,7 @@ def _count(low: int, high: int) -> Callable[[str], int]:
 def _dtypes(text: str) -> list[DType]:
     try:
         return [DType.from_name(name) for name in text.split(",")]
-    except CodecError as error:
+    except BadKeyError as error:
         raise argparse.ArgumentTypeError(f"{error.args[0]}; {error.hint}") from None
 
 

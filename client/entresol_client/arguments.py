@@ -1,4 +1,4 @@
-"""What callers may pass, checked and turned into the protocol's own: enums and token ids.
+"""What callers may pass, checked and turned into the protocol's own words.
 
 Invariant: a wrong argument raises here, before anything is sent.
 """
@@ -6,11 +6,28 @@ Invariant: a wrong argument raises here, before anything is sent.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from entresol_client.buffers import UsageError
 from entresol_client.results import PutBlock
 from entresol_proto import limits
+from entresol_proto.ids import BadKeyError, NamespaceDescriptor
+from entresol_proto.seal.dtypes import own_name
 from entresol_proto.wire.data import Ack, OpenAt
+
+
+def checked_descriptor(descriptor: NamespaceDescriptor) -> NamespaceDescriptor:
+    """The descriptor with our own word for its dtype. Raises: UsageError."""
+    if not isinstance(descriptor, NamespaceDescriptor):
+        raise UsageError(
+            f"a namespace is named by a NamespaceDescriptor, not by a {type(descriptor).__name__}",
+            hint='client.namespace(NamespaceDescriptor(model="llama-3.1-8b"))',
+        )
+    try:
+        dtype = own_name(descriptor.dtype)
+    except BadKeyError as error:
+        raise UsageError(Exception.__str__(error), hint=error.hint) from None
+    return descriptor if dtype == descriptor.dtype else replace(descriptor, dtype=dtype)
 
 
 def token_ids(item: PutBlock) -> tuple[int, ...]:

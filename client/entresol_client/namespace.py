@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from entresol_client.arguments import ack_level, duration, open_place, token_ids
+from entresol_client.arguments import ack_level, checked_descriptor, duration, open_place, token_ids
 from entresol_client.buffers import UsageError, as_view
 from entresol_client.fetching import GetTally, fetch_blocks
 from entresol_client.opening import Wanted
@@ -45,7 +45,7 @@ from entresol_proto.ids import (
 from entresol_proto.naming import wire_keys
 from entresol_proto.seal.block import BlockMeta
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import CodecError, Status
+from entresol_proto.status import Status
 from entresol_proto.wire.data import (
     Done,
     Exists,
@@ -75,20 +75,19 @@ class Namespace:
     out, the config's. Keys are engine keys of 8 to 64 bytes, in prefix order.
 
     Attributes:
-        descriptor: what its blocks are.
+        descriptor: what its blocks are; its dtype in our own word for it.
         canonical: what shards are told of that: the descriptor, or what stands for it.
     """
 
     def __init__(self, client: AsyncClient, descriptor: NamespaceDescriptor) -> None:
+        """Raises: UsageError for what is no descriptor, or for a dtype that nobody knows."""
+        descriptor = checked_descriptor(descriptor)
         self.descriptor = descriptor
         self._client = client
         self._seal = HostSeal(client._keys, descriptor) if client._keys else None
         self.canonical = self._seal.canonical if self._seal else descriptor.canonical()
         self._digest = self._seal.digest if self._seal else descriptor.digest()
-        try:
-            self._dtype = DType.from_name(descriptor.dtype)
-        except CodecError:
-            self._dtype = DType.OPAQUE  # costs compression only
+        self._dtype = DType.from_name(descriptor.dtype)
 
     async def get_into(
         self,

@@ -34,7 +34,7 @@ from entresol_proto.seal.block import (
     new_salt,
 )
 from entresol_proto.seal.dtypes import DType
-from entresol_proto.status import CodecError, KeyringError, Status
+from entresol_proto.status import KeyringError, Status
 
 FORMAT = "entresol-tenant-key/1"
 FILE_BYTES_MAX = 64 * 1024
@@ -390,10 +390,8 @@ class HostSeal:
     """
 
     def __init__(self, keys: KeyFile, descriptor: NamespaceDescriptor) -> None:
-        try:
-            dtype = DType.from_name(descriptor.dtype)
-        except CodecError:
-            dtype = DType.OPAQUE  # costs compression only
+        """Raises: BadKeyError for an unknown dtype."""
+        dtype = DType.from_name(descriptor.dtype)
         namespace, self._mask = ids.host_sealed_namespace(keys.naming, descriptor, dtype)
         self._keys = keys
         self.canonical = namespace.canonical()

@@ -18,7 +18,8 @@ from entresol_proto import limits, native
 from entresol_proto.seal import codecs, meter
 from entresol_proto.seal.codecs import plane
 from entresol_proto.seal.codecs.base import worth_it
-from entresol_proto.seal.dtypes import DType
+from entresol_proto.ids import BadKeyError
+from entresol_proto.seal.dtypes import DType, own_name
 from entresol_proto.status import CodecError, ConfigError
 
 SHARED = Path(os.environ.get("ENTRESOL_SHARED", Path(__file__).parents[3] / "shared"))
@@ -81,8 +82,22 @@ def test_dtype_numbers_are_those_on_disk() -> None:
     labels = ["opaque", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp32", "int8"]
     assert [DType(i).label for i in range(7)] == labels
     assert [DType.from_name(label.upper()) for label in labels] == list(DType)
-    with pytest.raises(CodecError, match="bf16"):
+    with pytest.raises(BadKeyError, match="bf16"):
         DType.from_name("bf17")
+
+
+def test_what_others_call_a_dtype_is_ours_and_ours_stays_as_it_is_written() -> None:
+    """A descriptor's text makes its id: a label in capitals must not become another namespace."""
+    for label in (dtype.label for dtype in DType):
+        assert own_name(label) == label
+        assert own_name(label.upper()) == label.upper()
+        assert own_name(f"torch.{label}") == label
+    others = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+    for name, label in others.items():
+        assert own_name(name) == own_name(f"torch.{name}") == own_name(name.upper()) == label
+    for name in ("bf17", "uint8", "fp8", "torch.", "torch.uint8", "torch.torch.half"):
+        with pytest.raises(BadKeyError, match=r"unknown dtype .*opaque, bf16"):
+            own_name(name)
 
 
 @encoders

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from entresol_client.cli.errors import UsageProblem
 from entresol_proto import limits
+from entresol_proto.seal.dtypes import DType, own_name
 
 if TYPE_CHECKING:
     from entresol_client.config import ClientConfig, ShardAddress
@@ -138,7 +139,8 @@ def add_namespace(parser: argparse.ArgumentParser, *, stored: bool = False) -> N
     group.add_argument(
         "--dtype",
         default=DTYPE_DEFAULT,
-        help="bf16, fp16, fp8_e4m3, ... helps compression (default: %(default)s)",
+        help=f"{', '.join(dtype.label for dtype in DType)}; helps compression "
+        "(default: %(default)s)",
     )
     for name, default, text in (
         ("block-tokens", 16, "tokens in one block"),
@@ -184,7 +186,7 @@ def descriptor(args: argparse.Namespace) -> NamespaceDescriptor:
         model_revision=args.revision,
         lora=args.lora,
         cache_salt=args.salt,
-        dtype=args.dtype,
+        dtype=own_name(args.dtype),
         layers=args.layers,
         kv_heads=args.kv_heads,
         head_dim=args.head_dim,

@@ -430,7 +430,7 @@ class Shard:
 
 
 def _dtype_of(found: NamespaceDescriptor | HostSealedNamespace) -> DType:
-    """Raises: BadKeyError, CodecError for a dtype this build does not know."""
+    """Raises: BadKeyError for a dtype this build does not know."""
     if isinstance(found, NamespaceDescriptor):
         return DType.from_name(found.dtype)
     try:

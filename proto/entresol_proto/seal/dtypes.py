@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from entresol_proto.status import CodecError
+from entresol_proto.ids import BadKeyError
 
 
 class DType(enum.IntEnum):
@@ -34,15 +34,15 @@ class DType(enum.IntEnum):
 
     @classmethod
     def from_name(cls, name: str) -> DType:
-        """The dtype of a label, case ignored.
+        """The dtype of a label, case ignored. Other names it has elsewhere: `own_name`.
 
-        Raises: CodecError for an unknown name.
+        Raises: BadKeyError for an unknown name.
         """
         try:
             return cls[name.upper()]
         except KeyError:
             known = ", ".join(dtype.label for dtype in cls)
-            raise CodecError(f"unknown dtype {name!r}", hint=f"use one of {known}") from None
+            raise BadKeyError(f"unknown dtype {name!r}", hint=f"use one of {known}") from None
 
 
 _ITEM_BYTES = {
@@ -54,3 +54,29 @@ _ITEM_BYTES = {
     DType.FP32: 4,
     DType.INT8: 1,
 }
+
+_ELSEWHERE = {
+    "bfloat16": DType.BF16,
+    "float16": DType.FP16,
+    "half": DType.FP16,
+    "float32": DType.FP32,
+    "float": DType.FP32,
+    "float8_e4m3fn": DType.FP8_E4M3,
+    "float8_e5m2": DType.FP8_E5M2,
+}  # what PyTorch and engines call them; "fp8" is two of ours, so it is none here
+
+
+def own_name(name: str) -> str:
+    """`name` as a namespace descriptor may have it: "torch.bfloat16" is "bf16".
+
+    A label stays as it is written, also in capitals: the text is part of what a namespace's id is
+    made of. Another name stands for no namespace, so it becomes the label before there is an id.
+
+    Raises: BadKeyError for an unknown name.
+    """
+    if name.upper() in DType.__members__:
+        return name
+    bare = name.lower().removeprefix("torch.")
+    if bare in _ELSEWHERE:
+        return _ELSEWHERE[bare].label
+    return bare if bare.upper() in DType.__members__ else DType.from_name(name).label

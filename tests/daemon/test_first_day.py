@@ -1,0 +1,70 @@
+"""What a first day with the client and the command must not do: call a mistake of the user damage,
+an outage or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_lab import Cli, content, written
+from harness import DaemonProcess
+
+from entresol_client import Client, ClientConfig, PutBlock
+from entresol_client.buffers import UsageError
+from entresol_proto.ids import NamespaceDescriptor
+
+pytestmark = pytest.mark.daemon
+
+DESCRIPTOR = NamespaceDescriptor(model="first/day")
+KEY = b"a key of a day"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("c") / "d", "--flash", "256MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], daemon: DaemonProcess) -> Cli:
+    return Cli(capsys, daemon.directory)
+
+
+@pytest.fixture(scope="module")
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    with Client(ClientConfig.load(daemon.directory / "client.toml")) as opened:
+        yield opened
+
+
+# -- dtypes
+
+
+def test_an_unknown_dtype_is_no_damage(cli: Cli, client: Client, tmp_path: Path) -> None:
+    file = written(tmp_path / "in", content("dtype", 1000))
+    said = cli.fails("put", file, "--name", "dt", "--dtype", "bf17", code=2, match="unknown dtype")
+    assert "bf16, fp16" in said.err
+    for name in ("bf17", "uint8", "fp8", "torch.uint8"):
+        with pytest.raises(UsageError, match="fp8_e4m3"):
+            client.namespace(replace(DESCRIPTOR, dtype=name))
+    assert client.stats()["corrupt"] == 0
+
+
+def test_other_names_of_a_dtype_find_the_same_blocks(client: Client) -> None:
+    raw = content("other names", 4096)
+    assert client.namespace(replace(DESCRIPTOR, dtype="bf16")).put([PutBlock(KEY, raw)]).ok
+    for name in ("bfloat16", "torch.bfloat16"):
+        ns = client.namespace(replace(DESCRIPTOR, dtype=name))
+        assert ns.descriptor.dtype == "bf16"
+        assert ns.put([PutBlock(KEY, raw)]).existed == 1
+    assert not client.namespace(replace(DESCRIPTOR, dtype="half")).exists([KEY]).present[0]
+
+
+def test_a_shard_calls_an_unknown_dtype_a_bad_request(client: Client) -> None:
+    """Whoever asks it: another client may not look first."""
+    ns = client.namespace(DESCRIPTOR)._ns
+    unknown = replace(DESCRIPTOR, dtype="bf17")
+    ns.canonical, ns._digest = unknown.canonical(), unknown.digest()
+    found = client._thread.call(lambda: ns.get_into([KEY], [bytearray(10)]))
+    assert [status.label for status in found.statuses] == ["bad_request"]
