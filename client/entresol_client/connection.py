@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from entresol_client.results import RequestFailedError
+from entresol_client.results import RequestFailedError, refusal
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.status import ProtocolError, Status
@@ -43,6 +43,7 @@ RELEASE_BEHIND_BYTES_MAX = 48 * limits.MIB
 RECEIVED_BYTES_MAX = limits.CARRIED_BYTES_MAX  # taken from the stream at once
 WRITE_QUEUE_BYTES_MAX = 2 * limits.FRAME_PAYLOAD_BYTES_MAX
 PINGS_ROOM = 1  # requests in flight that are kept for PING
+CLOSED_BY_DAEMON, PROTOCOL_BROKEN = "closed by the daemon", "protocol error"  # why it is lost
 _NOTHING = RemoteSpan(0, 0, 0)
 
 Report = tuple[int, int, Status]  # lease id, index in the FETCH, what was wrong
@@ -63,7 +64,7 @@ class Call:
         """Take an answer; True when it was the last. Abandoned calls only note that it came."""
         if not self.future.done():
             if isinstance(message, ErrorReply):
-                self.future.set_exception(RequestFailedError(message.status, message.message))
+                self.future.set_exception(refusal(message))
             else:
                 self.future.set_result(message)
         self.settle()
@@ -96,7 +97,7 @@ class GrantSink:
     def deliver(self, message: Any) -> bool:
         """Take a GRANT or ERROR; True when it was the last."""
         if isinstance(message, ErrorReply):
-            self.fail(RequestFailedError(message.status, message.message))
+            self.fail(refusal(message))
             return True
         self._grants.append((message, time.monotonic_ns()))
         self.final = message.final
@@ -174,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         self.held_bytes = 0  # by all leases, those included; who takes one adds it
         self._reports: list[Report] = []
         self._flush_due = False
-        self._why_closed = "closed by the daemon"
+        self._why_closed = CLOSED_BY_DAEMON
         # Of its own: for each read a loop would allocate as much, and give most of it back.
         self._received = memoryview(bytearray(RECEIVED_BYTES_MAX))
 
@@ -199,7 +200,7 @@ class Connection(asyncio.BufferedProtocol):
             for received in self.session.receive(data, now_ns):
                 self._dispatch(received)
         except ProtocolError as error:
-            self.drop(f"protocol error: {error}")
+            self.drop(f"{PROTOCOL_BROKEN}: {error}")
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -469,8 +470,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _flush_releases(self) -> None:
         self._flush_due = False
-        raw = self._encode_releases()
-        if raw:
+        if raw := self._encode_releases():
             self._write(raw)
 
     def _encode_releases(self) -> bytes:

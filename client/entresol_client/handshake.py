@@ -13,8 +13,9 @@ import ssl
 import time
 from dataclasses import dataclass
 
+from entresol_client.certificates import own_problem
 from entresol_client.config import ClientConfig, ShardAddress
-from entresol_client.connection import Connection
+from entresol_client.connection import CLOSED_BY_DAEMON, PROTOCOL_BROKEN, Connection
 from entresol_client.results import RequestFailedError
 from entresol_client.surroundings import ORDINARY, Surroundings
 from entresol_proto.fabric import registry
@@ -32,6 +33,12 @@ from entresol_proto.wire.opening import (
 )
 
 log = logging.getLogger("entresol.client")
+
+_DATES = (
+    "compare the clocks of both hosts (timedatectl), then the dates of both certificates: "
+    "openssl x509 -noout -dates -in FILE"
+)
+_ONE_CA = "both sides need certificates of one CA and trust domain; compare [tls] of the daemon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,12 @@ async def connect(
     except TimeoutError:
         error = RequestFailedError(Status.DEADLINE, "no answer in time")
     except ssl.SSLError as cause:
-        error = RequestFailedError(Status.FORBIDDEN, f"TLS: {cause.reason or cause}")
+        text = ": ".join(filter(None, (cause.reason, getattr(cause, "verify_message", ""))))
+        dates = "expired" in text or "not yet valid" in text
+        hint = _DATES if dates else _ONE_CA
+        error = RequestFailedError(Status.FORBIDDEN, f"TLS: {text or cause}", hint=hint)
     except IdentityError as cause:
-        error = RequestFailedError(Status.FORBIDDEN, str(cause))
+        error = RequestFailedError(Status.FORBIDDEN, Exception.__str__(cause), hint=cause.hint)
     except UnicodeError:  # what a label of a name may be, the idna codec says
         error = RequestFailedError(Status.DISCONNECTED, f"{address.host!r} is no host name")
     except OSError as cause:
@@ -107,7 +117,10 @@ async def _open(
     # A tenant that keeps its keys does not talk to a daemon that knows no such namespaces.
     least = PROTOCOL_MIN if config.tenant_key is None else PROTOCOL_HOST_SEALED
     hello = Hello(least, PROTOCOL_MAX, around.host_id(), config.open_threads, around.process_name())
-    welcome: Welcome = await connection.request(hello, deadline_ns)
+    try:
+        welcome: Welcome = await connection.request(hello, deadline_ns)
+    except RequestFailedError as error:
+        raise _hung_up(connection, config, error) from None
     if not least <= welcome.protocol <= PROTOCOL_MAX:
         raise RequestFailedError(
             Status.UNSUPPORTED, f"the daemon chose protocol {welcome.protocol}"
@@ -116,6 +129,28 @@ async def _open(
         connection, address, config, context, around, welcome, deadline_ns
     )
     return OpenSession(connection, welcome, endpoint, reason)
+
+
+def _hung_up(
+    connection: Connection, config: ClientConfig, error: RequestFailedError
+) -> RequestFailedError:
+    """Why a shard that has proved to be ours ended the session before it began, as far as this side
+    can tell: what it thinks of our certificate it says to its log alone."""
+    if error.status is not Status.DISCONNECTED or not connection.lost.done():
+        return error
+    why = connection.lost.result()
+    if why.startswith(PROTOCOL_BROKEN):
+        return RequestFailedError(Status.BAD_REQUEST, why, hint="compare the versions of both")
+    problem = own_problem(config.tls)
+    if problem is not None:
+        return RequestFailedError(Status.FORBIDDEN, f"{why}: {problem[0]}", hint=problem[1])
+    if why != CLOSED_BY_DAEMON:  # reset, or a goodbye: it goes away
+        return error
+    return RequestFailedError(
+        Status.FORBIDDEN,
+        f"{why} without a word, as it does with a certificate that it does not take",
+        hint=f"{_ONE_CA}; its log says why (event=handshake_failed, event=identity_refused)",
+    )
 
 
 async def _attach(

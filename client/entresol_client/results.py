@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Reason, Tier
+from entresol_proto.wire.opening import ErrorReply
 from entresol_proto.wire.quote import Quoted
 
 OpenPlace = Literal["host", "daemon"]
@@ -195,6 +196,9 @@ class Explanation:
     status: Status = Status.OK
 
 
+_NO_ANSWER = frozenset({Status.OK, Status.DISCONNECTED, Status.DEADLINE})
+
+
 @dataclass(frozen=True, slots=True)
 class ShardReport:
     """What `doctor` shows of one shard."""
@@ -211,11 +215,24 @@ class ShardReport:
     rtt_ns: int | None  # of the latest ping
     last_error: str
     connects: int
+    last_status: Status = Status.OK  # of that error; OK without one
+    last_hint: str = ""  # what to do about it, where that is known
+
+    @property
+    def refused(self) -> bool:
+        """True when a running shard said no, or is none of ours; False also when none answers."""
+        return not self.connected and self.last_status not in _NO_ANSWER
 
 
 class RequestFailedError(Exception):
     """Inside the client: a request got no answer of its kind. Never reaches the API's caller."""
 
-    def __init__(self, status: Status, message: str = "") -> None:
+    def __init__(self, status: Status, message: str = "", *, hint: str = "") -> None:
         super().__init__(message or status.label)
         self.status = status
+        self.hint = hint  # the daemon's, or ours of what it did
+
+
+def refusal(reply: ErrorReply) -> RequestFailedError:
+    """What the daemon answered."""
+    return RequestFailedError(reply.status, reply.message, hint=reply.hint)

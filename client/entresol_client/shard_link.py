@@ -180,7 +180,8 @@ class ShardLink:
         self._closing = asyncio.Event()
         self._retiring: set[asyncio.Task[None]] = set()
         self._rtt_ns: int | None = None
-        self._last_error = ""
+        self._last_error = self._last_hint = ""
+        self._last_status = Status.OK
         self._connects = 0
         self._drained = False  # the latest session ended by a goodbye
         self._locked = False  # the latest attempt was refused: the daemon has no KEK
@@ -247,6 +248,8 @@ class ShardLink:
             rtt_ns=self._rtt_ns if live else None,
             last_error=self._last_error,
             connects=self._connects,
+            last_status=self._last_status,
+            last_hint=self._last_hint,
         )
 
     # Life ------------------------------------------------------------------------------------
@@ -275,6 +278,7 @@ class ShardLink:
             except RequestFailedError as error:
                 self._locked = error.status is Status.LOCKED
                 self._failure(str(error), time.monotonic_ns())
+                self._last_status, self._last_hint = error.status, error.hint
                 paused = True
             except Exception as error:  # a bug costs this attempt, not the shard for ever
                 log.critical("event=bug where=shard_link", exc_info=error)
@@ -329,7 +333,8 @@ class ShardLink:
         self._connects += 1
         self._drained = self._locked = False
         self.stats.connects += 1
-        self._last_error = ""
+        self._last_error = self._last_hint = ""
+        self._last_status = Status.OK
         self.settled_once.set()
         log.info(
             "event=connected shard=%s tenant=%s incarnation=%d fabric=%s",
@@ -440,7 +445,7 @@ class ShardLink:
     def _failure(self, reason: str, now_ns: int) -> None:
         was = self.breaker.state
         self.breaker.failure(now_ns)
-        self._last_error = reason
+        self._last_status, self._last_hint = Status.DISCONNECTED, ""
         self._opened(was, reason)
 
     def _opened(self, was: BreakerState, reason: str) -> None:

@@ -188,7 +188,10 @@ def check_server_identity(
             hint="somebody else is listening at this address",
         )
     if shard is not None and peer.name != shard:
-        raise IdentityError(f"the server is shard {peer.name!r}, not {shard!r}")
+        raise IdentityError(
+            f"the server is shard {peer.name!r}, not {shard!r}",
+            hint="correct name, host or port in [[shards]] of the client's configuration",
+        )
     return peer
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_lab import Cli, content, written
+from cli_lab import Cli, content, variant, written
 from harness import DaemonProcess
 
 from entresol_client import Client, ClientConfig, PutBlock
 from entresol_client.buffers import UsageError
+from entresol_daemon.control import devcerts
 from entresol_proto.ids import NamespaceDescriptor
 
 pytestmark = pytest.mark.daemon
@@ -68,3 +69,50 @@ def test_a_shard_calls_an_unknown_dtype_a_bad_request(client: Client) -> None:
     ns.canonical, ns._digest = unknown.canonical(), unknown.digest()
     found = client._thread.call(lambda: ns.get_into([KEY], [bytearray(10)]))
     assert [status.label for status in found.statuses] == ["bad_request"]
+
+
+# -- a daemon that says no
+
+
+def test_a_refusal_is_no_outage(cli: Cli, tmp_path: Path) -> None:
+    """Who is told that nothing runs looks in the wrong place."""
+    ask = ("exists", "--name", "x")
+    config = variant(cli, tmp_path, name='"another"')
+    said = cli.fails(*ask, code=2, match="refuses: the server is shard 'dev'", config=config)
+    assert "[[shards]]" in said.err
+    config = variant(cli, tmp_path, trust_domain='"elsewhere"')
+    said = cli.fails(*ask, code=2, match="refuses: .*trust domain 'entresol.local'", config=config)
+    assert "no daemon" not in said.err
+    other = cli.folder / "client-other.toml"
+    cli("exists", "--name", "x", config=other, code=1)  # known from now on
+    cli("tenant", "erase", "other", "--yes")
+    said = cli.fails(*ask, code=1, match="refuses: tenant other was erased", config=other)
+    assert "fix: `entresol tenant add --after-erase`" in said.err  # the daemon's own words
+
+
+@pytest.mark.parametrize(
+    ("uris", "days", "match"),
+    [
+        (["spiffe://entresol.local/tenant/dev"], -1, "expired on"),
+        (["spiffe://entresol.local/shard/dev"], 9, "not a tenant's"),
+        (["spiffe://entresol.local/tenant/a", "spiffe://entresol.local/tenant/b"], 9, "2 URI"),
+    ],
+)
+def test_a_daemon_that_hangs_up_makes_the_client_look_at_its_certificate(
+    cli: Cli, tmp_path: Path, uris: list[str], days: int, match: str
+) -> None:
+    """TLS 1.3 tells a client nothing of why its certificate is refused."""
+    pki = devcerts.load(cli.folder / "pki")
+    made = devcerts.issue(pki, f"tenants/bad{days}{len(uris)}", uris=uris, days=days)
+    config = variant(cli, tmp_path, cert=f'"{made.cert}"', key=f'"{made.key}"')
+    said = cli.fails("exists", "--name", "x", code=2, match=f"refuses: .*{match}", config=config)
+    assert ("certify TENANT FOLDER --renew" in said.err) is (days < 0)
+    rows = cli("doctor", code=1, config=config).out
+    assert ("certify TENANT FOLDER --renew" in rows) is (days < 0)
+
+
+def test_a_certificate_of_another_authority(cli: Cli, tmp_path: Path) -> None:
+    made = devcerts.create(tmp_path / "foreign", tenants=["dev"]).tenant("dev")
+    config = variant(cli, tmp_path, cert=f'"{made.cert}"', key=f'"{made.key}"')
+    said = cli.fails("exists", "--name", "x", code=2, match="refuses: closed", config=config)
+    assert "event=handshake_failed" in said.err

@@ -317,11 +317,15 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     ring.close()
 
 
-def test_an_unusable_folder_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_a_clear_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(KeyringError, match="cannot read or write") as caught:
         open_ring(tmp_path / "file" / "state")
     assert caught.value.status is Status.IO_ERROR
+    assert str(tmp_path) not in str(caught.value)  # a tenant may read it; the log names the file
+    assert str(tmp_path) in caplog.text
     (tmp_path / "keyring.json").mkdir()
     with pytest.raises(KeyringError, match="cannot read or write"):
         open_ring(tmp_path)

@@ -192,6 +192,7 @@ def _check_tenant_key(path: Path) -> Finding:
 def _check_certificate(config: ClientConfig) -> Findings:
     import datetime
 
+    from entresol_client.certificates import dates_problem
     from entresol_proto.identity import IdentityError, load_certificate, tenant_from_cert
 
     raw = config.tls.cert.read_bytes()
@@ -204,20 +205,12 @@ def _check_certificate(config: ClientConfig) -> Findings:
     yield Finding(
         "certificate", OK, f"spiffe://{config.tls.trust_domain}/tenant/{tenant}, tenant {tenant}"
     )
-    now = datetime.datetime.now(datetime.UTC)
-    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now < first:
-        yield Finding(
-            "certificate", FAIL, f"is valid only from {first:%Y-%m-%d %H:%M} UTC on",
-            "check the clock of this host, and of the one that issued it",
-        )  # fmt: skip
-    elif now > last:
-        yield Finding(
-            "certificate", FAIL, f"expired on {last:%Y-%m-%d %H:%M} UTC",
-            "issue a new one; `entresold --dev` does so at its next start",
-        )  # fmt: skip
+    problem = dates_problem(raw)
+    if problem is not None:
+        yield Finding("certificate", FAIL, *problem)
     else:
-        days = (last - now).days
+        last = certificate.not_valid_after_utc
+        days = (last - datetime.datetime.now(datetime.UTC)).days
         level = WARN if days < EXPIRY_WARN_DAYS else OK
         fix = "have it renewed" if level is WARN else ""
         text = f"valid until {last:%Y-%m-%d} ({output.plural(days, 'day')})"
@@ -266,7 +259,8 @@ async def _session(
     try:
         opened = await connect(shard, config, context)
     except RequestFailedError as error:
-        return iter([Finding(area, FAIL, f"no session: {error}", _session_fix(str(error)))])
+        fix = error.hint or _session_fix(str(error))
+        return iter([Finding(area, FAIL, f"no session: {error}", fix)])
     try:
         return iter(await _of_session(config, opened, area))
     finally:
@@ -277,24 +271,11 @@ async def _session(
 
 def _session_fix(text: str) -> str:
     lowered = text.lower()
-    if "not yet valid" in lowered or "expired" in lowered:
-        return (
-            "compare the clocks of both hosts (timedatectl), then the dates of both certificates: "
-            "openssl x509 -noout -dates -in FILE"
-        )
     if "in time" in lowered:
         return (
             "it takes connections and does not answer: stopped, starved or hung; its log says "
             "event=process_starved or event=loop_stall, `entresol stat` there asks it"
         )
-    if "tls" in lowered or "certificate" in lowered:
-        return (
-            "both sides need certificates of one CA and trust domain; compare [tls] of the daemon"
-        )
-    if "locked" in lowered:
-        return "`entresol unlock` on the daemon's machine gives it its key-encryption key"
-    if "tenant" in lowered:
-        return "`entresol tenant add NAME` on the daemon's machine makes the tenant known"
     return "the daemon's log names the reason (event=request_refused, event=session_refused)"
 
 

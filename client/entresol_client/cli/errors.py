@@ -12,7 +12,7 @@ from entresol_proto.status import EntresolError, Status
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # a miss, a refusal, a check that failed
-EXIT_USAGE = 2  # wrong arguments or configuration
+EXIT_USAGE = 2  # wrong arguments, configuration or identity
 EXIT_UNREACHABLE = 3  # no daemon answers
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 

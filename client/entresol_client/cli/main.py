@@ -50,7 +50,8 @@ start here:
 The configuration is --config FILE, else $ENTRESOL_CONFIG, else entresol/client.toml in
 $XDG_RUNTIME_DIR, $XDG_CONFIG_HOME (or ~/.config) or /etc. `entresold --dev` writes one.
 
-exit status: 0 done, 1 missing or failed, 2 wrong use or configuration, 3 no daemon, 130 Ctrl-C.
+exit status: 0 done, 1 missing, refused or failed, 2 wrong use, configuration or identity,
+3 no daemon answers, 130 Ctrl-C.
 `entresol COMMAND --help` explains each command.
 """
 _DEMO = "entresol_client.demo.command"

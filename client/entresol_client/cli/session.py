@@ -1,7 +1,7 @@
 """A connected client for a command, and one vocabulary for why a block is not there.
 
-Invariant: a command that needs the data path either has a shard to talk to or fails with
-`Unreachable` before it does anything else.
+Invariant: a command that needs the data path either has a shard to talk to or fails before it does
+anything else: with `Unreachable` where none answers, else with what the shard says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_proto.status import Status
 
 if TYPE_CHECKING:
-    from entresol_client.results import Explanation
+    from entresol_client.results import Explanation, ShardReport
     from entresol_client.sync import Client, SyncNamespace
 
 # What a person can do about an outcome. Statuses without a line speak for themselves.
@@ -46,7 +46,7 @@ def open_client(args: argparse.Namespace, *, staging_bytes: int = 0) -> Iterator
 
     `staging_bytes` bounds the memory shared with the daemon, which costs time to set up.
 
-    Raises: ConfigError, UsageProblem, Unreachable.
+    Raises: ConfigError, UsageProblem, CliError of a shard that refuses, Unreachable.
     """
     from dataclasses import replace
 
@@ -64,14 +64,27 @@ def open_client(args: argparse.Namespace, *, staging_bytes: int = 0) -> Iterator
         reports = client.shards()
         absent = [report for report in reports if not report.connected]
         for report in absent:
-            text = f"shard {report.name} at {report.address}: {report.last_error or 'no answer'}"
             if len(absent) == len(reports):
-                raise Unreachable(
-                    f"no daemon to talk to; {text}",
-                    hint="is it running? `entresol doctor` checks every step",
-                )
-            output.note(f"entresol: {text}; its blocks read as absent")
+                raise _absence(report)
+            output.note(f"entresol: {_of_absent(report)}; its blocks read as absent")
         yield client
+
+
+def _of_absent(report: ShardReport) -> str:
+    said = report.last_error or "no answer"
+    where = f"shard {report.name} at {report.address}"
+    return f"{where} refuses: {said}" if report.refused else f"{where}: {said}"
+
+
+def _absence(report: ShardReport) -> CliError:
+    """Why there is nobody to talk to: a shard that refuses is running, and says what to do."""
+    text, status = _of_absent(report), report.last_status
+    if not report.refused:
+        hint = "is it running? `entresol doctor` checks every step"
+        return Unreachable(f"no daemon to talk to; {text}", hint=hint)
+    hint = report.last_hint or FIXES.get(status, "`entresol doctor` checks every step")
+    kind = UsageProblem if status is Status.FORBIDDEN else CliError
+    return (Unreachable if status in OUTAGES else kind)(text, hint=hint, status=status)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from entresol_proto.status import KeyringError, Status
+
+log = logging.getLogger("entresol.keys")
 
 
 def erased_error(name: str) -> KeyringError:
@@ -26,10 +29,13 @@ def erasing_error(name: str) -> KeyringError:
 
 
 def io_error(path: Path, error: OSError) -> KeyringError:
-    """For a file operation that failed."""
+    """For a file operation that failed. Only the log names the file: a tenant may read the rest."""
+    reason = error.strerror or str(error)
+    log.error("event=state_file_failed file=%s reason=%r", path, reason)
     return KeyringError(
-        f"cannot read or write {path}: {error.strerror or error}",
-        hint="check the disk's free space and the folder's owner",
+        f"the daemon cannot read or write its keyring: {reason}",
+        hint="on the daemon's machine: check free space and owner of [shard] state_dir; its log "
+        "names the file (event=state_file_failed)",
         status=Status.IO_ERROR,
     )
 
