@@ -1,7 +1,7 @@
 """What is wrong with our own certificate, for when a shard hangs up on us.
 
-Invariant: reads one file and judges it; in TLS 1.3 a server refuses a client's certificate after the
-handshake and without a word, so that only our side of it can be looked at.
+Invariant: reads one file and judges it. In TLS 1.3 a server refuses a client's certificate after
+the handshake and without a word, so that only our side of it can be looked at.
 """
 
 from __future__ import annotations

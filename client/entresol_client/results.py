@@ -217,6 +217,7 @@ class ShardReport:
     connects: int
     last_status: Status = Status.OK  # of that error; OK without one
     last_hint: str = ""  # what to do about it, where that is known
+    block_bytes_max: int = 0  # what it takes; 0 when not connected
 
     @property
     def refused(self) -> bool:

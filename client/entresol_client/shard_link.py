@@ -250,6 +250,7 @@ class ShardLink:
             connects=self._connects,
             last_status=self._last_status,
             last_hint=self._last_hint,
+            block_bytes_max=session.welcome.block_bytes_max if session else 0,
         )
 
     # Life ------------------------------------------------------------------------------------

@@ -282,7 +282,9 @@ def test_the_life_of_a_tenant(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
     assert receipt["blocks_dropped"] == 3
     assert len(receipt["digest"]) == 64
     assert "can never be read again" in said.err
-    cli.fails("exists", "--name", "mine", code=1, match="refuses: tenant .* was erased", config=config)
+    cli.fails(
+        "exists", "--name", "mine", code=1, match="refuses: tenant .* was erased", config=config
+    )
     cli.fails("tenant", "erase", "nobody", "--yes", code=1, match="nobody")
 
 

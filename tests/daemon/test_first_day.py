@@ -13,8 +13,10 @@ from harness import DaemonProcess
 
 from entresol_client import Client, ClientConfig, PutBlock
 from entresol_client.buffers import UsageError
+from entresol_client.cli import storing
 from entresol_daemon.control import devcerts
 from entresol_proto.ids import NamespaceDescriptor
+from entresol_proto.limits import MIB
 
 pytestmark = pytest.mark.daemon
 
@@ -116,3 +118,26 @@ def test_a_certificate_of_another_authority(cli: Cli, tmp_path: Path) -> None:
     config = variant(cli, tmp_path, cert=f'"{made.cert}"', key=f'"{made.key}"')
     said = cli.fails("exists", "--name", "x", code=2, match="refuses: closed", config=config)
     assert "event=handshake_failed" in said.err
+
+
+# -- blocks that are too long
+
+
+def test_what_is_too_large_names_the_limit(cli: Cli, tmp_path: Path) -> None:
+    file = written(tmp_path / "in", content("long", 5 * MIB))
+    limit = "the daemon takes blocks of up to 4.0 MiB"
+    said = cli.fails("put", file, "--key", "text:one block", code=1, match="too_large")
+    assert f"{limit}: use --name instead of --key" in said.err
+    said = cli.fails("put", file, "--name", "n", "--block", "5MiB", code=1, match="block 0 was not")
+    assert f"{limit}: use --block {4 * MIB} or less" in said.err
+    words = ("put", file, "--key", "text:one block", "--block", "1MiB")
+    said = cli.fails(*words, code=2, match="does not go with --key")
+    assert "use --name instead" in said.err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [([7], "block 7 was"), ([0, 1, 2, 3, 4], "blocks 0 to 4 were"), ([0, 4], "2 of blocks 0 to 4")],
+)
+def test_refused_blocks_are_counted_in_words(numbers: list[int], said: str) -> None:
+    assert storing._blocks_were(numbers).startswith(said)

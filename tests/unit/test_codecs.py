@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entresol_proto import limits, native
+from entresol_proto.ids import BadKeyError
 from entresol_proto.seal import codecs, meter
 from entresol_proto.seal.codecs import plane
 from entresol_proto.seal.codecs.base import worth_it
-from entresol_proto.ids import BadKeyError
 from entresol_proto.seal.dtypes import DType, own_name
 from entresol_proto.status import CodecError, ConfigError
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # What a person can do about an outcome. Statuses without a line speak for themselves.
 FIXES = {
     Status.QUOTA: "the tenant's quota is used up: `entresol tenant quota`, or forget something",
-    Status.TOO_LARGE: "use smaller blocks: --block",
     Status.NO_SPACE: "the flash is full: give the daemon more, or forget something",
     Status.NOT_ADMITTED: "the admission policy spares the flash; see [admission] of the daemon",
     Status.LOCKED: "the daemon has no key-encryption key (`entresol unlock` there), or this host's "
@@ -103,10 +102,16 @@ def fabric_of(client: Client) -> str:
     return ", ".join(found) or "none"
 
 
-def failure(what: str, status: Status) -> CliError:
+def block_bytes_max(client: Client) -> int:
+    """The longest block that every shard takes; 0 when none is connected."""
+    found = (report.block_bytes_max for report in client.shards() if report.connected)
+    return min(found, default=0)
+
+
+def failure(what: str, status: Status, *, hint: str = "") -> CliError:
     """Why a call on a block failed, as an error with its fix."""
     kind = Unreachable if status in OUTAGES else CliError
-    return kind(f"{what}: {status.label}", hint=FIXES.get(status, ""), status=status)
+    return kind(f"{what}: {status.label}", hint=hint or FIXES.get(status, ""), status=status)
 
 
 # Sentences for EXPLAIN, by the label of `Reason`. {when} is empty or " at <local time>".

@@ -14,8 +14,8 @@ import select
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from entresol_client.cli import objects, options, output, session
@@ -26,7 +26,7 @@ from entresol_proto.status import Status
 
 if TYPE_CHECKING:
     from entresol_client.results import AckLevel, PutBlock
-    from entresol_client.sync import SyncNamespace
+    from entresol_client.sync import Client, SyncNamespace
 
 WINDOW_BYTES = 32 * limits.MIB  # given to the client at once
 TRIES_MAX = 4
@@ -61,14 +61,16 @@ def add_parser(subparsers: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--name", help="name to find it again (default: made from the content)")
     which.add_argument(
-        "--key", metavar="HEX|text:WORDS", help="one block under this engine key, 8 to 64 bytes"
+        "--key",
+        metavar="HEX|text:WORDS",
+        help="the whole file as one block under this engine key, 8 to 64 bytes",
     )
     parser.add_argument(
         "--block",
         type=options.parse_block_size,
-        default=objects.BLOCK_BYTES_DEFAULT,
         metavar="SIZE",
-        help="bytes of a block, 1B to 64MiB (default: 1MiB)",
+        help="bytes of a block, 1B to 64MiB and at most what the daemon takes (default: 1MiB); "
+        "not with --key",
     )
     parser.add_argument(
         "--ack",
@@ -106,9 +108,14 @@ class Putter:
     ack: AckLevel
     deadline_ns: int
     tally: Tally = field(default_factory=Tally)
+    client: Client | None = None  # to ask how long a block may be
+    single: bool = False  # the file is one block
 
-    def put(self, items: list[PutBlock], what: str) -> list[Status]:
-        """Store all of `items`. Raises: CliError with the first refusal."""
+    def put(self, items: list[PutBlock], what: str = "") -> list[Status]:
+        """Store all of `items`; without `what` they are blocks of a file.
+
+        Raises: CliError with the first refusal.
+        """
         statuses: list[Status] = [Status.BUSY] * len(items)
         todo = list(range(len(items)))
         for attempt in range(TRIES_MAX):
@@ -128,16 +135,49 @@ class Putter:
             if not todo:
                 break
         self.tally.statuses.update(status.label for status in statuses)
-        refused = Counter(s for s in statuses if s not in (Status.OK, Status.EXISTS))
+        refused = [n for n, s in enumerate(statuses) if s not in (Status.OK, Status.EXISTS)]
         if refused:
             bad = statuses[session.first_failure(statuses)]
-            raise session.failure(f"{what} was not stored ({refused.total()} refused)", bad)
+            said = f"{what} was" if what else _blocks_were([items[n].position for n in refused])
+            hint = ""
+            if bad is Status.TOO_LARGE:
+                hint = self._too_large(max(len(items[n].buffer) for n in refused))
+            raise session.failure(f"{said} not stored", bad, hint=hint)
         return statuses
+
+    def quiet(self) -> Putter:
+        """The same for what is not the file's own: counted apart."""
+        return replace(self, tally=Tally())
+
+    def _too_large(self, length_bytes: int) -> str:
+        """What to do about a block of this length."""
+        limit = session.block_bytes_max(self.client) if self.client is not None else 0
+        if not limit:
+            return ""
+        if length_bytes <= limit:
+            return "a block must fit into half of staging_bytes_max of the client's configuration"
+        fix = "use --name instead of --key" if self.single else f"use --block {limit} or less"
+        return f"the daemon takes blocks of up to {output.size(limit)}: {fix}"
+
+
+def _blocks_were(numbers: Sequence[int]) -> str:
+    """ "block 3 was", "blocks 0 to 4 were", "2 of blocks 0 to 4 were"."""
+    if len(numbers) == 1:
+        return f"block {numbers[0]} was"
+    text = f"blocks {numbers[0]} to {numbers[-1]} were"
+    whole = numbers[-1] - numbers[0] + 1 == len(numbers)
+    return text if whole else f"{len(numbers)} of {text}"
 
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
     key = objects.parse_key(args.key) if args.key is not None else None
+    if key is not None and args.block is not None:
+        raise UsageProblem(
+            "--block does not go with --key, which makes the whole file one block",
+            hint="use --name instead of --key to store it as a chain of blocks",
+        )
+    args.block = args.block or objects.BLOCK_BYTES_DEFAULT
     head_key = objects.name_key(args.name) if args.name is not None else None
     staging_bytes = limits.BLOCK_BYTES_MAX + limits.MIB if key is not None else 0
     staging_bytes = max(WINDOW_BYTES, staging_bytes or 2 * args.block + limits.MIB)
@@ -145,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
         _source(args.file) as source,
         session.open_namespace(args, staging_bytes=staging_bytes) as (client, ns),
     ):
-        putter = Putter(ns, args.ack, args.deadline)
+        putter = Putter(ns, args.ack, args.deadline, client=client, single=key is not None)
         if key is not None:
             data = _put_single(putter, source, key, args)
         else:
@@ -320,7 +360,7 @@ def _put_chain(
                     f"that is more than {objects.BLOCKS_PER_FILE_MAX} blocks",
                     hint="use larger blocks: --block 64MiB",
                 )
-            putter.put(items, f"block {items[0].position} and following")
+            putter.put(items)
             putter.tally.bytes += length
             progress.update(putter.tally.bytes)
             if length < len(buffer):
@@ -337,7 +377,7 @@ def _put_lists(putter: Putter, head: Head, raw_keys: bytes, name: str) -> None:
         for number, key in enumerate(head.list_keys())
     ]
     if items:
-        Putter(putter.ns, putter.ack, putter.deadline_ns).put(items, f"the key list of {name}")
+        putter.quiet().put(items, f"the key list of {name}")
 
 
 def _put_head(
@@ -346,7 +386,7 @@ def _put_head(
     """The name, unless it stands for this content already. Raises: CliError when for other."""
     from entresol_client.results import PutBlock
 
-    quiet = Putter(putter.ns, putter.ack, putter.deadline_ns)
+    quiet = putter.quiet()
     item = PutBlock(head_key, head.encode())
     statuses = quiet.put([item], f"the head of {name}")
     if statuses[0] is Status.OK:
