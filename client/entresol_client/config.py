@@ -23,6 +23,7 @@ from entresol_proto.fabric.base import VerbsSettings
 from entresol_proto.identity import check_trust_domain
 from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import ConfigError, EntresolError
+from entresol_proto.units import parse_size
 
 CONFIG_ENV = "ENTRESOL_CONFIG"
 CONFIG_FILE_BYTES_MAX = 1024 * 1024
@@ -33,7 +34,6 @@ NUMBER_LIMIT = 2**63  # TOML's integers
 MS_NS = 1_000_000
 SECOND_NS = 1_000_000_000
 
-_SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TIMES = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS, "min": 60 * SECOND_NS}
 # Declared type of a field -> what a value may be.
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -334,7 +334,9 @@ def _convert(name: str, kind: str, value: object, base: Path) -> object:
 
 def _quantity(name: str, text: str) -> int:
     """`"256MiB"` or `"250ms"`, as the unit in the setting's name asks. Raises: ValueError."""
-    units = _SIZES if "_bytes" in name else _TIMES if "_ns" in name else {}
+    if "_bytes" in name:
+        return parse_size(text)
+    units = _TIMES if "_ns" in name else {}
     match = _QUANTITY.fullmatch(text.strip())
     if not match or match[2] not in units:
         wanted = f"a number with one of {', '.join(units)}" if units else "a number"

@@ -16,9 +16,9 @@ _INTRO = """\
 # Settings of the daemon
 
 `entresold --config FILE` reads one TOML file. A setting that is not in this list refuses to start
-and names the nearest one that is. Sizes are bytes or texts such as `64MiB`, `1GiB`, `100GB`;
-durations are texts such as `250ms`, `10s`, `2h` (a bare number is nanoseconds). Relative paths are
-taken from the folder of the file. This page is written by
+and names the nearest one that is. Sizes are bytes or texts such as `64MiB`, `1GiB`, `100GB`
+(decimal; `100G` is GiB); durations are texts such as `250ms`, `10s`, `2h` (a bare number is
+nanoseconds). Relative paths are taken from the folder of the file. This page is written by
 `python -m entresol_daemon.config_reference`, and a test compares it with the code.
 """
 

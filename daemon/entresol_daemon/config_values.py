@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from entresol_proto.status import ConfigError
+from entresol_proto.units import SIZE_UNITS
+from entresol_proto.units import parse_size as parse_size
 
 S = TypeVar("S")
 
-_SIZE_UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-_SIZE_UNITS |= {"kB": 1000, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 _TIME_UNITS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME_UNITS |= {"min": 60_000_000_000, "h": 3_600_000_000_000, "d": 86_400_000_000_000}
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
@@ -89,14 +89,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
 
 
-def parse_size(text: str) -> int:
-    """`"64MiB"`, `"1.5 GiB"`, `"100GB"` to bytes. Raises: ValueError."""
-    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
-    if not match or match[2] not in _SIZE_UNITS:
-        raise ValueError(f"{text!r} is not a size; write bytes as a number, or like 64MiB or 2TiB")
-    return _scaled(match[1], _SIZE_UNITS[match[2]], text)
-
-
 def parse_duration(text: str) -> int:
     """`"250ms"`, `"10s"`, `"2h"` to nanoseconds. Raises: ValueError."""
     match = _NUMBER_AND_UNIT.fullmatch(text.strip())
@@ -119,9 +111,9 @@ def _scaled(number: str, unit: int, text: str) -> int:
 def format_size(value: int) -> str:
     """The shortest exact form that `parse_size` reads back."""
     forms = [
-        f"{value // _SIZE_UNITS[unit]}{unit}"
+        f"{value // SIZE_UNITS[unit]}{unit}"
         for unit in ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB")
-        if value and value % _SIZE_UNITS[unit] == 0
+        if value and value % SIZE_UNITS[unit] == 0
     ]
     return min([*forms, str(value)], key=len)
 

@@ -13,6 +13,7 @@ from harness import DaemonProcess
 
 from entresol_client import Client, ClientConfig, PutBlock
 from entresol_client.buffers import UsageError
+from entresol_client.cli import main as cli_main
 from entresol_client.cli import storing
 from entresol_daemon.control import devcerts
 from entresol_proto.ids import NamespaceDescriptor
@@ -141,3 +142,40 @@ def test_what_is_too_large_names_the_limit(cli: Cli, tmp_path: Path) -> None:
 )
 def test_refused_blocks_are_counted_in_words(numbers: list[int], said: str) -> None:
     assert storing._blocks_were(numbers).startswith(said)
+
+
+# -- quotas
+
+
+class Typed:
+    """A person at standard input."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def readline(self) -> str:
+        return self._text
+
+
+def test_a_quota_below_what_is_used_asks_first(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten unit dropped everything, and said nothing."""
+    file = written(tmp_path / "in", content("quota", 3 * MIB))
+    cli("put", file, "--name", "kept", "--ack", "durable")
+    small = ("tenant", "quota", "dev", "--flash", "1MiB")
+    monkeypatch.setattr("sys.stdin", Typed("\n"))
+    said = cli.fails(*small, code=1, match="nothing was done")
+    assert "is dropped at once" in said.err
+    cli("exists", "--name", "kept")
+    cli("tenant", "quota", "dev", "--flash", "200MiB")  # of what is not used nobody is asked
+    cli("tenant", "quota", "dev", "--flash", "none")
+    assert cli(*small, "--yes", "--json").json["quota"]["flash_bytes"] == MIB
+    cli("exists", "--name", "kept", code=1)
+    cli("tenant", "quota", "dev", "--flash", "none")
+
+
+def test_a_forgotten_unit_is_refused(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("quota", "add"):
+        assert cli_main.main(["tenant", verb, "dev", "--flash", "3"]) == 2
+        assert "write 3GiB, or 3B" in capsys.readouterr().err

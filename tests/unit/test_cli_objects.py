@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entresol_client.cli import errors, objects, options, output, session
+from entresol_client import config as client_config
+from entresol_client.cli import errors, objects, options, output, session, sizing
 from entresol_client.cli.errors import CliError, Unreachable, UsageProblem
 from entresol_client.cli.objects import Head
 from entresol_client.results import Explanation
+from entresol_daemon import config_values
 from entresol_proto import limits
 from entresol_proto.ids import BadKeyError
 from entresol_proto.status import ConfigError, FabricError, Status
@@ -105,13 +107,23 @@ def test_text_that_is_not_utf8_is_a_name_like_any_other() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("7", 7), ("7B", 7), ("1K", 1024), ("1KiB", 1024), ("1.5 MiB", 3 << 19), ("2T", 2 << 40)],
-)
-def test_sizes(text: str, value: int) -> None:
+    [
+        ("7", 7), ("7B", 7), ("1K", 1024), ("1KiB", 1024), ("1.5 MiB", 3 << 19), ("2T", 2 << 40),
+        ("1 MB", 10**6), ("30GB", 30 * 10**9), ("1kB", 1000), ("1KB", 1000),
+        ("15.36TB", 15_360 * 10**9),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_alike_by_everything(text: str, value: int) -> None:
+    """Options of both programs, `entresol size`, and the files of both sides."""
     assert options.parse_size(text) == value
+    assert config_values.parse_size(text) == value
+    assert sizing.parse_bytes(text) == value
+    assert client_config._quantity("staging_bytes_max", text) == value
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 MB", "1m", "1e3", "0x10", "9" * 400])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1 mb", "1m", "1e3", "٣GiB", "1KIB", "0x10", "9" * 400]
+)
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         options.parse_size(text)

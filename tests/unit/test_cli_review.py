@@ -296,7 +296,7 @@ def test_the_last_position_is_one() -> None:
 def test_a_quota_fits_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = said(capsys, "tenant", "quota", "acme", "--flash", "999999999999T")
     assert code == errors.EXIT_USAGE
-    assert "more than there can be" in err
+    assert "more than 64 bits" in err
 
 
 def test_an_answer_that_is_no_text_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

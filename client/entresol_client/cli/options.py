@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entresol_client.cli.errors import UsageProblem
-from entresol_proto import limits
+from entresol_proto import limits, units
 from entresol_proto.seal.dtypes import DType, own_name
 
 if TYPE_CHECKING:
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
 HELP_COLUMNS_MIN = 60
 HELP_COLUMNS_MAX = 98
-_SIZES = {"": 1, "B": 1} | {
-    f"{letter}{tail}": 1024**power
-    for power, letter in enumerate("KMGT", start=1)
-    for tail in ("", "iB")
-}
 _TIMES_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "": 10**9}
 _QUANTITY_CHARS_MAX = 32
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -226,11 +221,11 @@ def namespace_words(args: argparse.Namespace, *, beside: Sequence[str] = ()) -> 
 
 
 def parse_size(text: str) -> int:
-    """ "4GiB", "4G", "512KiB" or plain bytes. Raises: ArgumentTypeError."""
-    match = _QUANTITY.fullmatch(text.strip())
-    if not match or match[2] not in _SIZES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 64KiB, 1MiB, 4GiB")
-    return _whole(match[1], _SIZES[match[2]])
+    """ "4GiB", "4G", "100GB" or plain bytes. Raises: ArgumentTypeError."""
+    try:
+        return units.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _whole(number: str, unit: int) -> int:

@@ -46,9 +46,6 @@ _EXAMPLES = """\
 """
 _USAGE = "(--model NAME | --config FILE | --layers N ... | --per-user SIZE) [options]"
 
-_QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
-_DECIMAL = {"": 1, "B": 1} | {f"{u}B": 1000**n for n, u in enumerate("KMGTPE", start=1)}
-_BINARY = {f"{u}iB": 1024**n for n, u in enumerate("KMGTPE", start=1)}
 TOKENS_MAX = 10**9
 USERS_MAX = 10**10
 QUANTITY_MIN, QUANTITY_MAX = 1e-6, 1e12  # outside, arithmetic would run into zeros and infinities
@@ -368,11 +365,10 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 def parse_bytes(text: str) -> int:
     """ "30GB" (decimal, as drives are sold) or "28GiB". Raises: ArgumentTypeError."""
-    match = _QUANTITY.fullmatch(text.strip())
-    units: dict[str, int] = _DECIMAL | _BINARY
-    if not match or match[2] not in units or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 30GB, 15.36TB, 28GiB")
-    return round(float(match[1]) * units[match[2]])
+    found = options.parse_size(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is nothing; write 30GB, 15.36TB, 28GiB")
+    return found
 
 
 def _whole(text: str) -> int:

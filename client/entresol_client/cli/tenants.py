@@ -18,6 +18,7 @@ from typing import Any
 from entresol_client.cli import options, output, rpc
 from entresol_client.cli.errors import CliError, UsageProblem
 from entresol_client.cli.overview import one_admin_socket
+from entresol_proto import limits, units
 from entresol_proto.ids import check_tenant_name
 from entresol_proto.status import Status
 
@@ -30,6 +31,7 @@ EXAMPLES = """\
   entresol tenant add acme --flash 2TiB --dram 16GiB --weight 2
   entresol tenant quota acme --flash 4TiB        the rest of its quota stays as it is
   entresol tenant quota acme --dram none         no limit of its own
+  entresol tenant quota acme --flash 1TiB --yes  also if blocks have to go; without it, asks first
   entresol tenant quota acme --sessions 64 --leases 4096 --watchers 4
   entresol tenant quota acme --index-blocks 2000000 --get-bytes 4GiB --put-bytes 512MiB
   entresol tenant rotate acme                    new data-encryption key from now on
@@ -84,7 +86,7 @@ def add_parser(subparsers: Any) -> None:
             verb.add_argument(
                 "--force", action="store_true", help="drop what older versions sealed, for good"
             )
-        if name in ("rotate", "erase"):
+        if name in ("rotate", "erase", "quota"):
             verb.add_argument("--yes", action="store_true", help="do not ask")
         if name == "erase":
             verb.add_argument(
@@ -108,7 +110,7 @@ COUNTS = (
     ("watchers", "watchers", "consumers that may follow its events"),
 )
 _COUNT_MAX = 2**32 - 1
-_SIZE_MAX = 2**63 - 1
+SEGMENT_BYTES = 64 * limits.MIB  # as daemons have it unless told otherwise
 
 
 def _add_quota(parser: argparse.ArgumentParser) -> None:
@@ -155,8 +157,10 @@ def _limit(text: str) -> int:
     found = options.parse_size(text)
     if not found:
         raise argparse.ArgumentTypeError("a limit of 0 would mean none; write none")
-    if found > _SIZE_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than there can be; write none")
+    if found < SEGMENT_BYTES and units.is_bare(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} would be bytes, less than one segment of flash; write {text}GiB, or {text}B"
+        )
     return found
 
 
@@ -289,18 +293,28 @@ def run_quota(args: argparse.Namespace) -> int:
         raise UsageProblem("nothing to change", hint="--flash SIZE, --sessions N or --weight N")
     with _admin(args) as (stub, pb):
         tenants = rpc.call(stub.TenantList, pb.TenantListRequest()).tenants
-        now = next((info.quota for info in tenants if info.name == name), None)
+        now = next((info for info in tenants if info.name == name), None)
         if now is None:
             known = ", ".join(info.name for info in tenants)
             raise CliError(f"there is no tenant {name!r}", hint=f"known are {known or 'none'}")
         quota = pb.Quota()
-        quota.CopyFrom(now)
+        _confirm_drop(args, now, given)
+        quota.CopyFrom(now.quota)
         for field, value in given.items():
             setattr(quota, field, value)
         request = pb.TenantSetQuotaRequest(name=name, quota=quota)
         row = _row(rpc.call(stub.TenantSetQuota, request, timeout_s=ERASE_DEADLINE_S))
     output.answer(args.json, row, [_told(row)])
     return 0
+
+
+def _confirm_drop(args: argparse.Namespace, now: Any, given: dict[str, int]) -> None:
+    """Ask before a quota drops what is stored already. Raises: CliError unless that is meant."""
+    flash_bytes, blocks = given.get("flash_bytes", 0), given.get("index_blocks", 0)
+    if args.yes or not (0 < flash_bytes < now.flash_bytes or 0 < blocks < now.blocks):
+        return
+    text = f"Tenant {now.name!r} has {now.blocks:,} blocks, {output.size(now.flash_bytes)} of flash"
+    _confirm(now.name, f"{text}: what is over its new quota is dropped at once.")
 
 
 def run_rotate(args: argparse.Namespace) -> int:
