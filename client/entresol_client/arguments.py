@@ -6,7 +6,9 @@ Invariant: a wrong argument raises here, before anything is sent.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence, Sized
 from dataclasses import replace
+from types import NoneType
 
 from entresol_client.buffers import UsageError
 from entresol_client.results import PutBlock
@@ -28,6 +30,29 @@ def checked_descriptor(descriptor: NamespaceDescriptor) -> NamespaceDescriptor:
     except BadKeyError as error:
         raise UsageError(Exception.__str__(error), hint=error.hint) from None
     return descriptor if dtype == descriptor.dtype else replace(descriptor, dtype=dtype)
+
+
+def count_of(name: str, values: Sized) -> int:
+    """How many there are. Raises: UsageError for what is no sequence."""
+    try:
+        return len(values)
+    except TypeError:
+        raise UsageError(f"{name} is a {type(values).__name__}, not a sequence") from None
+
+
+def check_items(items: Sequence[PutBlock]) -> None:
+    """Raises: UsageError unless every item is a PutBlock with a key that may be one."""
+    if isinstance(items, PutBlock):
+        raise UsageError("items is one PutBlock, not a sequence of them", hint="put([block])")
+    count_of("items", items)
+    for item in items:
+        if not isinstance(item, PutBlock):
+            raise UsageError(
+                f"an item of a put is a {type(item).__name__}, not a PutBlock",
+                hint="put([PutBlock(key, buffer)])",
+            )
+        if not isinstance(item.parent_key, (bytes, NoneType)):
+            raise UsageError(f"a parent key is {type(item.parent_key).__name__}, not bytes")
 
 
 def token_ids(item: PutBlock) -> tuple[int, ...]:
@@ -62,7 +87,7 @@ def open_place(name: str) -> OpenAt:
     """Raises: UsageError unless it is "host" or "daemon"."""
     try:
         return OpenAt[name.upper()]
-    except KeyError:
+    except (KeyError, AttributeError):
         raise UsageError(f"open_at is {name!r}", hint='use "host" or "daemon"') from None
 
 
@@ -70,5 +95,5 @@ def ack_level(name: str) -> Ack:
     """Raises: UsageError unless it is "accepted" or "durable"."""
     try:
         return Ack[name.upper()]
-    except KeyError:
+    except (KeyError, AttributeError):
         raise UsageError(f"ack is {name!r}", hint='use "accepted" or "durable"') from None

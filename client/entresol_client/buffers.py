@@ -16,6 +16,7 @@ from entresol_proto import limits
 from entresol_proto.status import EntresolError, Status
 
 _CONTIGUOUS = "pass C-contiguous memory"
+_OBJECTS = frozenset({"O", "<O", ">O"})  # formats of pointers, which mean nothing elsewhere
 
 
 class UsageError(EntresolError):
@@ -63,11 +64,20 @@ def view_of(buffer: Any) -> memoryview:
             f"{type(buffer).__name__} is not a buffer",
             hint="pass a numpy array, bytearray, memoryview, CPU tensor or (address, length)",
         ) from None
+    if view.format != "B" and (view.format in _OBJECTS or _has_objects(view.obj)):
+        raise UsageError(
+            "the buffer holds Python objects: its bytes are pointers",
+            hint="give the array a dtype of numbers, such as np.uint8",
+        )
     if not view.c_contiguous:
         raise UsageError("the buffer is not contiguous", hint=_CONTIGUOUS)
     if view.nbytes == 0:
         return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _has_objects(owner: object) -> bool:
+    return isinstance(owner, np.ndarray) and owner.dtype.hasobject
 
 
 def _from_tensor(tensor: Any) -> memoryview:

@@ -7,13 +7,22 @@ it is, or, when the tenant keeps its keys, what stands for it, and neither paren
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from entresol_client.arguments import ack_level, checked_descriptor, duration, open_place, token_ids
+from entresol_client.arguments import (
+    ack_level,
+    check_items,
+    checked_descriptor,
+    count_of,
+    duration,
+    open_place,
+    token_ids,
+)
 from entresol_client.buffers import UsageError, as_view
 from entresol_client.fetching import GetTally, fetch_blocks
 from entresol_client.opening import Wanted
@@ -68,6 +77,7 @@ if TYPE_CHECKING:
 
 KEYS_PER_CALL_MAX = limits.KEYS_PER_FRAME_MAX
 QUOTE_KEYS_MAX = limits.BLOCKS_PER_FETCH_MAX
+log = logging.getLogger("entresol.client")
 
 
 class Namespace:
@@ -84,6 +94,7 @@ class Namespace:
         descriptor = checked_descriptor(descriptor)
         self.descriptor = descriptor
         self._client = client
+        self._warned = False
         self._seal = HostSeal(client._keys, descriptor) if client._keys else None
         self.canonical = self._seal.canonical if self._seal else descriptor.canonical()
         self._digest = self._seal.digest if self._seal else descriptor.digest()
@@ -111,7 +122,7 @@ class Namespace:
         Raises: UsageError, BadKeyError.
         """
         keys = self._names(keys)
-        if len(buffers) != len(keys):
+        if count_of("buffers", buffers) != len(keys):
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
         views = [as_view(buffer, writable=True) for buffer in buffers]
         until_ns = self._until(deadline_ns)
@@ -158,12 +169,14 @@ class Namespace:
 
         Raises: UsageError, BadKeyError.
         """
+        check_items(items)
         keys = self._names([item.key for item in items])
         views = [as_view(item.buffer, writable=False) for item in items]
         parents = [
             None if item.parent_key is None else check_engine_key(item.parent_key) for item in items
         ]
         tokens = [token_ids(item) for item in items]
+        self._look_at_tokens(tokens)
         until_ns = self._until(deadline_ns)
         level = ack_level(ack)
         tally = PutTally([None] * len(keys))
@@ -333,6 +346,17 @@ class Namespace:
         checked = _keys(keys)
         return self._seal.mask_all(checked) if self._seal else checked
 
+    def _look_at_tokens(self, tokens: Sequence[tuple[int, ...]]) -> None:
+        """Warn once of blocks that are kept and found as any, and that no router will hear of."""
+        count = self.descriptor.block_tokens
+        odd = next((ids for ids in tokens if ids and len(ids) != count), None)
+        if odd is not None and self._seal is None and not self._warned:
+            self._warned = True
+            log.warning(
+                "event=token_ids_do_not_fit given=%d block_tokens=%d "
+                "reason='routers hear only of blocks with block_tokens ids'", len(odd), count,
+            )  # fmt: skip
+
     def _place(self, open_at: OpenPlace) -> OpenAt:
         """Raises: UsageError."""
         if self._seal is not None and open_at != "host":
@@ -440,7 +464,7 @@ async def _as_coroutine(awaitable: Awaitable[None]) -> None:
 def _keys(keys: Sequence[bytes]) -> list[EngineKey]:
     if isinstance(keys, (bytes, bytearray, str)):
         raise UsageError("keys is one key, not a sequence of keys")
-    if len(keys) > KEYS_PER_CALL_MAX:
+    if count_of("keys", keys) > KEYS_PER_CALL_MAX:
         raise UsageError(f"{len(keys)} keys in one call, at most {KEYS_PER_CALL_MAX}")
     if keys and set(map(type, keys)) == {bytes}:  # of thousands: what is common is quick
         lengths = set(map(len, keys))

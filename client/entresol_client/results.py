@@ -60,7 +60,8 @@ class PutBlock:
 
     `buffer` (see `buffers.as_view`; it is only read) must stay unchanged until the put returned.
     `position` is the block's index in its sequence, `parent_key` the engine key of the block before
-    it (None at the root); routers need both, and the token ids.
+    it (None at the root); routers need both, and the token ids, as many as the descriptor's
+    `block_tokens`.
     """
 
     key: bytes

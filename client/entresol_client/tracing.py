@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from entresol_client.arguments import count_of
 from entresol_client.namespace import Namespace
 from entresol_proto.status import ConfigError, Status
 from entresol_proto.tracing import ids_of
@@ -192,7 +193,7 @@ class TracedNamespace(Namespace):
         open_at: OpenPlace = "host",
     ) -> GetResult:
         """See `Namespace.get_into`."""
-        with self._tracing.call("get", len(keys)) as span:
+        with self._tracing.call("get", count_of("keys", keys)) as span:
             result = await super().get_into(
                 keys, buffers, deadline_ns=deadline_ns, prefix=prefix, open_at=open_at
             )
@@ -216,7 +217,7 @@ class TracedNamespace(Namespace):
         deadline_ns: int | None = None,
     ) -> PutResult:
         """See `Namespace.put`."""
-        with self._tracing.call("put", len(items)) as span:
+        with self._tracing.call("put", count_of("items", items)) as span:
             result = await super().put(items, ack=ack, deadline_ns=deadline_ns)
             self._tracing.outcomes(span, result.statuses)
             span.set_attributes(
@@ -232,7 +233,7 @@ class TracedNamespace(Namespace):
         self, keys: Sequence[bytes], *, deadline_ns: int | None = None
     ) -> ExistsResult:
         """See `Namespace.exists`."""
-        with self._tracing.call("exists", len(keys)) as span:
+        with self._tracing.call("exists", count_of("keys", keys)) as span:
             result = await super().exists(keys, deadline_ns=deadline_ns)
             span.set_attribute("entresol.prefix_blocks", result.prefix_blocks)
             if not result.complete:
@@ -248,7 +249,7 @@ class TracedNamespace(Namespace):
         deadline_ns: int | None = None,
     ) -> StageResult:
         """See `Namespace.stage`."""
-        with self._tracing.call("stage", len(keys)) as span:
+        with self._tracing.call("stage", count_of("keys", keys)) as span:
             result = await super().stage(
                 keys, hold_ns=hold_ns, open_at=open_at, deadline_ns=deadline_ns
             )

@@ -26,6 +26,8 @@ SEED = 20261
 BLOCK_BYTES = 96 * 1024  # chunks of 64 KiB: one whole, one part
 OK, MISS, GAP, CORRUPT = Status.OK, Status.MISS, Status.GAP, Status.CORRUPT
 FABRICS = ["tcp", "tls", "shm"]
+OBJECTS = np.array([object()] * 100)
+RECORDS = np.zeros(10, dtype=[("O", "u1"), ("x", "O")])
 
 
 def key(number: int) -> EngineKey:
@@ -389,6 +391,20 @@ async def test_nothing_asked_is_nothing_done(tmp_path: Path) -> None:
         assert (await ns.exists([])).prefix_blocks == 0
 
 
+async def test_tokens_that_fit_no_block_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a block is stored and found; only routers never hear of it, and nothing said so."""
+    async with opened(tmp_path) as (_, ns):
+        for number, count in enumerate((0, ns.descriptor.block_tokens, 3, 5)):
+            told = "token_ids_do_not_fit" in caplog.text
+            assert told is (number > 2)
+            assert (await ns.put([PutBlock(key(number), b"x" * 64, token_ids=range(count))])).ok
+    said = [line for line in caplog.messages if "token_ids_do_not_fit" in line]
+    assert len(said) == 1
+    assert "given=3 block_tokens=16" in said[0]
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -411,6 +427,19 @@ async def test_nothing_asked_is_nothing_done(tmp_path: Path) -> None:
         (lambda ns: ns.put([PutBlock(bytes(16), b"x", token_ids=(1.0,))]), "must be integers"),
         (lambda ns: ns.stage([bytes(16)], hold_ns=0), "hold_ns is 0"),
         (lambda ns: ns.exists([bytes(16)] * 65_537), "65537 keys"),
+        (lambda ns: ns.put([(bytes(16), b"x")]), "a tuple, not a PutBlock"),
+        (lambda ns: ns.put(PutBlock(bytes(16), b"x")), "one PutBlock, not a sequence"),
+        (lambda ns: ns.put(None), "NoneType, not a sequence"),
+        (lambda ns: ns.put([PutBlock(bytes(16), b"x", parent_key="p" * 16)]), "str, not bytes"),
+        (lambda ns: ns.put([PutBlock(bytes(16), b"x")], ack=None), "ack is None"),
+        (lambda ns: ns.put([PutBlock(bytes(16), OBJECTS)]), "Python objects"),
+        (lambda ns: ns.put([PutBlock(bytes(16), memoryview(OBJECTS))]), "Python objects"),
+        (lambda ns: ns.put([PutBlock(bytes(16), RECORDS)]), "Python objects"),
+        (lambda ns: ns.get_into([bytes(16)], [OBJECTS]), "Python objects"),
+        (lambda ns: ns.get_into([bytes(16)], None), "buffers is a NoneType"),
+        (lambda ns: ns.get_into([bytes(16)], [bytearray(8)], open_at=None), "open_at is None"),
+        (lambda ns: ns.exists(None), "keys is a NoneType"),
+        (lambda ns: ns._client.namespace("demo"), "by a NamespaceDescriptor, not by a str"),
     ],
 )
 async def test_mistakes_raise_at_once(
