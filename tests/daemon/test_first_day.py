@@ -3,6 +3,7 @@ an outage or nothing at all."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -179,3 +180,42 @@ def test_a_forgotten_unit_is_refused(cli: Cli, capsys: pytest.CaptureFixture[str
     for verb in ("quota", "add"):
         assert cli_main.main(["tenant", verb, "dev", "--flash", "3"]) == 2
         assert "write 3GiB, or 3B" in capsys.readouterr().err
+
+
+# -- failures that a script reads, and small ones
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "status"),
+    [
+        (("get", "--name", "nope", "-o", "never"), 1, "miss"),
+        (("quote", "--name", "nope"), 1, "miss"),
+        (("put", __file__, "--name", "n", "--dtype", "bf17"), 2, "bad_request"),
+    ],
+)
+def test_a_failure_is_json_where_the_answer_would_have_been(
+    cli: Cli, words: tuple[str, ...], code: int, status: str
+) -> None:
+    said = cli(*words, "--json", code=code)
+    assert said.json["status"] == status
+    assert said.json["error"] in said.err
+    assert said.json["fix"] in said.err
+    assert set(said.json) == {"error", "status", "fix"}
+
+
+def test_standard_output_that_holds_the_bytes_gets_no_json(cli: Cli) -> None:
+    said = cli("get", "--name", "nope", "-o", "-", "--json", code=1)
+    assert said.out == ""
+    assert json.loads(said.err.splitlines()[-1])["status"] == "miss"
+
+
+def test_small_things_are_called_what_they_are(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_main.main(["replay", "/no/such"]) == 2
+    assert "there is no file '/no/such'" in capsys.readouterr().err
+    said = cli.fails("events", "--tenant", "nobody", code=1, match="no tenant 'nobody'")
+    assert "known are " in said.err
+    config = variant(cli, tmp_path, metrics='"http://127.0.0.1:1"')
+    text = cli("doctor", config=config).out
+    assert "no metrics at http://127.0.0.1:1/metrics: Connection refused\n" in text

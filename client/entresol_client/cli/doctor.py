@@ -269,6 +269,12 @@ async def _session(
             await opened.endpoint.close()
 
 
+def _reason_of(error: Exception) -> object:
+    """What went wrong, without the wrapping of urllib and the number of the errno."""
+    inner = getattr(error, "reason", None) or error
+    return getattr(inner, "strerror", None) or inner
+
+
 def _session_fix(text: str) -> str:
     lowered = text.lower()
     if "in time" in lowered:
@@ -454,7 +460,7 @@ def _check_metrics(shard: ShardAddress, area: str) -> Findings:
         yield Finding(
             area,
             WARN,
-            f"no metrics at {url}: {text_of(error)}",
+            f"no metrics at {url}: {text_of(_reason_of(error))}",
             "see [listen] metrics_host of the daemon",
         )
         return

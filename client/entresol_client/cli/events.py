@@ -307,6 +307,7 @@ class Watcher:
                     self._follow(stub, None, until=None)
                     return
                 if self.place is None:
+                    self._check_known(channel, stub)
                     self.place = self._start(stub)
                 if args.follow:
                     self._follow_through_gaps(stub)
@@ -314,6 +315,19 @@ class Watcher:
                     self._follow(stub, self.place, until=self._now(stub))
             except self._grpc.RpcError as error:
                 raise rpc.translate(error) from None
+
+    def _check_known(self, channel: Any, stub: Any) -> None:
+        """Of a tenant that an operator names, once, and that may be misspelt: it has no events, and
+        would have none in an hour. Raises: CliError."""
+        if not self._named or self._args.follow or self._now(stub).seq:
+            return
+        found = rpc.call(self._stubs.AdminStub(channel).TenantList, self._pb.TenantListRequest())
+        known = [info.name for info in found.tenants]
+        if self._named not in known:
+            raise CliError(
+                f"there is no tenant {self._named!r}",
+                hint=f"known are {', '.join(known) or 'none'}",
+            )
 
     def _start(self, stub: Any) -> Place:
         """Where to begin; a snapshot is printed on the way."""

@@ -24,6 +24,7 @@ from entresol_client.cli import (
     keys,
     lookup,
     options,
+    output,
     overview,
     quoting,
     replaying,
@@ -147,6 +148,8 @@ def _run(args: argparse.Namespace) -> int:
     except EntresolError as error:
         for line in errors.describe(error):
             print(line, file=sys.stderr)
+        if getattr(args, "json", False):
+            _failed_as_json(args, error)
         return errors.exit_code_of(error)
     except KeyboardInterrupt:
         print("entresol: interrupted", file=sys.stderr)
@@ -163,6 +166,16 @@ def _run(args: argparse.Namespace) -> int:
         print(f"entresol: {where}{error.strerror or error}", file=sys.stderr)
         streams.drop_unwritten()
         return errors.EXIT_FAILED
+
+
+def _failed_as_json(args: argparse.Namespace, error: EntresolError) -> None:
+    """Where the answer would have been: a script reads one thing, whatever comes of it."""
+    to_stderr = getattr(args, "output", None) == "-"  # standard output holds the bytes
+    said = {"error": Exception.__str__(error), "status": error.status.label, "fix": error.hint}
+    try:
+        output.json_line(said, to_stderr=to_stderr)
+    except OSError:  # whoever reads our output has gone, or its disk is full; it was said already
+        streams.drop_unwritten()
 
 
 @contextlib.contextmanager

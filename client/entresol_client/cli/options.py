@@ -88,7 +88,11 @@ def add_common(parser: argparse.ArgumentParser, *, tenant: bool = True) -> None:
             metavar="NAME",
             help="use client-NAME.toml beside the configuration that is found",
         )
-    group.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help='answer in JSON, for scripts; a failure is {"error", "status", "fix"}',
+    )
     group.add_argument(
         "--progress", action="store_true", help="show progress also when not on a terminal"
     )

@@ -124,9 +124,10 @@ def answer(
     print(text, file=sys.stderr if to_stderr else sys.stdout)
 
 
-def json_line(data: Mapping[str, Any]) -> None:
+def json_line(data: Mapping[str, Any], *, to_stderr: bool = False) -> None:
     """One object on one line, for streams."""
-    print(_json(data, separators=(",", ":")), flush=True)
+    file = sys.stderr if to_stderr else sys.stdout
+    print(_json(data, separators=(",", ":")), flush=True, file=file)
 
 
 def note(text: str) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from typing import Any
 
 from entresol_client.cli import options
-from entresol_client.cli.errors import EXIT_INTERRUPTED, CliError
+from entresol_client.cli.errors import EXIT_INTERRUPTED, CliError, UsageProblem
 from entresol_client.programs import command_of
 from entresol_proto.status import Status
 
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             hint="pip install 'entresol[daemon]'",
             status=Status.UNSUPPORTED,
         )
+    if not os.path.exists(args.trace):
+        raise UsageProblem(f"there is no file {args.trace!r}")
     words = command_of(REPLAYER)
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
