@@ -100,6 +100,14 @@ def tenant_channel(config: ClientConfig, shard: ShardAddress) -> Iterator[Any]:
     channel = grpc.secure_channel(f"{host}:{shard.grpc_port}", credentials, options=options)
     try:
         yield channel
+    except Unreachable:
+        from entresol_client.certificates import own_problem
+
+        problem = own_problem(files)
+        if problem is None:
+            raise
+        text = f"the daemon at {host}:{shard.grpc_port} refuses: {problem[0]}"
+        raise UsageProblem(text, hint=problem[1], status=Status.FORBIDDEN) from None
     finally:
         channel.close()
 

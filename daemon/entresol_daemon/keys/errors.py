@@ -35,7 +35,7 @@ def io_error(path: Path, error: OSError) -> KeyringError:
     return KeyringError(
         f"the daemon cannot read or write its keyring: {reason}",
         hint="on the daemon's machine: check free space and owner of [shard] state_dir; its log "
-        "names the file (event=state_file_failed)",
+        "names the file, event=state_file_failed",
         status=Status.IO_ERROR,
     )
 
