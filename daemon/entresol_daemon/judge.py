@@ -17,16 +17,21 @@ import resource
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from entresol_daemon import data_places
 from entresol_daemon.config import Config
-from entresol_daemon.control.identity import first_certificate, server_ssl_context
+from entresol_daemon.control.identity import (
+    ROLE_SHARD,
+    SpiffeId,
+    judge_certificate,
+    server_ssl_context,
+)
 from entresol_daemon.drives import drives_below, read_wear
 from entresol_daemon.keys.providers import FileKek, is_credential
 from entresol_daemon.memory import huge_pages
-from entresol_proto.identity import ROLE_SHARD, load_certificate, spiffe_id_from_cert
 from entresol_proto.limits import GIB, MIB
 from entresol_proto.status import DeviceError, EntresolError, Status
 
@@ -74,20 +79,13 @@ def _tls(config: Config) -> Rows:
         yield FAIL, "no certificate: [tls] cert, key and ca are not all set", "name the PEM files"
         return
     server_ssl_context(tls.cert, tls.key, tls.ca)
-    raw = first_certificate(tls.cert.read_bytes())
-    certificate = load_certificate(raw)
-    named, wanted = spiffe_id_from_cert(raw, tls.trust_domain), config.shard.name
-    if (named.role, named.name) != (ROLE_SHARD, wanted):
-        fix = "issue one for this shard, or correct [shard] name"
-        yield FAIL, f"the certificate is of {named.role} {named.name}, not of shard {wanted}", fix
-    now = datetime.datetime.now(datetime.UTC)
-    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now < first:
-        fix = "check the clock of this host (timedatectl), and of the one that issued it"
-        yield FAIL, f"the certificate is valid only from {first:%Y-%m-%d %H:%M} UTC on", fix
-    elif now > last:
-        yield FAIL, f"the certificate expired on {last:%Y-%m-%d %H:%M} UTC", "issue a new one"
-    elif (last - now).days < EXPIRY_WARN_DAYS:
+    shard = SpiffeId(tls.trust_domain, ROLE_SHARD, config.shard.name)
+    validity, now_s = judge_certificate(tls.cert.read_bytes(), shard), time.time()
+    error = validity.problem(now_s)
+    if error is not None:
+        raise error
+    last = datetime.datetime.fromtimestamp(validity.not_after_s, datetime.UTC)
+    if validity.not_after_s - now_s < EXPIRY_WARN_DAYS * 86_400:
         yield WARN, f"the certificate ends on {last:%Y-%m-%d}", "renew it; it is taken over running"
     else:
         yield OK, f"certificate of shard {config.shard.name}, valid until {last:%Y-%m-%d}", ""

@@ -18,7 +18,12 @@ from entresol_daemon.compute import ThreadCompute
 from entresol_daemon.config import Config
 from entresol_daemon.control.grpc_server import GrpcLimits, GrpcServer
 from entresol_daemon.control.http import HttpServer
-from entresol_daemon.control.identity import ReloadingServerContext, first_certificate
+from entresol_daemon.control.identity import (
+    ROLE_SHARD,
+    ReloadingServerContext,
+    SpiffeId,
+    first_certificate,
+)
 from entresol_daemon.control.listener import ControlListener
 from entresol_daemon.fabrics import open_fabrics
 from entresol_daemon.flash.engine import Engine, EngineOptions
@@ -105,6 +110,7 @@ class Daemon:
         self._sockets = Sockets.from_environment()
         self._on_close("inherited sockets", _as_closer(self._sockets.close))
         check_huge_pages(config.memory)
+        self.tls = self._open_tls()
         private_folder(config.shard.state_dir)
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)
@@ -113,7 +119,6 @@ class Daemon:
         self._on_close("keys", self.keys.close)
         tell("STATUS=opening the flash, which may have to be recovered")
         engine = await self._open_engine(locked=keyring.locked)
-        self.tls = tls = self._open_tls()
         await self._open_fabrics()
         self.shard = await Shard.open(
             config,
@@ -139,7 +144,7 @@ class Daemon:
             tcp = self.fabrics[FabricKind.TCP]
             assert isinstance(tcp, TcpFabricServer)
             tcp.shake_hands = self._shake_hands
-        await self._open_surfaces(tls)
+        await self._open_surfaces(self.tls)
         log.info(
             "event=serving version=%s shard=%s control=%s:%d blocks=%d recovery=%s ready_ms=%d",
             __version__, config.shard.name, self.control.host, self.control.port,
@@ -266,8 +271,10 @@ class Daemon:
         assert files.key is not None, "checked by Config.check"
         assert files.ca is not None, "checked by Config.check"
         return ReloadingServerContext(
-            files.cert, files.key, files.ca, interval_ns=files.reload_interval_ns
-        )
+            files.cert, files.key, files.ca,
+            shard=SpiffeId(files.trust_domain, ROLE_SHARD, self.config.shard.name),
+            interval_ns=files.reload_interval_ns,
+        )  # fmt: skip
 
     async def _open_fabrics(self) -> None:
         listen, data = self.config.listen, None
@@ -308,6 +315,7 @@ class Daemon:
             unlock=self.unlock,
             change_kek=self.change_kek,
             flash_direct=self._flash_direct,
+            unusable=tls.problem,
         )
         self.grpc = GrpcServer(
             self.admin, tls=tls.bundle, trust_domain=config.tls.trust_domain,

@@ -17,6 +17,7 @@ import ipaddress
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,8 @@ def check_data(config: Config) -> None:
 def check_surroundings(config: Config) -> None:
     """What else a start needs that may not be there yet. Raises: EntresolError."""
     from entresol_daemon import data_places
-    from entresol_daemon.control.identity import server_ssl_context
+    from entresol_daemon.control.identity import judge_certificate, server_ssl_context
+    from entresol_proto.identity import ROLE_SHARD, SpiffeId
 
     for problem, hint in data_places.problems(config):
         raise ConfigError(problem, hint=hint)
@@ -110,6 +112,10 @@ def check_surroundings(config: Config) -> None:
         print(f"note: {cert} and its key and CA are not there yet; `prepare` makes them")
         return
     server_ssl_context(cert, key, ca)
+    shard = SpiffeId(config.tls.trust_domain, ROLE_SHARD, config.shard.name)
+    error = judge_certificate(cert.read_bytes(), shard).problem(time.time())
+    if error is not None:
+        raise error
 
 
 def rewrap(config: Config, old: KekProvider, new: KekProvider) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import os
 import ssl
 import time
@@ -20,6 +21,7 @@ from pki_lab import DOMAIN, Pki, config_of, greeted, refused_pairs, without_cert
 from entresol_client.client import AsyncClient
 from entresol_client.results import RequestFailedError
 from entresol_daemon.shard.turns import LoopTurns
+from entresol_proto.identity import IdentityError
 from entresol_proto.limits import KIB
 from entresol_proto.status import Status
 
@@ -127,6 +129,40 @@ async def test_rotation_without_restart(tmp_path: Path) -> None:
             assert not await greeted(running, old_cert_new_ca), "the old certificate"
             assert (await get(space, keys, 64 * KIB)).ok, "sessions of before go on"
         assert running.daemon.tls.reloads == 1
+
+
+async def test_a_certificate_that_is_not_valid_is_not_ready(tmp_path: Path) -> None:
+    """It said ready, and no host could connect. A clock may be set late, so it starts."""
+    pki = Pki.at(tmp_path / "pki")
+    uri = f"spiffe://{DOMAIN}/shard/dev"
+    expired = pki.ca.issue("dev", spiffe_uri=uri, days=-1)
+    (pki.folder / "shard.key").write_bytes(expired.key_pem)
+    (pki.folder / "shard.pem").write_bytes(expired.cert_pem)
+    async with running_daemon(tmp_path / "d", pki.change(reload_interval_ns=0)) as running:
+        said = await asyncio.to_thread(_ready, running.daemon.http.port)
+        assert said[0] == 503
+        assert "the certificate expired on" in said[1]
+        pki.install("dev")
+        assert (await asyncio.to_thread(_ready, running.daemon.http.port))[0] == 200
+
+
+def _ready(port: int) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/readyz")
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+async def test_a_certificate_of_somebody_else_is_no_start(tmp_path: Path) -> None:
+    pki = Pki.at(tmp_path / "pki")
+    pki.install("another")
+    with pytest.raises(IdentityError, match="not of shard dev"):
+        async with running_daemon(tmp_path / "d", pki.change()):
+            pass
+    assert not (tmp_path / "d/state/flash.data").exists(), "formatted before it was judged"
 
 
 async def test_sessions_end_at_their_age(tmp_path: Path) -> None:

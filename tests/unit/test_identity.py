@@ -473,6 +473,98 @@ def test_a_broken_new_file_keeps_the_old_one(
     assert all("PRIVATE" not in text for text in warnings)
 
 
+def _spoiled(pki: DevPki) -> dict[str, CertFiles]:
+    """Certificates that hosts refuse, of the right authority and with their own keys."""
+    uri, now = shard_uri(DOMAIN, "s0"), datetime.datetime.now(datetime.UTC)
+    later = now + datetime.timedelta(days=2)
+    wrong = {
+        "expired": devcerts.issue(pki, "expired", uris=[uri], server=True, days=-1),
+        "valid only from": devcerts.issue(pki, "later", uris=[uri], server=True, now=later),
+        "not of shard s0": devcerts.issue(
+            pki, "another", uris=[shard_uri(DOMAIN, "s1")], server=True
+        ),
+        "belongs to trust domain": devcerts.issue(
+            pki, "domain", uris=[shard_uri("other.test", "s0")], server=True
+        ),
+        "no URI name": devcerts.issue(pki, "nobody", uris=[], server=True),
+    }
+    return wrong | {"of tenant acme, not of shard": pki.tenant("acme")}
+
+
+def test_a_certificate_that_hosts_refuse_takes_no_good_ones_place(
+    pki: DevPki, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistake of who renews it cut off every tenant, and no counter told."""
+    shard, files = SpiffeId(DOMAIN, "shard", "s0"), pki.shard
+    before = (files.cert.read_bytes(), files.key.read_bytes())
+    door = ReloadingServerContext(*_paths(files), shard=shard, interval_ns=0, now_ns=Clock())
+    for number, (why, wrong) in enumerate(_spoiled(pki).items(), 1):
+        caplog.clear()
+        files.key.write_bytes(wrong.key.read_bytes())
+        files.cert.write_bytes(wrong.cert.read_bytes())
+        assert not door.check(force=True), why
+        assert (door.reloads, door.failures, door.stale) == (0, number, True)
+        assert door.bundle().cert == before[0]
+        assert door.problem() == ""
+        assert why in caplog.text
+        assert "PRIVATE" not in caplog.text
+    files.key.write_bytes(before[1])
+    files.cert.write_bytes(before[0])
+    assert door.check(force=True)
+    assert not door.stale
+
+
+def test_no_start_with_a_certificate_of_somebody_else(pki: DevPki) -> None:
+    for why, wrong in _spoiled(pki).items():
+        shard = SpiffeId(DOMAIN, "shard", "s0")
+        if why in ("expired", "valid only from"):
+            assert why in ReloadingServerContext(*_paths(wrong), shard=shard).problem()
+            continue
+        with pytest.raises(IdentityError, match=why) as caught:
+            ReloadingServerContext(*_paths(wrong), shard=shard)
+        assert f"spiffe://{DOMAIN}/shard/s0" in caught.value.hint
+
+
+def test_a_clock_that_is_set_late_and_certificates_of_its_time(
+    pki: DevPki, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine without a battery starts in 1970, where no certificate is valid yet."""
+    shard, files = SpiffeId(DOMAIN, "shard", "s0"), pki.shard
+    now_s = [0.0]
+    door = ReloadingServerContext(
+        *_paths(files), shard=shard, interval_ns=0, now_ns=Clock(), unix_s=lambda: now_s[0]
+    )
+    assert "valid only from" in door.problem()
+    assert "event=certificate_not_valid" in caplog.text
+    uri, now = shard_uri(DOMAIN, "s0"), datetime.datetime.now(datetime.UTC)
+    renewed = devcerts.issue(pki, "renewed", uris=[uri], server=True)
+    _install(renewed, files)
+    assert door.check(), "nothing is lost by taking another one that is not valid yet"
+    now_s[0] = time.time()
+    assert door.problem() == ""
+    soon = devcerts.issue(
+        pki, "soon", uris=[uri], server=True, now=now + datetime.timedelta(hours=1)
+    )
+    _install(soon, files)
+    for _ in range(3):
+        assert not door.check()
+    assert (door.failures, door.reloads) == (1, 1), "tried again before its time, or not at all"
+    now_s[0] += 3600
+    assert door.check(), "its time has begun, and it was not looked at again"
+    assert (door.stale, door.problem()) == (False, "")
+    now_s[0] += (devcerts.LEAF_DAYS + 1) * 86_400
+    assert "expired" in door.problem()
+
+
+def _paths(files: CertFiles) -> tuple[Path, Path, Path]:
+    return files.cert, files.key, files.ca
+
+
+def _install(source: CertFiles, target: CertFiles) -> None:
+    target.key.write_bytes(source.key.read_bytes())
+    target.cert.write_bytes(source.cert.read_bytes())
+
+
 def test_files_that_cannot_be_used_are_named(pki: DevPki, tmp_path: Path) -> None:
     shard, acme = pki.shard, pki.tenant("acme")
     with pytest.raises(IdentityError, match=r"no file .*none\.pem"):

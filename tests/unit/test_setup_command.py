@@ -21,6 +21,7 @@ from entresol_client.config import ClientConfig
 from entresol_daemon import formats, judge, setup_command
 from entresol_daemon.__main__ import main
 from entresol_daemon.config import Config
+from entresol_daemon.control import devcerts
 from entresol_daemon.dev import client_toml
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.superblock import FORMAT_VERSION, Superblock, encode_superblock
@@ -161,6 +162,27 @@ def test_check_looks_at_certificates_that_are_there(
     (toml.parent / "pki/shard.key").write_text("rubbish")
     assert run(toml, "--check") == 1
     assert "shard.key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("uri", "days", "why"),
+    [
+        ("spiffe://entresol.local/shard/shard0", -1, "expired"),
+        ("spiffe://entresol.local/shard/shard1", 1, "not of shard shard0"),
+        ("spiffe://entresol.local/tenant/shard0", 1, "of tenant shard0"),
+        ("spiffe://other.pod/shard/shard0", 1, "trust domain"),
+    ],
+)
+def test_check_calls_no_certificate_good_that_hosts_refuse(
+    toml: Path, capsys: pytest.CaptureFixture[str], uri: str, days: int, why: str
+) -> None:
+    assert run(toml, "prepare") == 0
+    pki = devcerts.load(toml.parent / "pki")
+    devcerts.issue(pki, "shard", uris=[uri], server=True, days=days, anew=True)
+    assert run(toml, "--check") == 1
+    err = capsys.readouterr().err
+    assert why in err
+    assert "fix: " in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as somebody else")

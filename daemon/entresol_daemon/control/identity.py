@@ -2,11 +2,13 @@
 
 Invariant: every handshake is judged by the newest certificate, key and CA bundle that loaded
 cleanly. Sessions are never resumed (no tickets), because resumption would skip that judgement; a
-broken new file changes nothing but a counter and one log line.
+broken new file, and a certificate that no host would accept (of somebody else, or not valid at this
+time), changes nothing but a counter and one log line.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import ssl
@@ -39,10 +41,12 @@ __all__ = [
     "PemBundle",
     "ReloadingServerContext",
     "SpiffeId",
+    "Validity",
     "check_server_identity",
     "check_trust_domain",
     "client_ssl_context",
     "first_certificate",
+    "judge_certificate",
     "parse_spiffe_id",
     "server_ssl_context",
     "shard_uri",
@@ -80,6 +84,57 @@ class PemBundle:
     ca: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """From when until when a certificate is valid, in seconds since 1970."""
+
+    not_before_s: float
+    not_after_s: float
+
+    def problem(self, now_s: float) -> IdentityError | None:
+        """Why no host would accept it at that time; None when nothing is wrong with it."""
+        if now_s < self.not_before_s:
+            return IdentityError(
+                f"the certificate is valid only from {_minute(self.not_before_s)} on",
+                hint="check the clock of this host (timedatectl), and of the one that issued it",
+            )
+        if now_s > self.not_after_s:
+            return IdentityError(
+                f"the certificate expired on {_minute(self.not_after_s)}",
+                hint="issue a new one (`entresold renew`, where `prepare` made it), or check the "
+                "clock of this host (timedatectl)",
+            )
+        return None
+
+
+def judge_certificate(pem: bytes, shard: SpiffeId | None) -> Validity:
+    """When the chain's first certificate is valid, if it names `shard` (None: whomever it names).
+
+    Raises: IdentityError for one that hosts would not take for that shard's: another role, name or
+        trust domain, several names or none, a CA's.
+    """
+    raw = first_certificate(pem)
+    certificate = load_certificate(raw)
+    if shard is not None:
+        wanted = f"a certificate with the single URI name {shard}"
+        try:
+            named = spiffe_id_from_cert(raw, shard.trust_domain)
+        except IdentityError as error:
+            raise IdentityError(
+                Exception.__str__(error),
+                hint=f"[tls] cert: {wanted}; or correct [tls] trust_domain",
+            ) from None
+        if named != shard:
+            raise IdentityError(
+                f"the certificate is of {named.role} {named.name}, not of {shard.role} "
+                f"{shard.name}",
+                hint=f"[tls] cert: {wanted}; or correct [shard] name",
+            )
+    return Validity(
+        certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
+    )
+
+
 class ReloadingServerContext:
     """A server context that follows its files.
 
@@ -87,6 +142,10 @@ class ReloadingServerContext:
     the three files are looked at (inode, size, times of content and of owner or mode); when one
     changed, a new context is built and serves this and all later handshakes. Established sessions
     keep the identity they were accepted with, which is why sessions have a maximum age.
+
+    A certificate that is not valid now takes no valid one's place; it is tried again when its time
+    begins. At the start, and after one that is not valid either, it is taken: a clock may be set
+    only later. `problem` tells of it.
 
     Attributes:
         reloads: times a changed set of files was taken over.
@@ -100,19 +159,26 @@ class ReloadingServerContext:
         key: str | Path,
         ca: str | Path,
         *,
+        shard: SpiffeId | None = None,
         interval_ns: int = RELOAD_INTERVAL_NS_DEFAULT,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """Raises: IdentityError when the files cannot be used now."""
+        """`shard`: whom the certificate must name. Raises: IdentityError when the files cannot be
+        used now, for another reason than the dates of the certificate."""
         self._paths = (Path(cert), Path(key), Path(ca))
+        self._shard = shard
         self._interval_ns = interval_ns
         self._now_ns = now_ns
+        self._unix_s = unix_s
         self.reloads = 0
         self.failures = 0
         self.stale = False
+        self._again_s: float | None = None  # when the time of a set that lies there begins
         self._signature = self._stat()
         self._active, self._bundle = self._load(generation=1)
-        self._not_after_s = _not_after_s(self._bundle.cert)
+        self._validity = judge_certificate(self._bundle.cert, shard)
+        self._warn_of_dates()
         self._checked_ns = now_ns()
         # The context that servers hold is a door only: each handshake is moved to the active one.
         self.context = server_ssl_context(*self._paths)
@@ -146,12 +212,14 @@ class ReloadingServerContext:
             return False
         self._checked_ns = now_ns
         signature = self._stat()
-        if signature == self._signature and not (force and self.stale):
+        again = (force and self.stale) or self._has_begun()
+        if signature == self._signature and not again:
             return False
         self._signature = signature  # a set that failed is tried again when it changes, or by HUP
+        self._again_s = None
         try:
             context, bundle = self._load(self._bundle.generation + 1)
-            not_after_s = _not_after_s(bundle.cert)
+            validity = self._judge(bundle)
             if self._stat() != signature:
                 raise IdentityError("the files changed while they were read")
         except IdentityError as error:
@@ -159,19 +227,49 @@ class ReloadingServerContext:
                 self._signature = None
             self.failures += 1
             self.stale = True
-            log.warning("event=tls_reload_failed kept=old reason=%r", str(error))
+            reason, hint = Exception.__str__(error), error.hint
+            log.warning("event=tls_reload_failed kept=old reason=%r hint=%r", reason, hint)
             return False
-        self._active, self._bundle, self._not_after_s = context, bundle, not_after_s
+        self._active, self._bundle, self._validity = context, bundle, validity
         self.stale = False
         self.reloads += 1
         log.info("event=tls_reloaded generation=%d", bundle.generation)
+        self._warn_of_dates()
         return True
+
+    def _has_begun(self) -> bool:
+        return self._again_s is not None and self._unix_s() >= self._again_s
+
+    def _judge(self, bundle: PemBundle) -> Validity:
+        """Raises: IdentityError when it must not take the place of what is in force."""
+        validity, now_s = judge_certificate(bundle.cert, self._shard), self._unix_s()
+        error = validity.problem(now_s)
+        if error is not None and self._validity.problem(now_s) is None:
+            if now_s < validity.not_before_s:
+                self._again_s = validity.not_before_s
+            raise error
+        return validity
+
+    def _warn_of_dates(self) -> None:
+        error = self._validity.problem(self._unix_s())
+        if error is not None:
+            log.error(
+                "event=certificate_not_valid effect=hosts_refuse_it reason=%r hint=%r",
+                Exception.__str__(error), error.hint,
+            )  # fmt: skip
 
     def not_after_s(self) -> float:
         """When the certificate in force ends, in seconds since 1970; looks at the files first, so
         that a daemon that nobody connects to tells of new ones."""
         self.check()
-        return self._not_after_s
+        return self._validity.not_after_s
+
+    def problem(self) -> str:
+        """Why hosts refuse the certificate in force at this time; empty when they do not. Looks at
+        the files first."""
+        self.check()
+        error = self._validity.problem(self._unix_s())
+        return "" if error is None else Exception.__str__(error)
 
     def bundle(self) -> PemBundle:
         """The files now in force, after a look at them; for gRPC's certificate fetcher."""
@@ -191,6 +289,6 @@ def first_certificate(pem: bytes) -> bytes:
     return begin + pem.partition(begin)[2].partition(end)[0] + end
 
 
-def _not_after_s(pem: bytes) -> float:
-    """The end of the chain's first certificate. Raises: IdentityError."""
-    return load_certificate(first_certificate(pem)).not_valid_after_utc.timestamp()
+def _minute(moment_s: float) -> str:
+    """As people read it; a certificate may end in the year 9999, and no clock is past that."""
+    return f"{datetime.datetime.fromtimestamp(moment_s, datetime.UTC):%Y-%m-%d %H:%M} UTC"

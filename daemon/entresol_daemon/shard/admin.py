@@ -94,10 +94,11 @@ class ShardAdmin:
         unlock: Callable[[str], Awaitable[str]],
         change_kek: Callable[[str], Awaitable[tuple[str, str]]],
         flash_direct: bool = False,
+        unusable: Callable[[], str] = str,  # nothing
     ) -> None:
         """`end_sessions` closes a tenant's connections and waits; `begin_drain` tells hosts;
         `unlock` and `change_kek` read KEK files, see `ShardBackend`; `flash_direct` tells whether
-        the device bypasses the page cache."""
+        the device bypasses the page cache; `unusable` says why hosts cannot connect, or nothing."""
         self._shard = shard
         self._addresses = addresses
         self._end_sessions = end_sessions
@@ -105,6 +106,7 @@ class ShardAdmin:
         self._unlock = unlock
         self._change_kek = change_kek
         self._flash_direct = flash_direct
+        self._unusable = unusable
         self._started_ns = shard.parts.now_ns()
 
     @property
@@ -126,6 +128,8 @@ class ShardAdmin:
             reasons.append(LOCKED)
         if self._shard.parts.engine.failed:
             reasons.append("flash failed: puts are refused")
+        if unusable := self._unusable():
+            reasons.append(unusable)
         return reasons
 
     def admit(self, tenant: TenantName) -> None:
