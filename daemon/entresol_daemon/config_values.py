@@ -216,7 +216,8 @@ def _path(text: str, about: Setting, base: Path) -> Path:
 
 
 def read_section(cls: type[S], name: str, table: object, source: Path) -> S:
-    """Build one section from its TOML table.
+    """Build one section from its TOML table. Paths become absolute: whoever is told of one (a host,
+    of a socket) may be in another folder.
 
     Raises: ConfigError for a table of another type, an unknown key, or a bad value.
     """
@@ -230,7 +231,7 @@ def read_section(cls: type[S], name: str, table: object, source: Path) -> S:
                 f"{source}: unknown setting {key!r} in [{name}]", hint=nearest(key, known)
             )
         try:
-            values[key] = convert(value, known[key], source.parent)
+            values[key] = convert(value, known[key], source.parent.absolute())
         except ValueError as error:
             raise ConfigError(f"{source}: [{name}] {key}: {error}", hint=known[key].doc) from None
     return cls(**values)

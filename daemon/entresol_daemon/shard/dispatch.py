@@ -186,7 +186,7 @@ class SessionHandler:
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._withdraw(None)
+        self._withdraw()
         try:
             if self.session is not None:
                 await self._shard.close_session(self.session)
@@ -360,8 +360,6 @@ class SessionHandler:
         except EntresolError as error:
             self._fail(request_id, kind, error)
             return error.status
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             self._fail_unexpectedly(request_id, kind, error)
             return Status.INTERNAL
@@ -460,15 +458,17 @@ class SessionHandler:
             kind = FabricKind(message.kind)
             metrics.sessions[kind].inc()
             metrics.sessions_opened[kind].inc()
-        self._withdraw(None)
+        self._withdraw()
         self._shard.opened(session)
         self._send(opening.Attached(message.kind), request_id)
 
-    def _withdraw(self, keep: Offer | None) -> None:
-        for offer in self._offers:
-            if offer is not keep:
+    def _withdraw(self) -> None:
+        offers, self._offers = self._offers, []
+        for offer in offers:
+            try:
                 self._shard.fabrics[offer.kind].withdraw(offer)
-        self._offers = []
+            except Exception:  # the other offers, and the session, end all the same
+                log.exception("event=withdraw_failed fabric=%s", offer.kind.label)
 
     def _fail_unexpectedly(self, request_id: int, kind: FrameType, error: Exception) -> None:
         text, hint = "internal error", "see the daemon's log"
