@@ -215,6 +215,10 @@ def _run_dev(arguments: argparse.Namespace) -> int:
             config.check("--flash")
         if arguments.codec:
             config = dev.with_codec(config, arguments.codec)
+        for name in ("flash", "codec"):
+            if value := getattr(arguments, name):
+                home.options += (f"--{name}", value)
+        config, note = dev.with_ports_again(config, home)
         if arguments.check:
             print("good")
             return 0
@@ -224,10 +228,14 @@ def _run_dev(arguments: argparse.Namespace) -> int:
         entered.say()
 
         def ready(daemon: Daemon) -> None:
-            dev.write_client_files(home, daemon)
+            needed = dev.write_client_files(home, daemon)
             print(f"entresold {__version__} in {home.directory}", flush=True)
+            if note:
+                print(f"  note: {note}")
             print(f"  client configuration: {home.client_toml}", flush=True)
             print(f"  metrics: http://127.0.0.1:{daemon.http.port}/metrics", flush=True)
+            if needed:
+                print(f"  `entresol` uses another configuration; for this one: {needed}")
             print("  try, in another terminal: entresol put, get, exists, events, explain --help")
             print("  stop with Ctrl-C", flush=True)
 

@@ -3,16 +3,21 @@
 Makes a folder with a dev PKI, a key-encryption key and a client configuration, and leaves a pointer
 where the client looks first, so that `entresol` in another terminal needs no flags.
 
-Invariant: an existing folder is used as it is (a second start is a warm restart); a temporary one
-is removed when the daemon stops.
+Invariant: an existing folder is used as it is (a second start is a warm restart, at the same ports
+where they are free); a temporary one is removed when the daemon stops. The pointer of a daemon that
+runs stays its own: no other one replaces or removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
+import socket
 import tempfile
+import tomllib
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,15 +34,27 @@ from entresol_proto.status import ConfigError
 
 TENANTS_DEFAULT = ("dev", "other")
 CLIENT_TOML = "client.toml"
+MARKER_TOML = "dev.toml"  # while the daemon runs: `entresol tenant add` reads how it was started
+ANSWER_S = 1.0  # for another daemon's socket
+LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DevHome:
-    """A prepared folder."""
+    """A prepared folder.
+
+    Attributes:
+        options: words of the command line that a later start wants too.
+        written: this process has written the client files, and so removes what goes with its end.
+        pointed: this process wrote the pointer.
+    """
 
     directory: Path
     temporary: bool
     tenants: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    written: bool = False
+    pointed: bool = False
 
     @property
     def client_toml(self) -> Path:
@@ -51,10 +68,12 @@ class DevHome:
         return self.directory / f"client-{tenant}.toml"
 
     def remove(self) -> None:
-        """Delete a temporary folder, and the pointer if it names this one."""
-        pointer = pointer_path()
+        """Delete what this process left for clients, and a temporary folder."""
+        pointer = pointer_path() if self.pointed else None
         if pointer and pointer.is_symlink() and pointer.readlink() == self.client_toml:
             pointer.unlink()
+        if self.written:
+            (self.directory / MARKER_TOML).unlink(missing_ok=True)
         if self.temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -111,9 +130,66 @@ def with_codec(config: Config, codec: str) -> Config:
     return replace(config, sealing=replace(config.sealing, codec=codec))
 
 
-def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -> None:
-    """Client configurations for every dev tenant, naming the ports the daemon got."""
+def with_ports_again(config: Config, home: DevHome) -> tuple[Config, str]:
+    """The same at the ports of the folder's last life, so that clients that are open find it again;
+    with a note about those that are taken by now, for people."""
+    listen, taken = config.listen, []
+    for name, port in _last_ports(home.client_toml).items():
+        if _is_free(port):
+            listen = replace(listen, **{name: port})  # type: ignore[arg-type]
+        else:
+            taken.append(str(port))
+    if not taken:
+        return replace(config, listen=listen), ""
+    note = f"port {', '.join(taken)} of its last life is taken: "
+    return replace(config, listen=listen), note + "clients that are open may not find it again"
+
+
+def _last_ports(path: Path) -> dict[str, int]:
+    """Of a client configuration that an earlier start wrote; empty when there is none."""
+    shard = _first_shard(path)
+    try:
+        metrics = urllib.parse.urlsplit(str(shard.get("metrics", ""))).port
+    except ValueError:
+        metrics = None
+    found = {
+        "control_port": shard.get("port"), "grpc_port": shard.get("grpc_port"),
+        "metrics_port": metrics,
+    }  # fmt: skip
+    ports = {name: port for name, port in found.items() if type(port) is int and 0 < port < 65_536}
+    return ports if len(set(ports.values())) == len(ports) else {}
+
+
+def _first_shard(path: Path) -> dict[str, object]:
+    """Of a client configuration; empty when nothing can be read there."""
+    try:
+        shard = tomllib.loads(path.read_text())["shards"][0]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return {}
+    return shard if isinstance(shard, dict) else {}
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -> str:
+    """Client configurations for every dev tenant, naming the ports the daemon got.
+
+    Returns what `entresol` needs to be told to reach this daemon; empty when it finds it by itself.
+    """
     pki = home.directory / "pki"
+    home.written = True
+    words = [f"temporary = {str(home.temporary).lower()}"]
+    for name, values in (("tenants", home.tenants), ("options", home.options)):
+        words.append(f"{name} = [{', '.join(map(quoted, values))}]")
+    _replace_text(home.directory / MARKER_TOML, "\n".join(words) + "\n")
     for tenant in home.tenants:
         stem = pki / "tenants" / tenant
         text = client_toml(
@@ -122,12 +198,17 @@ def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -
             host=daemon.control.host,
             ports=(daemon.control.port, daemon.grpc.port, daemon.http.port),
         )
-        target = home.client_toml_of(tenant)
-        scratch = target.with_suffix(".tmp")
-        scratch.write_text(text)
-        scratch.replace(target)
-    if pointer:
-        _point_to(home.client_toml)
+        _replace_text(home.client_toml_of(tenant), text)
+    if not pointer:
+        return ""
+    home.pointed = _point_to(home.client_toml)
+    return "" if home.pointed else f"export ENTRESOL_CONFIG={shlex.quote(str(home.client_toml))}"
+
+
+def _replace_text(target: Path, text: str) -> None:
+    scratch = target.with_suffix(".tmp")
+    scratch.write_text(text)
+    scratch.replace(target)
 
 
 def client_toml(
@@ -178,17 +259,36 @@ def pointer_path() -> Path | None:
         return None
 
 
-def _point_to(target: Path) -> None:
+def _point_to(target: Path) -> bool:
+    """Make the pointer name `target`; False where it goes on naming another that is in use."""
     pointer = pointer_path()
     if pointer is None:
-        return
+        return False
     try:
         pointer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if pointer.exists() and not pointer.is_symlink():
-            return  # somebody's own configuration: not ours to replace
+            return False  # somebody's own configuration: not ours to replace
+        if pointer.is_symlink() and pointer.readlink() != target and _answers(pointer):
+            return False
         scratch = pointer.with_suffix(".new")
         scratch.unlink(missing_ok=True)
         scratch.symlink_to(target)
         scratch.replace(pointer)
-    except OSError:
-        return  # a convenience only; `entresol --config` names the file itself
+    except OSError:  # a convenience only; `entresol --config` names the file itself
+        return False
+    return True
+
+
+def _answers(client_configuration: Path) -> bool:
+    """Whether the daemon that it names runs on this machine. By its socket for operators: the
+    sandbox lets no TCP connection out."""
+    path = _first_shard(client_configuration).get("admin_socket")
+    if not isinstance(path, str):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(ANSWER_S)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

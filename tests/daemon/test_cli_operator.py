@@ -227,7 +227,8 @@ def test_inspect_without_the_daemon_package(
 
 def test_whoever_adds_a_tenant_is_told_where_its_certificate_comes_from(cli: Cli) -> None:
     said = cli("tenant", "add", "late").out
-    assert f"entresold --dev --dir {cli.folder} --tenant dev --tenant other --tenant late" in said
+    assert f"entresold --dev --dir {cli.folder} --flash 256MiB " in said
+    assert "--tenant dev --tenant other --tenant late\n" in said
     assert f"{cli.folder}/client-late.toml" in said
     cli("tenant", "erase", "late", "--yes")
     for socket, file in (

@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import json
 import re
+import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ from entresol_client.cli import options, output, rpc
 from entresol_client.cli.errors import CliError, UsageProblem
 from entresol_client.cli.overview import one_admin_socket
 from entresol_proto import limits, units
-from entresol_proto.ids import check_tenant_name
+from entresol_proto.ids import BadKeyError, check_tenant_name
 from entresol_proto.status import Status
 
 ERASE_DEADLINE_S = 120.0
 _UNIT_SOCKET = re.compile(r"/run/entresol(?:-([^/]+))?/admin\.sock")  # of the units in systemd/
+_DEV_MARKER = "dev.toml"  # of `entresold --dev`, in its folder while it runs
 WEIGHT_MAX = 1_000_000
 
 EXAMPLES = """\
@@ -260,19 +263,47 @@ def certificate_words(admin_socket: Path, name: str) -> list[str]:
     """How a tenant of the daemon with this socket gets its certificate: one of `entresold --dev`,
     one of the package's units, or another."""
     home = admin_socket.parent.parent
-    issued = sorted(path.stem for path in (home / "pki" / "tenants").glob("*.pem"))
-    if issued:
-        named = " ".join(f"--tenant {one}" for one in dict.fromkeys([*issued, name]))
-        return [
-            f"stop the daemon, then: entresold --dev --dir {home} {named}",
-            f"and use {home}/client-{name}.toml",
-        ]
+    if started := _dev_start(home):
+        return _dev_words(home, *started, name)
     unit = _UNIT_SOCKET.fullmatch(str(admin_socket))
     file = f"/etc/entresol/{unit[1] or 'entresold'}.toml" if unit else "FILE"
     folder = f"/etc/entresol/tenants/{name}" if unit else "FOLDER"
     return [
         "from SPIRE, cert-manager or your CA; or from this machine's own authority:",
         f"entresold --config {file} certify {name} {folder}",
+    ]
+
+
+def _dev_start(home: Path) -> tuple[bool, list[str], list[str]] | None:
+    """How `entresold --dev` was started that runs in this folder: whether the folder is temporary,
+    its tenants in their order, further options. None where none runs."""
+    try:
+        said = tomllib.loads((home / _DEV_MARKER).read_text())
+        tenants = [check_tenant_name(str(one)) for one in said["tenants"]]
+        return bool(said["temporary"]), list(tenants), [str(one) for one in said["options"]]
+    except (OSError, ValueError, KeyError, TypeError, BadKeyError):
+        return None
+
+
+def _dev_words(
+    home: Path, temporary: bool, tenants: list[str], further: list[str], name: str
+) -> list[str]:
+    if name in tenants:
+        file = "client.toml" if name == tenants[0] else f"client-{name}.toml"
+        return [f"which is there: use {home / file}"]
+    named = [word for one in (*tenants, name) for word in ("--tenant", one)]
+    if temporary:
+        words = shlex.join([*further, *named])
+        return [
+            "this daemon's folder is temporary: blocks and certificates go when it stops. To keep "
+            "them, and with this tenant from the start:",
+            f"entresold --dev --dir FOLDER {words}",
+            f"and use FOLDER/client-{name}.toml",
+        ]
+    words = shlex.join(["--dir", str(home), *further, *named])
+    return [
+        f"stop the daemon, then: entresold --dev {words}",
+        f"and use {home}/client-{name}.toml",
     ]
 
 
