@@ -452,7 +452,8 @@ class Config:
         found: list[tuple[str, str]] = []
         for name in ("cert", "key", "ca"):
             if getattr(self.tls, name) is None:
-                hint = "name your PEM files, or try `entresold --dev`, which makes its own"
+                hint = "name your PEM files, or where `entresold --config FILE prepare` is to make "
+                hint += "them; `entresold --dev`, to try it, needs none"
                 found.append((f"[tls] {name} is not set", hint))
         try:
             check_tenant_name(self.shard.name)

@@ -175,15 +175,20 @@ class Daemon:
 
     async def _find_kek(self) -> FileKek | None:
         """None when it is not there (yet): the daemon starts locked. Raises: KeyringError."""
-        path = self.config.keys.kek_file
-        if path is None:
-            log.warning("event=locked reason='no [keys] kek_file' hint='see `entresol unlock`'")
-            return None
-        try:
-            return await asyncio.to_thread(FileKek.open, path)
-        except KekMissingError as error:
-            log.warning("event=locked reason=%r hint='see `entresol unlock`'", str(error))
-            return None
+        path, why = self.config.keys.kek_file, "[keys] kek_file names no key-encryption key"
+        if path is not None:
+            try:
+                return await asyncio.to_thread(FileKek.open, path)
+            except KekMissingError as error:
+                why = Exception.__str__(error)
+        if not self.config.flash_path.exists():
+            raise KeyringError(
+                f"{why}, and there is no {self.config.flash_path}: without the key none is made",
+                hint="before a first start `entresold --config FILE prepare` makes the key that "
+                "[keys] kek_file names; where there was one, bring it back",
+            )
+        log.warning("event=locked reason=%r hint='see `entresol unlock`'", why)
+        return None
 
     async def unlock(self, kek_file: str = "") -> str:
         """Take the KEK from a file (by default the configured one); returns its id.

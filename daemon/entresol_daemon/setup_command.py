@@ -39,7 +39,10 @@ def add_parsers(commands: Any) -> None:
         "prepare", help="before a first start: make the keys and certificates that are missing"
     )
     prepare.add_argument(
-        "--kek", type=Path, metavar="FILE", help="where the key-encryption key belongs"
+        "--kek",
+        type=Path,
+        metavar="FILE",
+        help="where the key-encryption key belongs (default: [keys] kek_file)",
     )
     prepare.add_argument(
         "--beside", metavar="PATTERN", default="",
@@ -107,6 +110,7 @@ def check_surroundings(config: Config) -> None:
 
     for problem, hint in data_places.problems(config):
         raise ConfigError(problem, hint=hint)
+    _check_kek(config)
     cert, key, ca = _tls_files(config)
     if not any(path.exists() for path in (cert, key, ca)):
         print(f"note: {cert} and its key and CA are not there yet; `prepare` makes them")
@@ -118,18 +122,42 @@ def check_surroundings(config: Config) -> None:
         raise error
 
 
+def _check_kek(config: Config) -> None:
+    """Say what a start without the key-encryption key would come to. Raises: KeyringError."""
+    from entresol_daemon.keys.providers import FileKek, KekMissingError, is_credential
+
+    kek = config.keys.kek_file
+    if kek is None:
+        print("note: [keys] kek_file names no key-encryption key: the daemon starts locked")
+        return
+    if is_credential(kek) and "CREDENTIALS_DIRECTORY" not in os.environ:
+        return  # only the unit's process is shown it
+    try:
+        FileKek.open(kek)
+    except KekMissingError:
+        way = "bring it back" if _keyrings([config.shard.state_dir]) else "`prepare` makes it"
+        print(f"note: there is no key-encryption key {kek}; {way}")
+
+
+def _keyrings(folders: list[Path]) -> list[Path]:
+    """Files of keyrings, whole or damaged: something was sealed there."""
+    from entresol_daemon.formats import KEYRINGS
+
+    places = [folder / name for folder in folders for name in KEYRINGS]
+    return [place for place in places if place.exists()]
+
+
 def rewrap(config: Config, old: KekProvider, new: KekProvider) -> None:
     """Wrap every key of a stopped daemon's keyring under another key-encryption key.
 
     As the owner of its folder when it is root who asks, so that the daemon can read what is
     written. Raises: KeyringError, also while a daemon runs there: `entresol change-kek` asks it.
     """
-    from entresol_daemon.formats import KEYRINGS
     from entresol_daemon.keys.keyring import Keyring
 
     folder = config.shard.state_dir
     try:
-        if not any((folder / name).exists() for name in KEYRINGS):
+        if not _keyrings([folder]):
             raise KeyringError(f"there is no keyring in {folder}", hint="see [shard] state_dir")
         with _as_owner_of(folder):
             keyring = Keyring.open(folder, old)
@@ -168,25 +196,28 @@ def _tls_files(config: Config) -> tuple[Path, Path, Path]:
 
 
 def _prepare(config: Config, kek: Path | None, beside: str, group: str | None) -> int:
+    from entresol_daemon.keys.providers import is_credential
+
     number = None if group is None else _group_number(group)  # before anything is made
-    if kek is not None and config.keys.kek_file is None:
-        print(f"{kek}: not made, [keys] kek_file names none: the daemon starts locked")
-    elif kek is not None:
-        _make_kek(config, kek, beside)
+    named = config.keys.kek_file
+    if named is None:
+        print(f"{kek or 'a KEK'}: not made, [keys] kek_file names none: the daemon starts locked")
+    elif kek is None and is_credential(named):
+        print(f"{named}: a credential of the unit; --kek FILE, as in its LoadCredential=, makes it")
+    else:
+        _make_kek(config, kek or named, beside)
     _make_certificates(config, number)
     return 0
 
 
 def _make_kek(config: Config, path: Path, beside: str) -> None:
-    from entresol_daemon.formats import KEYRINGS
     from entresol_daemon.keys.providers import FileKek
 
     if path.exists():
         print(f"{path}: is there and stays as it is")
         return
     folders = [config.shard.state_dir, *(Path(one) for one in sorted(glob.glob(beside)))]
-    used = [folder / name for folder in folders for name in KEYRINGS if (folder / name).exists()]
-    if used:  # whole or damaged
+    if used := _keyrings(folders):
         raise KeyringError(
             f"there is no {path}, but {used[0]} holds keys that were wrapped under one",
             hint="bring back the key-encryption key from where you keep its copy; a new one opens "

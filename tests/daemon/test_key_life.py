@@ -504,7 +504,8 @@ async def test_a_locked_daemon_makes_and_formats_nothing(site: Site, exists: boo
     with pytest.raises((FormatError, EntresolError)) as caught:
         async with site.running():
             pass
-    assert caught.value.hint
+    assert "key-encryption key" in caught.value.hint + str(caught.value)
+    assert exists or ("KEK file" in str(caught.value) and "prepare" in caught.value.hint)
     assert data.exists() is exists
     if exists:
         assert data.read_bytes() == before

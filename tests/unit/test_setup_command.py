@@ -86,6 +86,31 @@ def test_prepare_makes_what_is_missing_and_only_once(
     assert capsys.readouterr().out.count("stay") == 2
 
 
+def test_prepare_makes_the_key_that_the_configuration_names(
+    toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said nothing of the key, `--check` said good, and no first start was to be had."""
+    assert run(toml, "--check") == 0
+    assert f"no key-encryption key {toml.parent}/kek; `prepare`" in capsys.readouterr().out
+    assert run(toml, "prepare") == 0
+    assert FileKek.open(toml.parent / "kek").kek_id().hex() in capsys.readouterr().out
+    assert run(toml, "--check") == 0
+    assert "note: " not in capsys.readouterr().out
+    Keyring.open(toml.parent / "state", FileKek.open(toml.parent / "kek")).close()
+    (toml.parent / "kek").chmod(0o644)
+    assert run(toml, "--check") == 1, "the daemon refuses a key that others may read"
+    (toml.parent / "kek").unlink()
+    assert run(toml, "--check") == 0
+    assert "bring it back" in capsys.readouterr().out
+    assert run(toml, "prepare") == 1
+    assert "wrapped under" in capsys.readouterr().err
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    toml.write_text(toml.read_text().replace(f"{toml.parent}/kek", "$CREDENTIALS_DIRECTORY/kek"))
+    assert run(toml, "prepare") == 0
+    assert "a credential of the unit; --kek FILE" in capsys.readouterr().out
+    assert run(toml, "--check") == 0
+
+
 def test_prepare_makes_no_key_over_a_keyring_whose_key_is_missing(
     toml: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
