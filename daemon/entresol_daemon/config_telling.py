@@ -17,7 +17,9 @@ class LogConfig:
     level: str = setting(
         "info", "Least severe level written.", choices=("debug", "info", "warning", "error")
     )
-    format: str = setting("kv", "kv (key=value) or json.", choices=("kv", "json"))
+    format: str = setting(
+        "kv", "Lines of key=value, or a JSON object a line.", choices=("kv", "json")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 Invariants owned here:
 - One line per record (a traceback follows as lines of its own in key=value form): control
-  characters are escaped, so nobody can forge a line through a name.
+  characters are escaped, so nobody can forge a line through a name. A value that holds a space, a
+  quote or `=` is quoted, so nobody can forge a field either.
+- Fields are found in `kv` messages and in the templates of log calls alike (`log_templates`);
+  whatever is not made of fields is written as it stands.
 - No bytes over `BYTES_SHOWN_MAX` and no sequence is ever formatted, whether it comes as a field, as
   a logging argument or inside an exception's text; long hex runs are cut; fields whose name says
   secret are blanked. It is a net under the rule "never log payload, keys, salts, token ids", not a
@@ -21,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import enum
+import functools
 import json
 import logging
 import queue
@@ -32,6 +36,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, TextIO
 
+from entresol_daemon import log_templates
 from entresol_proto import ids
 
 BYTES_SHOWN_MAX = 16
@@ -39,6 +44,7 @@ TEXT_SHOWN_MAX = 512  # characters of one field
 MESSAGE_SHOWN_MAX = 4_096  # characters of one message
 TRACE_SHOWN_MAX = 16_384  # characters of one traceback
 TEXT_READ_MAX = 65_536  # characters of anything that are looked at; the rest is dropped
+CONTENT_CHARS_MIN = 17  # the shortest text that is judged: a list of eight numbers
 ALIKE_AT_ONCE_MAX = 200  # lines of one kind, of one tenant; then
 ALIKE_PER_SECOND = 2.0
 KINDS_MAX = 4_096  # of lines that are remembered for it
@@ -112,6 +118,8 @@ def _shown_value(value: object) -> str:
 
 def scrub(text: str) -> str:
     """`text` without what looks like content: bytes literals, long hex, lists of numbers."""
+    if len(text) < CONTENT_CHARS_MIN:
+        return text
     text = text[:TEXT_READ_MAX]
     text = _BYTES_LITERAL.sub(_hidden_literal, text)
     text = _LONG_HEX.sub(r"\1..", text)
@@ -225,10 +233,42 @@ def _say(record: logging.LogRecord, unsaid: int) -> None:
         record.msg, record.args = record.msg + " unsaid=%d", (*(record.args or ()), unsaid)
 
 
+@functools.lru_cache(log_templates.TEMPLATES_KEPT)
+def _has_fields(template: str) -> bool:
+    """Not where content was written into the template itself."""
+    return log_templates.parse(template) is not None and scrub(template) == template
+
+
 class _Formatter(logging.Formatter):
+    def fields(self, record: logging.LogRecord) -> list[tuple[str, log_templates.Value, str]]:
+        """Name, value and text of each field of a template, as they may be shown; empty where the
+        record is no such thing."""
+        template, args = record.msg, record.args or ()
+        if not isinstance(template, str) or not isinstance(args, tuple):
+            return []
+        if not template.startswith("event=") or len(template) > log_templates.TEMPLATE_CHARS_MAX:
+            return []  # and it is remembered nowhere: it may be anybody's text
+        if not _has_fields(template):
+            return []
+        found = log_templates.fields(template, [_safe_argument(value) for value in args])
+        shown_fields, left = [], MESSAGE_SHOWN_MAX
+        for name, value, text in found or ():
+            if name in SECRET_FIELDS:
+                value = text = REDACTED
+            else:
+                safe = scrub(text)
+                if isinstance(value, str) or safe != text:  # also a number as long as a key
+                    value = safe[:left]
+                text = safe[:left]
+            left -= len(text)
+            shown_fields.append((name, value, text))
+        return shown_fields
+
     def message(self, record: logging.LogRecord) -> str:
         if isinstance(record.msg, KV):
             return _one_line(str(record.msg))
+        if found := self.fields(record):
+            return _one_line(" ".join(f"{name}={_quote(text)}" for name, _, text in found))
         try:
             text = record.getMessage()
         except (TypeError, ValueError):  # a wrong number or kind of arguments
@@ -263,7 +303,8 @@ class KeyValueFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object per line; the fields of `kv` become members beside ts, level, logger."""
+    """One JSON object per line; fields become members beside ts, level, logger. What has none is
+    the member `message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
@@ -272,19 +313,27 @@ class JsonFormatter(_Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
         }
+        trace = self.trace(record)
         if isinstance(record.msg, KV):
             line["event"] = record.msg.event
             for name, value in record.msg.fields.items():
                 plain = type(value) in (int, float, bool, type(None)) and name not in SECRET_FIELDS
-                line[name if name not in line else f"{name}_"] = (
-                    value if plain else shown(name, value)
-                )
+                _add(line, name, value if plain else shown(name, value))
+        elif found := self.fields(record):
+            for name, value, _ in found:
+                _add(line, name, value)
         else:
             line["message"] = self.message(record)
-        trace = self.trace(record)
         if trace:
             line["trace"] = trace
         return json.dumps(line)
+
+
+def _add(line: dict[str, object], name: str, value: object) -> None:
+    """A member, under a name that is free."""
+    while name in line or name == "trace":
+        name += "_"
+    line[name] = value
 
 
 FORMATTERS: dict[str, type[_Formatter]] = {"kv": KeyValueFormatter, "json": JsonFormatter}

@@ -93,6 +93,7 @@ NOT_TRIED = {
     "ssh -L 7443:127.0.0.1:7443 HOST": "wants a second machine",
     "promtool test rules": "Prometheus is not in there: tests/daemon/test_prometheus.py runs it",
     "--with-key=tpm2": "wants a TPM",
+    "entresold --config FILE prepare": "its unit runs it with more words; tests/unit does without",
     "nvme smart-log": "wants an NVMe drive",
     "dmesg": "would be the log of this machine's kernel",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import io
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entresol_daemon import logs
+from entresol_daemon import log_templates, logs
 from entresol_daemon.logs import KV, kv, scrub
 from entresol_proto.status import Status
 
 CANARY = b"the prompt of somebody, reconstructed from KV"
 log = logging.getLogger("entresol.test")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +94,8 @@ def test_json_lines_have_the_fields_as_members(objects):
 
 
 def test_plain_messages_work_as_ever(lines):
-    log.info("event=x count=%d name=%s", 3, "a")
-    assert "event=x count=3 name=a" in lines.getvalue()
+    log.info("%d of them, name %s", 3, "a")
+    assert "3 of them, name a" in lines.getvalue()
 
 
 @pytest.mark.parametrize("form", sorted(logs.FORMATTERS))
@@ -129,6 +132,164 @@ def test_unknown_settings_are_refused(level):
         logs.configure(level)
     with pytest.raises(KeyError):
         logs.configure("info", "xml")
+
+
+# A log call is fields too: 141 of them were one string in JSON, and unquoted in key=value.
+
+
+@pytest.mark.parametrize(
+    ("template", "args", "members", "line"),
+    [
+        ("event=no_checkpoint", (), {}, "event=no_checkpoint"),
+        ("event=x effect=writes_pause", (), {"effect": "writes_pause"}, "effect=writes_pause"),
+        ("event=x blocks=%d", (3,), {"blocks": 3}, "blocks=3"),
+        ("event=x tenant=%s", ("acme",), {"tenant": "acme"}, "tenant=acme"),
+        ("event=x tenant=%s", ("3",), {"tenant": "3"}, "tenant=3"),
+        ("event=x errno=%s", (28,), {"errno": 28}, "errno=28"),
+        ("event=x errno=%s", (None,), {"errno": None}, "errno=None"),
+        ("event=x complete=%s", (True,), {"complete": True}, "complete=True"),
+        ("event=x status=%s", (Status.QUOTA,), {"status": str(Status.QUOTA)}, "status="),
+        ("event=x rate=%.0f", (3.7,), {"rate": 4.0}, "rate=4"),
+        ("event=x seconds=%g", (2.5,), {"seconds": 2.5}, "seconds=2.5"),
+        ("event=x seconds=%g", (float("nan"),), {"seconds": "nan"}, "seconds=nan"),
+        ("event=x id=%08x", (255,), {"id": "000000ff"}, "id=000000ff"),
+        ("event=x at=%s:%d", ("::1", 7440), {"at": "::1:7440"}, "at=::1:7440"),
+        (
+            "event=x reason=%s", ("this system has no RDMA device (/sys)",),
+            {"reason": "this system has no RDMA device (/sys)"},
+            'reason="this system has no RDMA device (/sys)"',
+        ),
+        (
+            "event=x error=%s", (OSError(28, "No space left on device"),),
+            {"error": "[Errno 28] No space left on device"},
+            'error="[Errno 28] No space left on device"',
+        ),
+        ("event=x reason=%r", ("a b",), {"reason": "a b"}, 'reason="a b"'),
+        ("event=x reason=%r", ("it's",), {"reason": "it's"}, 'reason="it\'s"'),
+        ("event=x name=%s", ('say "hi"',), {"name": 'say "hi"'}, r'name="say \"hi\""'),
+        ("event=x name=%s", ("",), {"name": ""}, 'name=""'),
+        ("event=x hint='see `a b`' n=%d", (1,), {"hint": "see `a b`", "n": 1}, 'hint="see `a b`"'),
+        ("event=x name='%s' n=%d", ("a", 1), {"name": "a", "n": 1}, "name=a n=1"),
+        ('event=x what="a b"', (), {"what": "a b"}, 'what="a b"'),
+        ("event=x name=%s", ("a effect=none",), {"name": "a effect=none"}, '"a effect=none"'),
+        ("event=x ts=%d trace=%d n=%d n=%d", (1, 2, 3, 4),
+         {"ts_": 1, "trace_": 2, "n": 3, "n_": 4}, "ts=1 trace=2 n=3 n=4"),
+    ],
+)  # fmt: skip
+def test_a_log_call_is_fields(template, args, members, line):
+    for form in ("kv", "json"):
+        stream = io.StringIO()
+        logs.configure("info", form, stream=stream)
+        log.info(template, *args)
+        said = stream.getvalue()
+        if form == "kv":
+            assert line in said
+        else:
+            found = json.loads(said)
+            event = template.split()[0].removeprefix("event=")
+            assert list(found)[3] == "event"
+            assert {**found} == {
+                "ts": found["ts"], "level": "info", "logger": "entresol.test", "event": event,
+                **members,
+            }  # fmt: skip
+
+
+def test_the_event_may_be_an_argument(objects):
+    log.info("event=%s blocks=%d", "corrupt", 1)
+    line = json.loads(objects.getvalue())
+    assert (line["event"], line["blocks"]) == ("corrupt", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "args"),
+    [
+        ("tenant %s is here", ("a",)),
+        ("tenant=%s", ("a",)),
+        ("event=x the peer does not answer", ()),
+        ("event=x peer=%s went away", ("a",)),
+        ("event=x share=50%%", ()),
+        ("event=x n=%*d", (5, 1)),
+        ("event=x Name=%s", ("a",)),
+        ("event=x name=%(name)s", ({"name": "a"},)),
+        ("event=x open='a", ()),
+    ],
+)
+def test_what_is_no_fields_is_written_as_it_stands(template, args):
+    for form in ("kv", "json"):
+        stream = io.StringIO()
+        logs.configure("info", form, stream=stream)
+        log.info(template, *args)
+        plain = logging.LogRecord("x", logging.INFO, "", 0, template, args, None).getMessage()
+        said = stream.getvalue()
+        assert json.loads(said)["message"] == plain if form == "json" else f" {plain}\n" in said
+
+
+@pytest.mark.parametrize(
+    "content", [CANARY, list(range(2000, 2100)), repr(CANARY), CANARY.hex(), [CANARY]]
+)
+def test_content_is_no_field_either(lines, content):
+    """The net of before holds for values that have a name now."""
+    log.info("event=x data=%s", content)
+    log.info("event=x data=%r more='%s'", content, content)
+    log.info("event=x reason=%s", ValueError(content))
+    log.info(f"event=x data={str(content).replace(' ', '')}")
+    log.info("event=x number=%d", int.from_bytes(CANARY))
+    log.info("event=x number=%s", int.from_bytes(CANARY))
+    said = lines.getvalue()
+    assert said.count("\n") == 6
+    assert "prompt" not in said
+    assert CANARY.hex()[:40] not in said
+    assert "2010" not in said
+    assert str(int.from_bytes(CANARY))[:40] not in said
+
+
+@pytest.mark.parametrize("name", sorted(logs.SECRET_FIELDS))
+def test_fields_of_calls_named_like_secrets_are_blanked(lines, name):
+    log.info(f"event=x {name}=%s", "hunter2")
+    log.info(f"event=x {name}=%d", 123456)
+    log.info(f"event=x {name}='hunter2 123456'")
+    assert "hunter2" not in lines.getvalue()
+    assert "123456" not in lines.getvalue()
+    assert lines.getvalue().count("<redacted>") == 3
+
+
+@given(st.text(max_size=300))
+def test_no_argument_makes_a_field_or_a_line(content):
+    record = logging.LogRecord(
+        "entresol", logging.INFO, "", 0, "event=x name=%s n=%r", (content, content), None
+    )
+    line = json.loads(logs.JsonFormatter().format(record))
+    assert set(line) == {"ts", "level", "logger", "event", "name", "n"}
+    said = logs.KeyValueFormatter().format(record)
+    assert len(said.splitlines()) == 1
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', "quoted", said)
+    assert re.fullmatch(r"ts=\S+ level=info logger=entresol event=x name=\S+ n=\S+", bare), said
+    assert bare.count("=") == 6
+
+
+def test_fields_are_bounded_together(lines):
+    log.info("event=x a=%s b=%s c=%s", *["m " * 1_000_000] * 3)
+    assert len(lines.getvalue()) < 2 * logs.MESSAGE_SHOWN_MAX
+
+
+def test_every_log_call_with_an_event_is_fields():
+    """In JSON it is one string else, and nobody notices."""
+    calls, wrong = 0, []
+    for folder in ("daemon/entresol_daemon", "proto/entresol_proto"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                texts = node.args if isinstance(node, ast.Call) else []
+                for text in texts:
+                    if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+                        continue
+                    if not re.match("event=.", text.value):
+                        continue
+                    calls += 1
+                    pairs = log_templates.parse(text.value)
+                    if pairs is None or {pair.name for pair in pairs} & logs.SECRET_FIELDS:
+                        wrong.append(f"{path.name}:{text.lineno}: {text.value}")
+    assert wrong == []
+    assert calls > 100
 
 
 # ------------------------------------------------------------------------------- content

@@ -323,7 +323,9 @@ class AdminService:
         async def rotate() -> pb.TenantInfo:
             name = check_tenant_name(request.name)
             changed = await self._backend.tenant_rotate(name, force=request.force)
-            log.info("event=tenant_rotated tenant=%s dek=%d", changed.name, changed.dek_version)
+            log.info(
+                "event=tenant_rotated tenant=%s dek_version=%d", changed.name, changed.dek_version
+            )
             return convert.tenant_message(changed)
 
         return await _answer(context, "TenantRotate", asyncio.shield(_unattended(rotate())))

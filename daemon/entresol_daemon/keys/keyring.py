@@ -393,7 +393,9 @@ class Keyring(NamespaceNames):
                     raise self._wrong(kek)
                 return False
             self._adopt(kek, self._state)
-            log.info("event=unlocked kek=%s tenants=%d", kek.kek_id().hex(), len(self._unwrapped))
+            log.info(
+                "event=unlocked kek_id=%s tenants=%d", kek.kek_id().hex(), len(self._unwrapped)
+            )
             return True
 
     def rewrap(self, new_kek: KekProvider) -> None:
@@ -418,7 +420,7 @@ class Keyring(NamespaceNames):
                 )
             )
             self._kek = new_kek
-            log.info("event=kek_changed kek=%s", new_kek.kek_id().hex())
+            log.info("event=kek_changed kek_id=%s", new_kek.kek_id().hex())
 
     # Inside.
 

@@ -59,8 +59,8 @@ class Closer:
             waiting = len(self._waiting)
         if stuck and not told:
             _log.error(
-                "event=closing_stuck threads=%d waiting=%d reason=descriptors that peers passed "
-                "cannot be closed; shm takes nobody new", limits.SHM_CLOSERS_MAX, waiting,
+                "event=closing_stuck threads=%d waiting=%d reason='descriptors that peers "
+                "passed cannot be closed; shm takes nobody new'", limits.SHM_CLOSERS_MAX, waiting,
             )  # fmt: skip
         elif told and not stuck:
             _log.info("event=closing_again waiting=%d", waiting)

@@ -155,7 +155,7 @@ class TcpEndpoint:
             end_ns = time.monotonic_ns() + limits.REVOKE_DEADLINE_NS
             while any(s is not None and s.flushing(exposure.rkey) for s in self._streams):
                 if time.monotonic_ns() > end_ns:
-                    _log.warning("event=revoke_cut peer does not receive, session ended")
+                    _log.warning("event=revoke_cut fabric=tcp reason='the peer does not receive'")
                     break
                 await asyncio.sleep(_POLL_S)
             else:

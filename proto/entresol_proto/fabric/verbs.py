@@ -135,7 +135,7 @@ class VerbsFabricServer:
         self._ports = ports
         lock = memory_lock_bytes()
         if lock is not None and lock < _MEMLOCK_BYTES_MIN:
-            _log.warning("event=memlock_low limit_bytes=%d set LimitMEMLOCK=infinity", lock)
+            _log.warning("event=memlock_low limit_bytes=%d hint='LimitMEMLOCK=infinity'", lock)
         _log.info("event=verbs_ready ports=%s private=%s", ",".join(self.ports), self._private)
 
     async def _examine(self, ports: Sequence[Port]) -> None:

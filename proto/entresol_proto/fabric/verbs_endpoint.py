@@ -191,7 +191,7 @@ class VerbsEndpoint:
                 done, _ = await asyncio.wait((shown.gone,), timeout=timeout)
                 if not done and not self._silent:
                     self._silent = True
-                    _log.warning("event=revoke_cut fabric=verbs the peer does not answer")
+                    _log.warning("event=revoke_cut fabric=verbs reason='the peer does not answer'")
         except FabricError as error:
             self._end(error.status, str(error))
         finally:
