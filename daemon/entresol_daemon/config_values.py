@@ -23,6 +23,12 @@ S = TypeVar("S")
 
 _TIME_UNITS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME_UNITS |= {"min": 60_000_000_000, "h": 3_600_000_000_000, "d": 86_400_000_000_000}
+# What is written for them too; in lower case.
+_OTHER_SIZES = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "byte": "B", "bytes": "B"}
+_OTHER_SIZES |= {"ki": "KiB", "mi": "MiB", "gi": "GiB", "ti": "TiB"}
+_OTHER_TIMES = {"sec": "s", "secs": "s", "second": "s", "seconds": "s", "msec": "ms", "usec": "us"}
+_OTHER_TIMES |= {"m": "min", "mins": "min", "minute": "min", "minutes": "min", "hr": "h"}
+_OTHER_TIMES |= {"hour": "h", "hours": "h", "day": "d", "days": "d"}
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _NUMBER_LIMIT = 2**63  # TOML's integers
 _LIST_ITEMS_MAX = 64
@@ -87,6 +93,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+
+
+def likely(value: object, kind: str) -> str:
+    """What a size or duration with a mistyped unit may have been meant to be; "" for others."""
+    match = _NUMBER_AND_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or kind not in ("size", "duration"):
+        return ""
+    units, other = (SIZE_UNITS, _OTHER_SIZES) if kind == "size" else (_TIME_UNITS, _OTHER_TIMES)
+    if match[2] in units:
+        return ""
+    spellings = {**{unit.lower(): unit for unit in reversed(units)}, **other}
+    meant = spellings.get(match[2].lower())
+    return f"{match[1]}{meant}" if meant else ""
 
 
 def parse_duration(text: str) -> int:
@@ -233,5 +252,7 @@ def read_section(cls: type[S], name: str, table: object, source: Path) -> S:
         try:
             values[key] = convert(value, known[key], source.parent.absolute())
         except ValueError as error:
-            raise ConfigError(f"{source}: [{name}] {key}: {error}", hint=known[key].doc) from None
+            meant = likely(value, known[key].kind)
+            hint = f"did you mean {meant!r}?" if meant else f"what it is: {known[key].doc}"
+            raise ConfigError(f"{source}: [{name}] {key}: {error}", hint=hint) from None
     return cls(**values)

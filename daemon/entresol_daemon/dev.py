@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from entresol_daemon import sandbox
+from entresol_daemon import ports, sandbox
 from entresol_daemon.config import Config
 from entresol_daemon.config_places import is_unspecified
 from entresol_daemon.config_reference import quoted
@@ -135,7 +135,7 @@ def with_ports_again(config: Config, home: DevHome) -> tuple[Config, str]:
     with a note about those that are taken by now, for people."""
     listen, taken = config.listen, []
     for name, port in _last_ports(home.client_toml).items():
-        if _is_free(port):
+        if not ports.problem(LOOPBACK, port):
             listen = replace(listen, **{name: port})  # type: ignore[arg-type]
         else:
             taken.append(str(port))
@@ -156,8 +156,8 @@ def _last_ports(path: Path) -> dict[str, int]:
         "control_port": shard.get("port"), "grpc_port": shard.get("grpc_port"),
         "metrics_port": metrics,
     }  # fmt: skip
-    ports = {name: port for name, port in found.items() if type(port) is int and 0 < port < 65_536}
-    return ports if len(set(ports.values())) == len(ports) else {}
+    good = {name: port for name, port in found.items() if type(port) is int and 0 < port < 65_536}
+    return good if len(set(good.values())) == len(good) else {}
 
 
 def _first_shard(path: Path) -> dict[str, object]:
@@ -167,16 +167,6 @@ def _first_shard(path: Path) -> dict[str, object]:
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return {}
     return shard if isinstance(shard, dict) else {}
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
 
 
 def write_client_files(home: DevHome, daemon: Daemon, *, pointer: bool = True) -> str:

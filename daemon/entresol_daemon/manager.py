@@ -79,6 +79,11 @@ class Sockets:
             raise
         return made
 
+    @property
+    def none(self) -> bool:
+        """Whether nothing was handed over, or all of it was taken."""
+        return not self._left
+
     async def take(self, surface: str, host: str, port: int) -> list[socket.socket]:
         """The sockets for one of SURFACES, which listens at `host` and `port`; often none.
 

@@ -53,6 +53,12 @@ ROTATION_CAUSES = ("asked", "limit", "age", "forced")
 QUOTA_RESOURCES = ("flash", "get", "leases", "sessions")
 
 _STATUS_DOMAIN = Domain(STATUSES, words="status labels")
+# Why a connection can end before its session opens; whatever else it were would be a bug of ours.
+_REFUSALS = Domain(
+    ("bad_request", "busy", "deadline", "disconnected", "forbidden", "internal",
+     "too_large", "unsupported"),
+    fallback="internal",
+)  # fmt: skip
 
 
 class _WithoutCreated:
@@ -106,7 +112,7 @@ class Metrics:
         )
         self.sessions_refused = self._make.counters(
             "sessions_refused_total", "Connections ended before opening.", eager=True,
-            status=statuses,
+            status=_REFUSALS,
         )  # fmt: skip
         self.requests = self._make.counters(
             "requests_total", "Requests answered.", type=types, status=statuses

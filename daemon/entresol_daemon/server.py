@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from entresol_daemon import ports
 from entresol_daemon.compute import ThreadCompute
 from entresol_daemon.config import Config
 from entresol_daemon.control.grpc_server import GrpcLimits, GrpcServer
@@ -111,6 +112,8 @@ class Daemon:
         self._on_close("inherited sockets", _as_closer(self._sockets.close))
         check_huge_pages(config.memory)
         self.tls = self._open_tls()
+        if self._sockets.none:  # else they are the manager's, and taken
+            await asyncio.to_thread(ports.check, config)
         private_folder(config.shard.state_dir)
         keyring = await self._open_keyring()
         self.compute = ThreadCompute(config.sealing_threads)

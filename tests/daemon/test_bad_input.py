@@ -242,10 +242,19 @@ async def test_ports_and_sockets_in_use(site: Site, starter: Starter) -> None:
             site.change("listen", **{name: port})
             said = starter.refuses(*config)
             assert str(port) in said, said
+            assert f"{name.removesuffix('_port')}_host and {name}" in said, said
         site.change("listen", control_host="192.0.2.1")
         starter.refuses(*config)
         site.change("listen", control_host="no.such.host.invalid")
         starter.refuses(*config)
+
+
+def test_a_port_in_use_formats_nothing(tmp_path: Path, starter: Starter) -> None:
+    site = Site.prepare(tmp_path / "new")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        site.change("listen", metrics_port=taken.getsockname()[1])
+        starter.refuses("--config", str(site.toml))
+    assert not site.config.flash_path.exists()
 
 
 async def test_a_second_daemon_on_the_same_data(site: Site, starter: Starter) -> None:

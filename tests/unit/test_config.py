@@ -220,6 +220,41 @@ def test_defaults_are_inside_their_own_ranges() -> None:
     assert Config.parse(to_toml(config), Path("/x/y.toml")) == config
 
 
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ('[flash]\nsize_bytes = "1gib"', "did you mean '1GiB'?"),
+        ('[flash]\nsize_bytes = "4G"', "did you mean '4GiB'?"),
+        ('[flash]\nsize_bytes = "1.5tb"', "did you mean '1.5TB'?"),
+        ('[flash]\nsize_bytes = "100 MIB"', "did you mean '100MiB'?"),
+        ('[limits]\nlease_ns = "10 sec"', "did you mean '10s'?"),
+        ('[limits]\nlease_ns = "5m"', "did you mean '5min'?"),
+        ('[limits]\nlease_ns = "250MS"', "did you mean '250ms'?"),
+        ('[flash]\nsize_bytes = "many"', "what it is: "),
+        ('[flash]\nsize_bytes = "3 apples"', "what it is: "),
+        ("[flash]\nsize_bytes = -1", "what it is: "),
+        ('[log]\nlevel = "loud"', "what it is: "),
+    ],
+)
+def test_a_fix_is_one_or_says_what_the_setting_is(tmp_path: Path, setting: str, hint: str) -> None:
+    """What a setting means was told as what to do."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, TLS + setting)
+    assert caught.value.hint.startswith(hint), caught.value.hint
+
+
+def test_paths_are_absolute_wherever_it_was_read_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts are told of the socket's place, and are in folders of their own."""
+    load(tmp_path, TLS + '[listen]\nunix_dir = "run"\n[shard]\nstate_dir = "state"\n')
+    monkeypatch.chdir(tmp_path)
+    config = Config.load("entresold.toml")
+    assert config.listen.unix_dir == tmp_path / "run"
+    assert config.shard.state_dir == tmp_path / "state"
+    assert config.tls.cert == tmp_path / "c.pem"
+
+
 def test_every_setting_is_documented_and_the_page_is_current() -> None:
     for section in dataclasses.fields(Config):
         values = getattr(Config(), section.name)

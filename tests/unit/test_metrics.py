@@ -54,6 +54,23 @@ def test_the_document_is_the_table_of_the_code():
     )
 
 
+def test_refusals_have_the_statuses_that_a_refusal_can_have():
+    """Dashboards showed connections refused with "ok" and "miss", at zero for ever."""
+    metrics = Metrics()
+    declared = {
+        dict(labels)["status"]
+        for name, labels in samples(metrics)
+        if name == "entresol_sessions_refused_total"
+    }
+    assert not declared & {"ok", "miss", "gap", "exists"}
+    wire = "".join(path.read_text() for path in (ROOT / "proto/entresol_proto/wire").glob("*.py"))
+    named = set(re.findall(r"ProtocolError\([^()]*(?:\([^()]*\))?[^()]*status=Status\.(\w+)", wire))
+    assert len(named) > 3
+    assert {name.lower() for name in named} <= declared
+    metrics.sessions_refused[Status.ERASED].inc()  # a bug, and no crash
+    assert value(metrics, "sessions_refused_total", status="internal") == 1
+
+
 def test_every_metric_is_declared_named_by_the_rules_and_explained():
     metrics = Metrics()
     declared = {spec.name: spec for spec in metrics.specs}

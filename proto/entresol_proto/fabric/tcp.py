@@ -400,7 +400,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
     def _cannot_listen(self, error: OSError) -> FabricError:
         return FabricError(
             f"cannot listen on {self._host}:{self._port}: {error}",
-            hint="is the port taken, or the address not on this machine?",
+            hint="is another daemon running? see [listen] data_host and data_port",
         )
 
     def offer(self, *, peer: object | None = None) -> Offer:
