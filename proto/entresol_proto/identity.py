@@ -236,7 +236,8 @@ def _check_file(path: str | Path) -> None:
     if not found:
         raise IdentityError(
             f"there is no file {str(path)!r}",
-            hint="[tls] cert, key and ca name PEM files; `entresold --dev` makes its own",
+            hint="[tls] cert, key and ca name PEM files; for one machine `entresold --config FILE "
+            "prepare` makes a daemon's, `certify` a tenant's, and `entresold --dev` its own",
         )
 
 

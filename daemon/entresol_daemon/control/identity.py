@@ -101,8 +101,8 @@ class Validity:
         if now_s > self.not_after_s:
             return IdentityError(
                 f"the certificate expired on {_minute(self.not_after_s)}",
-                hint="issue a new one (`entresold renew`, where `prepare` made it), or check the "
-                "clock of this host (timedatectl)",
+                hint="issue a new one (`entresold --config FILE renew`, where `prepare` made it), "
+                "or check the clock of this host (timedatectl)",
             )
         return None
 
