@@ -260,7 +260,7 @@ class _Formatter(logging.Formatter):
                 if isinstance(value, str) or safe != text:  # also a number as long as a key
                     value = safe[:left]
                 text = safe[:left]
-            left -= len(text)
+            left = max(0, left - len(text))
             shown_fields.append((name, value, text))
         return shown_fields
 
