@@ -4,6 +4,7 @@ more, a configuration beside its data that names everything relatively."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -196,10 +197,12 @@ def test_a_port_that_is_taken_meanwhile_is_told(tmp_path: Path, terminal: Termin
         other.bind(("127.0.0.1", before.port))
         other.listen()
         second = terminal.start(*words).ready()
-        assert f"note: port {before.port} of its last life is taken" in second.said
+        (told,) = re.findall(r"note: port ([0-9, ]+) of its last life is taken", second.said)
     after = ClientConfig.load(second.folder / "client.toml").shards[0]
+    taken = told.split(", ")  # others of this machine may have had one meanwhile
+    assert str(before.port) in taken
     assert after.port != before.port
-    assert after.grpc_port == before.grpc_port
+    assert after.grpc_port == before.grpc_port or str(before.grpc_port) in taken
 
 
 # -- a tenant more

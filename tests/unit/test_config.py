@@ -224,7 +224,7 @@ def test_defaults_are_inside_their_own_ranges() -> None:
     ("setting", "hint"),
     [
         ('[flash]\nsize_bytes = "1gib"', "did you mean '1GiB'?"),
-        ('[flash]\nsize_bytes = "4G"', "did you mean '4GiB'?"),
+        ('[flash]\nsize_bytes = "4gib"', "did you mean '4GiB'?"),
         ('[flash]\nsize_bytes = "1.5tb"', "did you mean '1.5TB'?"),
         ('[flash]\nsize_bytes = "100 MIB"', "did you mean '100MiB'?"),
         ('[limits]\nlease_ns = "10 sec"', "did you mean '10s'?"),
