@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ RequestOffloadingContext = offload_base.RequestOffloadingContext
 SecondaryTierManager = tier_base.SecondaryTierManager
 VERSION: str = vllm.__version__
 CALLERS_MAX = 16  # frames that are looked at for what the interface does not pass on
-_GIVEN_NAMES = "_entresol_given_names"
+NAMED_REQUESTS_MAX = 65_536  # remembered, the newest; far more than live at a time
+_named_requests: OrderedDict[str, None] = OrderedDict()
 
 
 def tell_version() -> None:
@@ -156,20 +158,23 @@ def config_of_callers() -> Any | None:
 
 
 def note_given_names(context: Any) -> None:
-    """Note on the context of a new request whether its images have names that a caller gave.
+    """Note of a new request whether its images have names that a caller gave.
 
     The interface does not pass the request on, so it is looked for among the callers, as above.
     """
     for names in _callers():
         request = names.get("request")
         if getattr(request, "request_id", None) == context.req_id:
-            setattr(context, _GIVEN_NAMES, len(given_names(request)))
+            if given_names(request):
+                _named_requests[context.req_id] = None
+                while len(_named_requests) > NAMED_REQUESTS_MAX:
+                    _named_requests.popitem(last=False)
             return
 
 
 def has_given_names(context: Any) -> bool:
-    """Whether that was noted. It stays on the context: jobs may come when the request is over."""
-    return bool(getattr(context, _GIVEN_NAMES, 0))
+    """Whether that was noted. It is kept: jobs may come when the request is over."""
+    return context.req_id in _named_requests
 
 
 def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
