@@ -189,7 +189,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             who = who_asks(context.kv_transfer_params)
             space, salt = self._spaces.get(who.tenant), who.salt
             reason = f"unknown tenant {who.tenant!r}"
-            if compat.has_given_names(context):
+            if not self._given_names_pass and compat.has_given_names(context):
                 space, reason = None, "its images have names that are no hashes (multi_modal_uuids)"
         except ParamsError as error:
             reason = str(error)
