@@ -97,7 +97,9 @@ STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
     FrameType.NAMESPACE_OPENED: st.builds(
         opening.NamespaceOpened, u32, fixed(16), fixed(32), u8, flags, u32
     ),
-    FrameType.ERROR: st.builds(opening.ErrorReply, statuses, texts(1024), texts(1024)),
+    FrameType.ERROR: st.builds(
+        opening.ErrorReply, statuses.filter(lambda why: why.is_failure), texts(1024), texts(1024)
+    ),
     FrameType.GOODBYE: st.builds(opening.Goodbye, statuses, texts(1024)),
     FrameType.PING: st.builds(opening.Ping, fixed(8)),
     FrameType.PONG: st.builds(opening.Pong, fixed(8)),

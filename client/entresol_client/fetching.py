@@ -3,7 +3,8 @@
 Invariants: every granted lease is released exactly once, also when the caller is cancelled or the
 deadline passed; when `fetch_blocks` returns, no thread and no fabric writes into the buffers; a
 block that came within a grant and does not open is fetched again under a lease, which can be
-reported.
+reported; only `GetTally.opened` makes a block OK, and it is told of what `opening` opened, of
+nothing else.
 """
 
 from __future__ import annotations
@@ -78,10 +79,22 @@ class GetTally:
     wire_bytes: int = 0
 
     def settle(self, positions: Sequence[int], status: Status) -> None:
-        """Everything at `positions` that has no outcome yet gets this one."""
+        """Everything at `positions` that has no outcome yet gets this one, which is a failure."""
         for position in positions:
             if self.statuses[position] is None:
-                self.statuses[position] = status
+                self.statuses[position] = status.as_failure
+
+    def missed(self, position: int, status: Status) -> None:
+        """The daemon grants no such block, and says why."""
+        self.statuses[position] = status if status.is_failure else Status.MISS
+
+    def opened(self, position: int, item: GrantItem, status: Status) -> None:
+        """What became of a granted block: OK when it was verified and is whole in its buffer."""
+        self.statuses[position] = status
+        if status is Status.OK:
+            self.tiers[position] = item.tier
+            self.plain_bytes += item.plain_bytes
+            self.wire_bytes += item.span.length_bytes
 
 
 class _Lease:
@@ -175,7 +188,7 @@ class _Get:
         tally, session = self._tally, self._session
         for index, status in grant.misses:
             wanted = self._answer(index)
-            tally.statuses[wanted.position] = Status.MISS if status is Status.OK else status
+            tally.missed(wanted.position, status)
         if not grant.items:
             return
         if grant.carried:
@@ -241,16 +254,7 @@ class _Get:
             if status in _REPORTED:
                 self.again.append(wanted)
             else:
-                self._note(wanted, item, status)
-
-    def _note(self, wanted: Wanted, item: GrantItem, status: Status) -> None:
-        """The outcome of a block that was granted."""
-        tally = self._tally
-        tally.statuses[wanted.position] = status
-        if status is Status.OK:
-            tally.tiers[wanted.position] = item.tier
-            tally.plain_bytes += item.plain_bytes
-            tally.wire_bytes += item.span.length_bytes
+                self._tally.opened(wanted.position, item, status)
 
     async def _open_last(self, lease: _Lease, group: list[Granted]) -> None:
         """Open the only group of the last grant here: nothing comes beside which a task would."""
@@ -293,7 +297,7 @@ class _Get:
 
     def _done(self, lease: _Lease, group: list[Granted], statuses: list[Status]) -> None:
         for one, status in zip(group, statuses, strict=True):
-            self._note(one.wanted, one.item, status)
+            self._tally.opened(one.wanted.position, one.item, status)
             if status in _REPORTED:
                 lease.reports.append((lease.lease_id, one.item.index, status))
         lease.left -= len(group)

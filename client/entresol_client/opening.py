@@ -4,7 +4,9 @@ Invariants:
 - a destination holds the exact block, or what it held before, or zeros;
 - bytes are opened in place in the daemon's memory (shm) only if the lease still held afterwards:
   the cipher reads its input twice, so the check comes after the last read;
-- when a function here returns, nobody writes into the destinations any more.
+- when a function here returns, nobody writes into the destinations any more;
+- a status is OK only where `open_into` said so, or the whole of a block that the daemon opened has
+  been read: what was not begun, and what raised, has another.
 """
 
 from __future__ import annotations
@@ -334,7 +336,7 @@ def _open_block(
             block_key=context.key_of or BlockKey(item.key, item.commitment),
         )
     except EntresolError as error:  # open_into has zeroed
-        status = error.status
+        status = error.status.as_failure
     if status is Status.CORRUPT and _under_another_key(context, wanted, source):
         status = Status.LOCKED
     if in_place or status is not Status.OK:

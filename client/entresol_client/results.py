@@ -227,11 +227,14 @@ class ShardReport:
 
 
 class RequestFailedError(Exception):
-    """Inside the client: a request got no answer of its kind. Never reaches the API's caller."""
+    """Inside the client: a request got no answer of its kind. Never reaches the API's caller.
+
+    Its status is a failure, whatever it was made with: it becomes the outcome of blocks.
+    """
 
     def __init__(self, status: Status, message: str = "", *, hint: str = "") -> None:
         super().__init__(message or status.label)
-        self.status = status
+        self.status = status.as_failure
         self.hint = hint  # the daemon's, or ours of what it did
 
 

@@ -66,10 +66,10 @@ class PutTally:
     wire_bytes: int = 0
 
     def settle(self, positions: Sequence[int], status: Status) -> None:
-        """Everything at `positions` that has no outcome yet gets this one."""
+        """Everything at `positions` that has no outcome yet gets this one, which is a failure."""
         for position in positions:
             if self.statuses[position] is None:
-                self.statuses[position] = status
+                self.statuses[position] = status.as_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def seal_blocks(
                 copy(job.block.plain, room)
                 done.append(len(room))
         except EntresolError as error:
-            done.append(error.status)
+            done.append(error.status.as_failure)
     return done
 
 

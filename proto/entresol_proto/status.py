@@ -51,6 +51,16 @@ class Status(enum.IntEnum):
         """True when a reader must treat the block as absent (everything except OK)."""
         return self is not Status.OK
 
+    @property
+    def is_failure(self) -> bool:
+        """False for what says that all is well: OK, and EXISTS of a put."""
+        return self is not Status.OK and self is not Status.EXISTS
+
+    @property
+    def as_failure(self) -> Status:
+        """Why something failed: this, or INTERNAL where this says that nothing did."""
+        return self if self.is_failure else Status.INTERNAL
+
 
 class EntresolError(Exception):
     """Root of every exception this project raises on purpose.

@@ -218,7 +218,8 @@ class NamespaceOpened:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Daemon: this request failed as a whole."""
+    """Daemon: this request failed as a whole. Its status is a failure: one that said OK would have
+    hosts take for done what never was."""
 
     TYPE: ClassVar[FrameType] = FrameType.ERROR
     status: Status
@@ -231,11 +232,13 @@ class ErrorReply:
     @classmethod
     def decode(cls, raw: bytes) -> ErrorReply:
         cursor = Cursor(raw, "ERROR")
-        (status,) = cursor.unpack(_U8)
+        status = status_of(cursor.unpack(_U8)[0])
+        if not status.is_failure:
+            raise ProtocolError(f"ERROR says {status.label}")
         message = cursor.text(cursor.unpack(_U16)[0])
         hint = cursor.text(cursor.unpack(_U16)[0])
         cursor.done()
-        return cls(status_of(status), message, hint)
+        return cls(status, message, hint)
 
 
 @dataclass(frozen=True, slots=True)

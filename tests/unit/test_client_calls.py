@@ -1,0 +1,179 @@
+"""What a hunt for wrong answers found in the client: successes that were none, calls that raised,
+stood or spun where they should have told a status."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
+
+from entresol_client import AsyncClient, PutBlock
+from entresol_client.fetching import GetTally
+from entresol_client.results import RequestFailedError
+from entresol_client.storing import PutTally
+from entresol_proto.ids import EngineKey, wire_key
+from entresol_proto.status import EntresolError, ProtocolError, Status
+from entresol_proto.wire import data, opening
+from entresol_proto.wire.data import Tier
+
+BLOCK = 100_000
+SUCCESSES = [Status.OK, Status.EXISTS]
+
+
+def key(number: int) -> EngineKey:
+    return EngineKey(hashlib.sha256(b"key %d" % number).digest())
+
+
+def store(peer: Peer, number: int) -> bytes:
+    """Have the peer hold a block; its bytes."""
+    plain = hashlib.sha256(b"block %d" % number).digest() * (BLOCK // 32)
+    peer.add(wire_key(SECRET, key(number)), key(number), plain)
+    return plain
+
+
+# Finding 1: a get that is OK and wrote nothing.
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+@pytest.mark.parametrize("request_type", [data.Fetch, opening.OpenNamespace])
+@pytest.mark.parametrize("status", SUCCESSES)
+async def test_an_error_that_says_ok_is_no_success_of_a_get(
+    tmp_path: Path, fabric: str, request_type: type, status: Status
+) -> None:
+    async with (
+        serving(tmp_path, fabric=fabric) as peer,
+        await AsyncClient.open(peer.config()) as client,
+    ):
+        peer.faults.refuse[request_type] = status
+        ns = await client.namespace(DESCRIPTOR)
+        into = np.full(BLOCK, 0xA5, np.uint8)
+        got = await ns.get_into([key(0)], [into])
+        assert got.statuses[0] not in SUCCESSES
+        assert got.prefix_blocks == 0
+        assert (into == 0xA5).all()
+
+
+@pytest.mark.parametrize(
+    "request_type", [data.Reserve, data.Commit, data.Stage, opening.OpenNamespace]
+)
+@pytest.mark.parametrize("status", SUCCESSES)
+async def test_an_error_that_says_ok_is_no_success_of_other_calls(
+    tmp_path: Path, request_type: type, status: Status
+) -> None:
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        peer.faults.refuse[request_type] = status
+        ns = await client.namespace(DESCRIPTOR)
+        if request_type is data.Stage:
+            staged = await ns.stage([key(0)])
+            assert staged.statuses[0] not in SUCCESSES
+            assert staged.prefix_blocks == 0
+            return
+        put = await ns.put([PutBlock(key(0), bytes(BLOCK))])
+        assert put.statuses[0] not in SUCCESSES
+        assert (put.stored, put.existed) == (0, 0)
+
+
+@pytest.mark.parametrize("status", SUCCESSES)
+def test_no_message_and_no_error_of_a_request_says_that_it_went_well(status: Status) -> None:
+    with pytest.raises(ProtocolError):
+        opening.ErrorReply.decode(opening.ErrorReply(status, "all is well").encode())
+    assert RequestFailedError(status).status is Status.INTERNAL
+
+
+@pytest.mark.parametrize("status", SUCCESSES)
+def test_a_tally_is_never_settled_with_a_success(status: Status) -> None:
+    get, put = GetTally([None], [Tier.NONE]), PutTally([None])
+    get.settle([0], status)
+    put.settle([0], status)
+    assert get.statuses == put.statuses == [Status.INTERNAL]
+
+
+@pytest.mark.parametrize("status", SUCCESSES)
+async def test_a_miss_that_says_ok_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Status
+) -> None:
+    async def on_fetch(self: PeerSession, request_id: int, _message: data.Fetch) -> None:
+        self.send(data.Grant(True, 0, 0, 0, (), ((0, status),)), request_id)
+
+    monkeypatch.setattr(PeerSession, "on_fetch", on_fetch)
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        ns = await client.namespace(DESCRIPTOR)
+        into = np.full(BLOCK, 0xA5, np.uint8)
+        got = await ns.get_into([key(0)], [into])
+        assert got.statuses == [Status.MISS]
+
+
+Change = Callable[[data.Grant], data.Grant]
+
+
+def _twice(grant: data.Grant) -> data.Grant:
+    return data.Grant(
+        True, grant.lease_id, grant.lease_ns, grant.expires_ns, grant.items * 2, grant.misses
+    )
+
+
+def _and_missed(grant: data.Grant) -> data.Grant:
+    return data.Grant(
+        True, grant.lease_id, grant.lease_ns, grant.expires_ns, grant.items, ((0, Status.OK),)
+    )
+
+
+def _one_left_out(grant: data.Grant) -> data.Grant:
+    return data.Grant(
+        True, grant.lease_id, grant.lease_ns, grant.expires_ns, grant.items[1:], grant.misses
+    )
+
+
+def _nothing_at_all(_grant: data.Grant) -> data.Grant:
+    return data.Grant(True, 0, 0, 0, (), ())
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+@pytest.mark.parametrize("place", ["host", "daemon"])
+@pytest.mark.parametrize("change", [_twice, _and_missed, _one_left_out, _nothing_at_all])
+async def test_where_a_get_is_ok_the_block_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str, place: Any, change: Change
+) -> None:
+    """Whatever indices a grant names, doubles or leaves out."""
+    send = PeerSession.send
+
+    def changed(self: PeerSession, message: Any, request_id: int = 0) -> None:
+        message = change(message) if isinstance(message, data.Grant) else message
+        send(self, message, request_id)
+
+    monkeypatch.setattr(PeerSession, "send", changed)
+    async with (
+        serving(tmp_path, fabric=fabric) as peer,
+        await AsyncClient.open(peer.config()) as client,
+    ):
+        plains = [store(peer, number) for number in range(3)]
+        ns = await client.namespace(DESCRIPTOR)
+        into = [bytearray(b"\xa5" * len(plain)) for plain in plains]
+        got = await ns.get_into([key(n) for n in range(3)], into, prefix=False, open_at=place)
+        for status, plain, found in zip(got.statuses, plains, into, strict=True):
+            assert found == plain if status is Status.OK else set(found) in ({0xA5}, {0})
+        assert got.statuses != [Status.OK] * 3
+        assert got.plain_bytes == sum(len(plains[0]) for s in got.statuses if s is Status.OK)
+
+
+async def test_an_unforeseen_error_that_says_ok_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **_options: Any) -> Any:
+        raise EntresolError("all is well", status=Status.OK)
+
+    monkeypatch.setattr("entresol_client.opening.open_into", fail)
+    monkeypatch.setattr("entresol_client.storing.seal_into", fail)
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        plain = store(peer, 0)
+        ns = await client.namespace(DESCRIPTOR)
+        got = await ns.get_into([key(0)], [bytearray(len(plain))])
+        assert got.statuses == [Status.INTERNAL]
+        put = await ns.put([PutBlock(key(1), bytes(BLOCK))])
+        assert put.statuses == [Status.INTERNAL]
