@@ -9,11 +9,12 @@ import operator
 from collections.abc import Sequence, Sized
 from dataclasses import replace
 from types import NoneType
+from typing import cast
 
 from entresol_client.buffers import UsageError
 from entresol_client.results import PutBlock
 from entresol_proto import limits
-from entresol_proto.ids import BadKeyError, NamespaceDescriptor
+from entresol_proto.ids import BadKeyError, EngineKey, NamespaceDescriptor, check_engine_key
 from entresol_proto.seal.dtypes import own_name
 from entresol_proto.wire.data import Ack, OpenAt
 
@@ -38,6 +39,27 @@ def count_of(name: str, values: Sized) -> int:
         return len(values)
     except TypeError:
         raise UsageError(f"{name} is a {type(values).__name__}, not a sequence") from None
+
+
+def engine_keys(keys: Sequence[bytes], count_max: int) -> list[EngineKey]:
+    """The keys, at most so many. Raises: UsageError, BadKeyError."""
+    if isinstance(keys, (bytes, bytearray, str)):
+        raise UsageError("keys is one key, not a sequence of keys")
+    if count_of("keys", keys) > count_max:
+        raise UsageError(f"{len(keys)} keys in one call, at most {count_max}")
+    if keys and set(map(type, keys)) == {bytes}:  # of thousands: what is common is quick
+        lengths = set(map(len, keys))
+        if (
+            limits.ENGINE_KEY_BYTES_MIN
+            <= min(lengths)
+            <= max(lengths)
+            <= limits.ENGINE_KEY_BYTES_MAX
+        ):
+            return cast(list[EngineKey], list(keys))
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise UsageError(f"a key is {type(key).__name__}, not bytes")
+    return [check_engine_key(key) for key in keys]
 
 
 def check_items(items: Sequence[PutBlock]) -> None:

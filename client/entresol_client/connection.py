@@ -8,7 +8,9 @@ Invariants:
 - at most WRITE_QUEUE_BYTES_MAX of requests wait for a peer that does not read, then no more are
   accepted;
 - of the requests that may be in flight, work leaves one to PING: a daemon that is merely full can
-  still say that it is there.
+  still say that it is there;
+- a request waits for its place until its deadline, in the order of the callers, and is BUSY only
+  then; reservations that nobody uses go back as soon as there is a place.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import logging
 import os
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from entresol_client.results import RequestFailedError, refusal
+from entresol_client.answers import Call, GrantSink, Line
+from entresol_client.results import RequestFailedError
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.status import ProtocolError, Status
@@ -49,103 +51,6 @@ _NOTHING = RemoteSpan(0, 0, 0)
 Report = tuple[int, int, Status]  # lease id, index in the FETCH, what was wrong
 
 
-class Call:
-    """A request with one answer. `settled` runs when that answer comes, however late; never when
-    the session is lost, because then nobody knows what the daemon still does."""
-
-    __slots__ = ("future", "sent_ns", "settled")
-
-    def __init__(self, settled: Callable[[], None] | None) -> None:
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.settled = settled
-        self.sent_ns = time.monotonic_ns()
-
-    def deliver(self, message: Any) -> bool:
-        """Take an answer; True when it was the last. Abandoned calls only note that it came."""
-        if not self.future.done():
-            if isinstance(message, ErrorReply):
-                self.future.set_exception(refusal(message))
-            else:
-                self.future.set_result(message)
-        self.settle()
-        return True
-
-    def fail(self, error: RequestFailedError) -> None:
-        """No answer will come."""
-        if not self.future.done():
-            self.future.set_exception(error)
-
-    def settle(self) -> None:
-        """The daemon is done with the request."""
-        settled, self.settled = self.settled, None
-        if settled is not None:
-            settled()
-
-
-class GrantSink:
-    """Answers of one FETCH, in the order they came; read by one task."""
-
-    __slots__ = ("_error", "_grants", "_waiter", "final", "sent_ns")
-
-    def __init__(self) -> None:
-        self.sent_ns = time.monotonic_ns()
-        self.final = False
-        self._grants: deque[tuple[Grant, int]] = deque()  # with the time of receipt
-        self._error: RequestFailedError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def deliver(self, message: Any) -> bool:
-        """Take a GRANT or ERROR; True when it was the last."""
-        if isinstance(message, ErrorReply):
-            self.fail(refusal(message))
-            return True
-        self._grants.append((message, time.monotonic_ns()))
-        self.final = message.final
-        self._wake()
-        return self.final
-
-    def fail(self, error: RequestFailedError) -> None:
-        """No further grants will come."""
-        self._error = error
-        self._wake()
-
-    async def next(self, deadline_ns: int) -> list[tuple[Grant, int]]:
-        """All grants that came since the last call, at least one; [] after the final one.
-
-        Raises: RequestFailedError, status DEADLINE included. Grants that came before are given out
-        first.
-        """
-        while not self._grants:
-            if self._error is not None:
-                raise self._error
-            if self.final:
-                return []
-            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-            if left_s <= 0:
-                raise RequestFailedError(Status.DEADLINE)
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(left_s, self._wake)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        grants = list(self._grants)
-        self._grants.clear()
-        return grants
-
-    def leftovers(self) -> list[Grant]:
-        """Grants nobody took; for whoever gives the request up."""
-        grants = [grant for grant, _ in self._grants]
-        self._grants.clear()
-        return grants
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class Connection(asyncio.BufferedProtocol):
     """The control stream. Made by `handshake.connect`; ends by itself when the stream does.
 
@@ -169,6 +74,8 @@ class Connection(asyncio.BufferedProtocol):
         self._pending: dict[int, Call | GrantSink] = {}
         self._writable = asyncio.Event()
         self._writable.set()
+        self._places = Line(self._has_place)
+        self._unused: list[int] = []  # reservations to give up
         self._namespaces: dict[bytes, asyncio.Task[NamespaceOpened]] = {}
         self._release_ids: list[int] = []
         self._release_bytes = 0  # that those hold
@@ -201,12 +108,16 @@ class Connection(asyncio.BufferedProtocol):
                 self._dispatch(received)
         except ProtocolError as error:
             self.drop(f"{PROTOCOL_BROKEN}: {error}")
+            return
+        self._return_unused()
+        self._places.move()
 
     def pause_writing(self) -> None:
         self._writable.clear()
 
     def resume_writing(self) -> None:
         self._writable.set()
+        self._places.move()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc else self._why_closed)
@@ -235,20 +146,24 @@ class Connection(asyncio.BufferedProtocol):
         message: Message,
         deadline_ns: int,
         *,
+        sent: Callable[[], None] | None = None,
         settled: Callable[[], None] | None = None,
     ) -> Any:
         """Send a request, wait for its one answer.
 
-        `settled` runs once the daemon is known to be done with the request: at its answer, even
-        after the deadline, or at once if it could not be sent. Not when the session is lost.
+        `sent` runs when it is on its way: never if it could not be sent. `settled` runs once the
+        daemon is known to be done with the request: at its answer, even after the deadline, or at
+        once if it could not be sent. Not when the session is lost.
 
         Raises: RequestFailedError: what the daemon answered, DEADLINE, DISCONNECTED, or BUSY when
-        too many requests are in flight.
+        too many requests were in flight until the deadline.
         """
         try:
-            await self._drained(deadline_ns)
+            await self._place(message, deadline_ns)
             call = Call(settled)
             request_id = self._send(message, call)
+            if sent is not None:
+                sent()
         except BaseException:
             if settled is not None:
                 settled()
@@ -270,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def fetch(self, message: Message, deadline_ns: int) -> tuple[int, GrantSink]:
         """Send a FETCH; end it with `end_fetch`. Raises: RequestFailedError."""
-        await self._drained(deadline_ns)
+        await self._place(message, deadline_ns)
         sink = GrantSink()
         return self._send(message, sink), sink
 
@@ -281,8 +196,8 @@ class Connection(asyncio.BufferedProtocol):
         if request_id in self._pending:
             self.session.abandon(request_id)
 
-    def post(self, message: Message) -> None:
-        """Send a request whose answer nobody needs. Dropped when the session is gone or full."""
+    def _post(self, message: Message) -> None:
+        """Send a request whose answer nobody needs. Dropped when the session is gone."""
         call = Call(None)
         try:
             request_id = self._send(message, call)
@@ -377,29 +292,47 @@ class Connection(asyncio.BufferedProtocol):
         pending, self._pending = self._pending, {}
         for entry in pending.values():
             entry.fail(RequestFailedError(Status.DISCONNECTED, reason))
+        self._unused.clear()
+        self._places.move()
 
     # Inside ----------------------------------------------------------------------------------
 
-    async def _drained(self, deadline_ns: int) -> None:
-        """Wait while the peer does not read. Raises: RequestFailedError at the deadline."""
-        if self._writable.is_set():
+    def _is_full(self) -> bool:
+        """Work in flight takes every place but that of PING."""
+        session = self.session
+        return len(session.in_flight) >= max(1, session.requests_in_flight_max - PINGS_ROOM)
+
+    def _has_place(self) -> bool:
+        """Work may be sent, or learns at once that it may not."""
+        if self.session.state is State.CLOSED:
+            return True
+        return self._writable.is_set() and not self._is_full()
+
+    async def _place(self, message: Message, deadline_ns: int) -> None:
+        """Wait while the peer does not read, and for a place among the requests in flight.
+
+        Raises: RequestFailedError at the deadline: DEADLINE, or BUSY where every place is taken.
+        """
+        if not isinstance(message, Ping):
+            if await self._places.wait(deadline_ns):
+                return
+            if self._writable.is_set():
+                raise RequestFailedError(Status.BUSY, "too many requests in flight")
+        elif self._writable.is_set():
             return
-        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        try:
-            async with asyncio.timeout(left_s):
-                await self._writable.wait()
-        except TimeoutError:
-            raise RequestFailedError(Status.DEADLINE, "the daemon reads nothing") from None
+        else:
+            left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._writable.wait()
+                return
+        raise RequestFailedError(Status.DEADLINE, "the daemon reads nothing")
 
     def _send(self, message: Message, entry: Call | GrantSink) -> int:
         if self.draining and not isinstance(message, Commit):  # it ends what was begun before
             raise RequestFailedError(Status.DRAINING)
-        session = self.session
-        room = max(1, session.requests_in_flight_max - PINGS_ROOM)
-        if len(session.in_flight) >= room and not isinstance(message, Ping):
-            raise RequestFailedError(Status.BUSY, "too many requests in flight")
         try:
-            request_id, raw = session.send(message)
+            request_id, raw = self.session.send(message)
         except ProtocolError as error:
             raise RequestFailedError(error.status, str(error)) from None
         self._pending[request_id] = entry
@@ -464,9 +397,15 @@ class Connection(asyncio.BufferedProtocol):
             self.release(grant.lease_id, held_bytes=grant.span_bytes)
 
     def give_up(self, put_ids: list[int]) -> None:
-        """Return reservations unused."""
-        if put_ids:
-            self.post(Commit(tuple((put_id, _NOTHING) for put_id in put_ids)))
+        """Return reservations unused, now or when there is a place for it."""
+        self._unused += put_ids
+        self._return_unused()
+
+    def _return_unused(self) -> None:
+        while self._unused and not self._is_full():
+            some = self._unused[: limits.BLOCKS_PER_PUT_MAX]
+            del self._unused[: len(some)]
+            self._post(Commit(tuple((put_id, _NOTHING) for put_id in some)))
 
     def _flush_releases(self) -> None:
         self._flush_due = False

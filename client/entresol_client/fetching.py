@@ -365,6 +365,7 @@ async def fetch_blocks(
                     break
         except RequestFailedError as error:
             tally.settle(positions, error.status)
+            await asyncio.sleep(0)  # as above
             if error.status is Status.DEADLINE:
                 link.note_deadline(session, begun_ns)
         tally.settle(positions, Status.MISS)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from entresol_client.arguments import (
     checked_descriptor,
     count_of,
     duration,
+    engine_keys,
     open_place,
     token_ids,
 )
@@ -343,7 +344,7 @@ class Namespace:
 
     def _names(self, keys: Sequence[bytes]) -> list[EngineKey]:
         """The keys as shards know them. Raises: UsageError, BadKeyError."""
-        checked = _keys(keys)
+        checked = engine_keys(keys, KEYS_PER_CALL_MAX)
         return self._seal.mask_all(checked) if self._seal else checked
 
     def _look_at_tokens(self, tokens: Sequence[tuple[int, ...]]) -> None:
@@ -412,6 +413,7 @@ class Namespace:
                         await ask(session, ns, positions[at : at + step])
                 except RequestFailedError as error:
                     failed.update(dict.fromkeys(positions[at:], error.status))
+                    await asyncio.sleep(0)  # see fetch_blocks
                     if error.status is Status.DEADLINE:
                         link.note_deadline(session, begun_ns)
 
@@ -459,26 +461,6 @@ class _Batch:
 
 async def _as_coroutine(awaitable: Awaitable[None]) -> None:
     await awaitable
-
-
-def _keys(keys: Sequence[bytes]) -> list[EngineKey]:
-    if isinstance(keys, (bytes, bytearray, str)):
-        raise UsageError("keys is one key, not a sequence of keys")
-    if count_of("keys", keys) > KEYS_PER_CALL_MAX:
-        raise UsageError(f"{len(keys)} keys in one call, at most {KEYS_PER_CALL_MAX}")
-    if keys and set(map(type, keys)) == {bytes}:  # of thousands: what is common is quick
-        lengths = set(map(len, keys))
-        if (
-            limits.ENGINE_KEY_BYTES_MIN
-            <= min(lengths)
-            <= max(lengths)
-            <= limits.ENGINE_KEY_BYTES_MAX
-        ):
-            return cast(list[EngineKey], list(keys))
-    for key in keys:
-        if not isinstance(key, bytes):
-            raise UsageError(f"a key is {type(key).__name__}, not bytes")
-    return [check_engine_key(key) for key in keys]
 
 
 def _wire_keys(secret: bytes, keys: Sequence[EngineKey], positions: Sequence[int]) -> bytes:

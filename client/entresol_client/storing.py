@@ -383,6 +383,7 @@ async def store_blocks(
             await _all_rounds(put, rounds, tally)
         except RequestFailedError as error:
             tally.settle(positions, error.status)
+            await asyncio.sleep(0)  # as above
         tally.settle(positions, Status.DISCONNECTED)
         session.check_data_path()
         if any(tally.statuses[position] is Status.DEADLINE for position in positions):
@@ -400,6 +401,9 @@ async def _all_rounds(put: _Put, rounds: list[list[Storable]], tally: PutTally) 
             tally.settle(positions, error.status)
         except TimeoutError:
             tally.settle(positions, Status.DEADLINE)
+        else:
+            return
+        await asyncio.sleep(0)  # see `store_blocks`
 
     if len(rounds) == 1:
         await one(rounds[0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
-from entresol_client import AsyncClient, PutBlock
+from entresol_client import AsyncClient, Namespace, PutBlock
+from entresol_client.connection import Connection
 from entresol_client.fetching import GetTally
 from entresol_client.results import RequestFailedError
 from entresol_client.storing import PutTally
@@ -177,3 +179,145 @@ async def test_an_unforeseen_error_that_says_ok_is_no_success(
         assert got.statuses == [Status.INTERNAL]
         put = await ns.put([PutBlock(key(1), bytes(BLOCK))])
         assert put.statuses == [Status.INTERNAL]
+
+
+# Finding 2: callers that ask again at once, and a session that is full of requests.
+
+
+async def never(request_id: int, message: Any) -> None:
+    """A handler of a daemon that does not come to it."""
+
+
+CROWD = 260  # more than the requests that one session may have in flight
+SECOND_NS = 1_000_000_000
+
+
+def connection_of(client: AsyncClient) -> Connection:
+    session = client._links[0]._session
+    assert session is not None
+    return session.connection
+
+
+async def fill_session(connection: Connection) -> list[asyncio.Task[Any]]:
+    """Take every place for work; the requests stay without an answer."""
+    waiting = [
+        asyncio.create_task(connection.request(data.Exists(1, bytes(16)), 2**62))
+        for _ in range(connection.session.requests_in_flight_max - 1)
+    ]
+    while len(connection.session.in_flight) < len(waiting):
+        await asyncio.sleep(0)
+    return waiting
+
+
+async def ends(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_crowd_that_asks_again_at_once_is_served(tmp_path: Path) -> None:
+    """It spun for ever in front of a session without a place: nothing else ran, no deadline."""
+    asked = 0
+
+    async def ask(ns: Namespace) -> None:
+        nonlocal asked
+        while True:
+            asked += 1
+            assert asked < 100 * CROWD, "they spin"
+            if (await ns.exists([b"x" * 16], deadline_ns=SECOND_NS)).complete:
+                return
+
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        ns = await client.namespace(DESCRIPTOR)
+        await asyncio.gather(*(ask(ns) for _ in range(CROWD)))
+        assert asked == CROWD, "a place comes free long before the deadline"
+
+
+async def test_callers_get_places_in_their_order_and_are_busy_at_their_deadline(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        await client.namespace(DESCRIPTOR)
+        (session,) = peer.sessions
+        session.on_exists = never  # type: ignore[method-assign]
+        connection = connection_of(client)
+        waiting = await fill_session(connection)
+        try:
+            begun_ns = time.monotonic_ns()
+            late = asyncio.create_task(
+                connection.request(data.Touch(1, bytes(16)), begun_ns + 50_000_000)
+            )
+            await asyncio.sleep(0)
+            order: list[int] = []
+
+            async def ask(number: int) -> None:
+                await connection.request(data.Touch(1, bytes(16)), 2**62)
+                order.append(number)
+
+            asking = [asyncio.create_task(ask(number)) for number in range(5)]
+            with pytest.raises(RequestFailedError) as caught:
+                await late
+            assert caught.value.status is Status.BUSY
+            assert time.monotonic_ns() >= begun_ns + 50_000_000
+            assert order == []
+            assert await connection.ping(2**62) > 0, "it keeps its place"
+            answered = next(id for id, kind in connection.session.in_flight.items())
+            session.send(data.ExistsReply(0, b"\0\0"), answered)
+            await asyncio.gather(*asking)
+            assert order == list(range(5))
+        finally:
+            await ends(waiting)
+
+
+async def test_a_lost_session_ends_those_who_wait_for_a_place(tmp_path: Path) -> None:
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        await client.namespace(DESCRIPTOR)
+        (session,) = peer.sessions
+        session.on_exists = never  # type: ignore[method-assign]
+        connection = connection_of(client)
+        waiting = await fill_session(connection)
+        waiting += [
+            asyncio.create_task(connection.request(data.Touch(1, bytes(16)), 2**62))
+            for _ in range(20)
+        ]
+        await asyncio.sleep(0)
+        connection.drop("by the test")
+        for found in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(found, RequestFailedError)
+            assert found.status is Status.DISCONNECTED
+
+
+async def _exists(ns: Namespace) -> object:
+    return await ns.exists([key(0)], deadline_ns=1)
+
+
+async def _get(ns: Namespace) -> object:
+    return await ns.get_into([key(0)], [bytearray(8)], deadline_ns=1)
+
+
+async def _put(ns: Namespace) -> object:
+    return await ns.put([PutBlock(key(0), bytes(8))], deadline_ns=1)
+
+
+@pytest.mark.parametrize("ask", [_exists, _get, _put])
+@pytest.mark.parametrize("fabric", ["tcp", None])
+async def test_a_call_that_fails_gives_the_loop_a_turn(
+    tmp_path: Path, fabric: str | None, ask: Callable[[Namespace], Awaitable[object]]
+) -> None:
+    async with (
+        serving(tmp_path, fabric=fabric) as peer,
+        await AsyncClient.open(peer.config()) as client,
+    ):
+        ns = await client.namespace(DESCRIPTOR)
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        turn()
+        for _ in range(20):
+            before = turns
+            await ask(ns)
+            assert turns > before
