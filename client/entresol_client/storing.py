@@ -299,11 +299,14 @@ class _Put:
         pairs: list[tuple[int, RemoteSpan]],
         uncommitted: set[int],
     ) -> None:
-        """Raises: RequestFailedError; the outcome is unknown then."""
-        uncommitted.difference_update(put_id for put_id, _ in pairs)
+        """Raises: RequestFailedError; if the COMMIT was sent, the outcome is unknown then."""
+
+        def sent() -> None:
+            uncommitted.difference_update(put_id for put_id, _ in pairs)
+
         connection = self._session.connection
         done: PutDone = await connection.request(
-            Commit(tuple(pairs)), self._context.deadline_ns, settled=region.give_back
+            Commit(tuple(pairs)), self._context.deadline_ns, sent=sent, settled=region.give_back
         )
         if len(done.statuses) != len(pairs):
             connection.drop("PUT_DONE of another length than its COMMIT")

@@ -321,3 +321,39 @@ async def test_a_call_that_fails_gives_the_loop_a_turn(
             before = turns
             await ask(ns)
             assert turns > before
+
+
+# Finding 6: a reservation that was neither committed nor given up.
+
+
+async def test_a_commit_that_cannot_be_sent_gives_its_reservation_up(tmp_path: Path) -> None:
+    """Sealed, and then no place for the COMMIT until the deadline, nor for giving up: that goes as
+    soon as there is one."""
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        ns = await client.namespace(DESCRIPTOR)
+        (session,) = peer.sessions
+        session.on_exists = never  # type: ignore[method-assign]
+        connection = connection_of(client)
+        waiting: list[asyncio.Task[Any]] = []
+        reserve = session.on_reserve
+
+        async def on_reserve(request_id: int, message: data.Reserve) -> None:
+            others = await fill_session(connection)  # all places but the one of this RESERVE
+            waiting.extend(others)
+            await reserve(request_id, message)
+
+        session.on_reserve = on_reserve  # type: ignore[method-assign]
+        try:
+            put = await ns.put([PutBlock(key(0), bytes(BLOCK))], deadline_ns=300_000_000)
+            assert put.statuses == [Status.BUSY]
+            assert peer.given_up == []
+            answered = next(iter(connection.session.in_flight))
+            session.send(data.ExistsReply(0, b"\0\0"), answered)
+            for _ in range(500):
+                if peer.given_up:
+                    break
+                await asyncio.sleep(0.01)
+            assert len(peer.given_up) == 1
+            assert not peer.reserved
+        finally:
+            await ends(waiting)
