@@ -95,7 +95,8 @@ STRATEGIES: dict[FrameType, st.SearchStrategy[Message]] = {
     FrameType.ATTACHED: st.builds(opening.Attached, u8),
     FrameType.OPEN_NAMESPACE: st.builds(opening.OpenNamespace, st.binary(max_size=600)),
     FrameType.NAMESPACE_OPENED: st.builds(
-        opening.NamespaceOpened, u32, fixed(16), fixed(32), u8, flags, u32
+        opening.NamespaceOpened, u32, fixed(16), fixed(32), u8, flags,
+        st.integers(limits.CHUNK_BYTES_MIN, limits.CHUNK_BYTES_MAX),
     ),
     FrameType.ERROR: st.builds(
         opening.ErrorReply, statuses.filter(lambda why: why.is_failure), texts(1024), texts(1024)

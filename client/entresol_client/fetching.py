@@ -29,7 +29,7 @@ from entresol_client.opening import (
     open_group,
     plan_groups,
 )
-from entresol_client.results import RequestFailedError
+from entresol_client.results import RequestFailedError, cause_of
 from entresol_client.shard_link import Session, ShardLink
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind
@@ -264,7 +264,7 @@ class _Get:
             alone = self._session.connection.held_bytes == lease.held_bytes  # no other get is on
             done = open_alone(self._context, group) if alone else None
             statuses = await open_group(self._context, group) if done is None else done
-        except RequestFailedError as error:  # the client is closed
+        except RequestFailedError as error:  # no thread takes it
             statuses = [error.status] * len(group)
         except Exception:
             log.exception("event=bug where=open_group")
@@ -287,7 +287,7 @@ class _Get:
         self._groups.discard(task)
         if task.cancelled():
             self._done(lease, group, [Status.DISCONNECTED] * len(group))
-        elif isinstance(error := task.exception(), RequestFailedError):  # the client is closed
+        elif isinstance(error := task.exception(), RequestFailedError):  # no thread takes it
             self._done(lease, group, [error.status] * len(group))
         elif error is not None:
             log.error("event=bug where=open_group", exc_info=error)
@@ -363,10 +363,11 @@ async def fetch_blocks(
                 if prefix and any(tally.statuses[place] is not Status.OK for place in part):
                     tally.settle(positions, Status.GAP)
                     break
-        except RequestFailedError as error:
-            tally.settle(positions, error.status)
+        except Exception as error:
+            status = cause_of(error, "get")
+            tally.settle(positions, status)
             await asyncio.sleep(0)  # as above
-            if error.status is Status.DEADLINE:
+            if status is Status.DEADLINE:
                 link.note_deadline(session, begun_ns)
         tally.settle(positions, Status.MISS)
         session.check_data_path()

@@ -39,6 +39,7 @@ from entresol_client.results import (
     QuoteResult,
     RequestFailedError,
     StageResult,
+    cause_of,
     prefix_of,
     quote_of,
 )
@@ -411,10 +412,11 @@ class Namespace:
                     ns = await session.connection.namespace(self.canonical, until_ns)
                     for at in range(0, len(positions), step):
                         await ask(session, ns, positions[at : at + step])
-                except RequestFailedError as error:
-                    failed.update(dict.fromkeys(positions[at:], error.status))
+                except Exception as error:
+                    status = cause_of(error, "question")
+                    failed.update(dict.fromkeys(positions[at:], status))
                     await asyncio.sleep(0)  # see fetch_blocks
-                    if error.status is Status.DEADLINE:
+                    if status is Status.DEADLINE:
                         link.note_deadline(session, begun_ns)
 
         await self._fan_out(keys, one)

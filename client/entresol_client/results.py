@@ -7,14 +7,17 @@ block, never unverified bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from entresol_proto.status import Status
+from entresol_proto.status import EntresolError, Status
 from entresol_proto.wire.data import Reason, Tier
 from entresol_proto.wire.opening import ErrorReply
 from entresol_proto.wire.quote import Quoted
+
+log = logging.getLogger("entresol.client")
 
 OpenPlace = Literal["host", "daemon"]
 AckLevel = Literal["accepted", "durable"]
@@ -236,6 +239,17 @@ class RequestFailedError(Exception):
         super().__init__(message or status.label)
         self.status = status.as_failure
         self.hint = hint  # the daemon's, or ours of what it did
+
+
+def cause_of(error: Exception, where: str) -> Status:
+    """What became of blocks whose call ended so: a failure. A bug is logged, and costs the call."""
+    if isinstance(error, (RequestFailedError, EntresolError)):
+        return error.status.as_failure
+    if isinstance(error, MemoryError):
+        log.error("event=out_of_memory where=%s", where)
+        return Status.BUSY
+    log.error("event=bug where=%s", where, exc_info=error)
+    return Status.INTERNAL
 
 
 def refusal(reply: ErrorReply) -> RequestFailedError:

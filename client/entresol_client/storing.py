@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from entresol_client.buffers import copy
-from entresol_client.results import RequestFailedError
+from entresol_client.results import RequestFailedError, cause_of
 from entresol_client.shard_link import Session, ShardLink
 from entresol_client.staging import Arena, Region
 from entresol_client.tenant_key import HostSeal
@@ -96,7 +96,7 @@ class _SealContext:
         return self.seal is not None or self.namespace.seal_at_host
 
     def room(self, job: _Job) -> int:
-        """Staging bytes a block may need."""
+        """Staging bytes a block may need. Raises: SealError for one that cannot be sealed so."""
         plain_bytes = len(job.block.plain)
         if not self.at_host:
             return plain_bytes
@@ -225,14 +225,21 @@ class _Put:
 
     async def _store(self, blocks: Sequence[Storable], reserved: Reserved) -> None:
         jobs: list[_Job] = []
+        uncommitted: set[int] = set()
         for block, grant in zip(blocks, reserved.items, strict=True):
-            if grant.status is Status.OK:
-                # It may have been BUSY a round ago: from here on its outcome is what COMMIT says.
-                self._tally.statuses[block.position] = None
-                jobs.append(_Job(block, grant))
-            else:
-                self._tally.statuses[block.position] = grant.status
-        uncommitted = {job.grant.put_id for job in jobs}
+            self._tally.statuses[block.position] = grant.status
+            if grant.status is not Status.OK:
+                continue
+            uncommitted.add(grant.put_id)
+            job = _Job(block, grant)
+            try:
+                self._context.room(job)
+            except EntresolError as error:  # the daemon's chunks are too short for it
+                self._tally.statuses[block.position] = error.status.as_failure
+                continue
+            # It may have been BUSY a round ago: from here on its outcome is what COMMIT says.
+            self._tally.statuses[block.position] = None
+            jobs.append(job)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for group in _groups(jobs, _group_bytes(jobs, self._link.staging_bytes // 4)):
@@ -241,40 +248,37 @@ class _Put:
             self._session.connection.give_up(sorted(uncommitted))
 
     async def _group(self, jobs: list[_Job], uncommitted: set[int]) -> None:
-        """Seal and commit some blocks; sets the status of each."""
-        positions = [job.block.position for job in jobs]
+        """Seal and commit some blocks; sets the status of each. Raises nothing: other groups of the
+        round go on."""
         try:
-            region, starts, exposure = await self._room(jobs)
-        except RequestFailedError as error:
-            self._tally.settle(positions, error.status)
-            return
+            await self._seal_and_commit(jobs, uncommitted)
+        except Exception as error:
+            positions = [job.block.position for job in jobs]
+            self._tally.settle(positions, cause_of(error, "put_group"))
+
+    async def _seal_and_commit(self, jobs: list[_Job], uncommitted: set[int]) -> None:
+        """Raises: RequestFailedError."""
+        region, starts, exposure = await self._room(jobs)
+        pairs: list[tuple[int, RemoteSpan]] = []
+        sealed: list[_Job] = []
         try:
             lengths = await self._link.workers.run_later(
                 seal_blocks, self._context, jobs, region.view, starts,
                 until_ns=self._context.deadline_ns,
             )  # fmt: skip
-        except RequestFailedError as error:  # the client is closed, or threads are busy too long
-            region.give_back()
-            self._tally.settle(positions, error.status)
-            return
+            for job, start, length in zip(jobs, starts, lengths, strict=True):
+                if isinstance(length, Status):
+                    self._tally.statuses[job.block.position] = length
+                    continue
+                pairs.append((job.grant.put_id, exposure.span(region.offset + start, length)))
+                sealed.append(job)
         except BaseException:
             region.give_back()
             raise
-        pairs: list[tuple[int, RemoteSpan]] = []
-        sealed: list[_Job] = []
-        for job, start, length in zip(jobs, starts, lengths, strict=True):
-            if isinstance(length, Status):
-                self._tally.statuses[job.block.position] = length
-                continue
-            pairs.append((job.grant.put_id, exposure.span(region.offset + start, length)))
-            sealed.append(job)
-        if not pairs:
-            region.give_back()
-            return
-        try:
+        if pairs:
             await self._commit(region, sealed, pairs, uncommitted)
-        except RequestFailedError as error:
-            self._tally.settle(positions, error.status)
+        else:
+            region.give_back()
 
     async def _room(self, jobs: Sequence[_Job]) -> tuple[Region, list[int], Exposure]:
         """Staging for the jobs, where each begins in it, and what the daemon knows it by.
@@ -384,8 +388,8 @@ async def store_blocks(
             bytes_max = min(ROUND_BYTES_MAX, link.staging_bytes)
             rounds = plan_rounds(storable_of(positions, namespace), bytes_max)
             await _all_rounds(put, rounds, tally)
-        except RequestFailedError as error:
-            tally.settle(positions, error.status)
+        except Exception as error:
+            tally.settle(positions, cause_of(error, "put"))
             await asyncio.sleep(0)  # as above
         tally.settle(positions, Status.DISCONNECTED)
         session.check_data_path()
@@ -400,10 +404,10 @@ async def _all_rounds(put: _Put, rounds: list[list[Storable]], tally: PutTally) 
         positions = [block.position for block in blocks]
         try:
             await put.round(blocks)
-        except RequestFailedError as error:
-            tally.settle(positions, error.status)
         except TimeoutError:
             tally.settle(positions, Status.DEADLINE)
+        except Exception as error:
+            tally.settle(positions, cause_of(error, "put_round"))
         else:
             return
         await asyncio.sleep(0)  # see `store_blocks`

@@ -38,7 +38,8 @@ class Workers(Protocol):
         `fn` itself minds its deadline. Hand over milliseconds of work, not microseconds: one
         hand-over costs tens of microseconds.
 
-        Raises: RequestFailedError: DISCONNECTED once closed, DEADLINE.
+        Raises: RequestFailedError: DISCONNECTED once closed, DEADLINE, BUSY where a loop's first
+        hand-over finds no descriptor.
         """
         ...
 
@@ -93,8 +94,8 @@ class ThreadWorkers:
         """See `Workers.run`."""
         try:
             job = self._pool.submit(fn, *args)
-        except RuntimeError:
-            raise _closed_error() from None
+        except (RuntimeError, OSError) as error:
+            raise _refused(error) from None
         return await self._outcome(job, until_ns)
 
     async def share(self, fn: Callable[[], bool], *, threads: int, until_ns: int = 0) -> bool:
@@ -108,8 +109,8 @@ class ThreadWorkers:
 
         try:
             job = self._pool.submit_shared(fn, threads=threads)
-        except RuntimeError:
-            raise _closed_error() from None
+        except (RuntimeError, OSError) as error:
+            raise _refused(error) from None
         await self._outcome(job, until_ns, on_cancel=job.stop, on_late=stop_late)
         return late
 
@@ -198,6 +199,13 @@ def _too_late(job: Job[Any], stop: Callable[[], None] | None) -> None:
     longer comes."""
     if not job.cancel() and stop is not None:
         stop()
+
+
+def _refused(error: RuntimeError | OSError) -> RequestFailedError:
+    """What a pool that takes no work gives for a reason."""
+    if isinstance(error, OSError):
+        return RequestFailedError(Status.BUSY, f"threads cannot be asked: {error.strerror}")
+    return _closed_error()
 
 
 def _closed_error() -> RequestFailedError:

@@ -4,9 +4,13 @@ stood or spun where they should have told a status."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
+import os
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,12 @@ import numpy as np
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
-from entresol_client import AsyncClient, Namespace, PutBlock
+from entresol_client import AsyncClient, Namespace, PutBlock, storing
 from entresol_client.connection import Connection
 from entresol_client.fetching import GetTally
 from entresol_client.results import RequestFailedError
 from entresol_client.storing import PutTally
+from entresol_proto.fabric import shmendpoint
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.status import EntresolError, ProtocolError, Status
 from entresol_proto.wire import data, opening
@@ -209,6 +214,16 @@ async def fill_session(connection: Connection) -> list[asyncio.Task[Any]]:
     return waiting
 
 
+async def one_given_up(peer: Peer) -> None:
+    """A reservation came back unused, and none is left. It travels a moment after the put."""
+    for _ in range(500):
+        if peer.given_up:
+            break
+        await asyncio.sleep(0.01)
+    assert len(peer.given_up) == 1
+    assert not peer.reserved
+
+
 async def ends(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
@@ -349,11 +364,145 @@ async def test_a_commit_that_cannot_be_sent_gives_its_reservation_up(tmp_path: P
             assert peer.given_up == []
             answered = next(iter(connection.session.in_flight))
             session.send(data.ExistsReply(0, b"\0\0"), answered)
-            for _ in range(500):
-                if peer.given_up:
-                    break
-                await asyncio.sleep(0.01)
-            assert len(peer.given_up) == 1
-            assert not peer.reserved
+            await one_given_up(peer)
         finally:
             await ends(waiting)
+
+
+# Finding 3: puts that raised.
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    folder: Path, fabric: str, **changes: Any
+) -> AsyncIterator[tuple[Peer, Namespace]]:
+    async with (
+        serving(folder, fabric=fabric) as peer,
+        await AsyncClient.open(peer.config(**changes)) as client,
+    ):
+        yield peer, await client.namespace(DESCRIPTOR)
+
+
+async def test_a_daemon_that_dies_while_staging_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last endpoint of the process takes the threads with it that fill its memory."""
+    monkeypatch.setattr(shmendpoint, "POPULATE_BYTES", 1 << 20)
+    real, filled = os.posix_fallocate, 0
+    async with opened(tmp_path, "shm") as (peer, ns):
+        loop = asyncio.get_running_loop()
+        endpoint = ns._client._links[0]._session.endpoint  # type: ignore[union-attr]
+        gone = threading.Event()
+
+        def die() -> None:
+            for each in (endpoint, *(session.endpoint for session in peer.sessions)):
+                each.discard()
+            gone.set()
+
+        def fallocate(*args: int) -> None:
+            nonlocal filled
+            filled += 1
+            if filled == 1:
+                loop.call_soon_threadsafe(die)
+                assert gone.wait(5)
+            real(*args)
+
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+        put = await ns.put([PutBlock(key(0), bytes(BLOCK))])
+        assert put.statuses == [Status.DISCONNECTED]
+        assert filled == 1, "filled for nobody"
+
+
+async def test_a_process_without_descriptors_when_it_first_puts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dup(_fd: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with opened(tmp_path, "shm") as (_, ns):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", dup)
+            put = await ns.put([PutBlock(key(0), bytes(BLOCK))])
+            assert put.statuses == [Status.BUSY]
+        assert (await ns.put([PutBlock(key(0), bytes(BLOCK))])).ok
+
+
+async def test_a_process_without_descriptors_when_a_thread_is_first_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def eventfd(*_args: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with opened(tmp_path, "tcp") as (peer, ns):
+        plain = bytes(1 << 19)
+        peer.add(wire_key(SECRET, key(0)), key(0), plain)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", eventfd)
+            got = await ns.get_into([key(0)], [bytearray(len(plain))])
+            assert got.statuses == [Status.BUSY]
+            put = await ns.put([PutBlock(key(1), bytes(BLOCK))])
+            assert put.statuses == [Status.BUSY]
+        assert (await ns.put([PutBlock(key(1), bytes(BLOCK))])).ok
+        assert (await ns.get_into([key(0)], [bytearray(len(plain))])).ok
+
+
+def chunks_of(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    """From now on peers want blocks sealed in chunks so long."""
+    real = opening.NamespaceOpened
+
+    def made(*args: Any) -> opening.NamespaceOpened:
+        return real(*args[:-1], chunk_bytes)
+
+    monkeypatch.setattr(opening, "NamespaceOpened", made)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 4095, (1 << 20) + 1, 2**32 - 1])
+async def test_a_daemon_that_wants_impossible_chunks_breaks_the_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        chunks_of(monkeypatch, chunk_bytes)
+        ns = await client.namespace(DESCRIPTOR)
+        put = await ns.put([PutBlock(key(0), bytes(BLOCK))])
+        assert put.statuses[0] in (Status.DISCONNECTED, Status.BREAKER_OPEN)
+
+
+async def test_a_block_of_more_chunks_than_may_be_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        chunks_of(monkeypatch, 4096)
+        ns = await client.namespace(DESCRIPTOR)
+        put = await ns.put([PutBlock(key(0), bytes(8 << 20)), PutBlock(key(1), bytes(BLOCK))])
+        assert put.statuses == [Status.TOO_LARGE, Status.OK]
+        await one_given_up(peer)
+
+
+@pytest.mark.parametrize("what", ["_room", "_commit", "round"])
+async def test_a_bug_in_a_put_is_a_status_of_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    async def fail(*_args: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(storing._Put, what, fail)
+    async with opened(tmp_path, "tcp") as (_, ns):
+        blocks = [PutBlock(key(n), bytes(9 << 20)) for n in range(3)]  # several rounds
+        put = await ns.put(blocks)
+        assert put.statuses == [Status.INTERNAL] * 3
+        assert any("event=bug" in row.getMessage() for row in caplog.records)
+
+
+async def test_a_bug_in_a_get_or_a_question_is_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_args: Any) -> Any:
+        raise ZeroDivisionError
+
+    async with opened(tmp_path, "tcp") as (_, ns):
+        monkeypatch.setattr(Connection, "namespace", fail)
+        got = await ns.get_into([key(0)], [bytearray(BLOCK)])
+        assert got.statuses == [Status.INTERNAL]
+        put = await ns.put([PutBlock(key(0), bytes(BLOCK))])
+        assert put.statuses == [Status.INTERNAL]
+        assert not (await ns.exists([key(0)])).complete

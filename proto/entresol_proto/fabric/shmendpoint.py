@@ -9,6 +9,7 @@ crash the other side with what it gives (regions.py).
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 import os
@@ -163,23 +164,35 @@ class ShmEndpoint:
         return Exposure(rkey, 0, length)
 
     async def _fill(self, fd: int, length_bytes: int) -> None:
-        """Have all pages, as a daemon wants it, or fail now. Raises: FabricError (BUSY)."""
-        mine = os.dup(fd)  # the caller may be cancelled, and close its own
+        """Have all pages, as a daemon wants it, or fail now.
+
+        Raises: FabricError: BUSY, or DISCONNECTED when the session ends meanwhile.
+        """
+        mine = -1
+        POOL.acquire()  # this may close, and be the last that uses it
         try:
+            mine = os.dup(fd)  # the caller may be cancelled, and close its own
             # Not by the thread for pages, which gives way to everybody: the first put waits for
             # this, on a host whose processors an engine may have all to itself. Nor in one piece:
             # copies wait for the same threads.
             for at in range(0, length_bytes, POPULATE_BYTES):
+                if self._closed:
+                    raise FabricError("the session is gone", status=Status.DISCONNECTED)
                 more = min(POPULATE_BYTES, length_bytes - at)
                 await POOL.submit(os.posix_fallocate, mine, at, more).outcome()
         except OSError as error:
+            memory = error.errno not in (errno.EMFILE, errno.ENFILE)
+            missing = "memory" if memory else "descriptor"
+            lower = "lower staging_bytes_max, or " if memory else ""
             raise FabricError(
-                f"no memory for what the daemon is to read: {error.strerror}",
-                hint="lower staging_bytes_max, or allow this process more memory",
+                f"no {missing} for what the daemon is to read: {error.strerror}",
+                hint=f"{lower}allow this process more {'memory' if memory else 'open files'}",
                 status=Status.BUSY,
             ) from None
         finally:
-            os.close(mine)  # no thread is at it: see `Job.outcome`
+            POOL.release()
+            if mine >= 0:
+                os.close(mine)  # no thread is at it: see `Job.outcome`
 
     async def revoke(self, exposure: Exposure) -> None:
         """See `base.Endpoint.revoke`. Waits for the peer's answer, at most REVOKE_DEADLINE_NS."""

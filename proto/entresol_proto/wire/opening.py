@@ -213,6 +213,8 @@ class NamespaceOpened:
         handle, ns_id, secret, codec_id, at_host, reserved, chunk = cursor.unpack(cls._FIXED)
         cursor.zero(reserved)
         cursor.done()
+        if not limits.CHUNK_BYTES_MIN <= chunk <= limits.CHUNK_BYTES_MAX:
+            raise ProtocolError(f"NAMESPACE_OPENED wants chunks of {chunk} bytes")
         return cls(handle, ns_id, secret, codec_id, cursor.flag(at_host), chunk)
 
 
