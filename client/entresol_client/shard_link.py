@@ -14,7 +14,7 @@ import logging
 import random
 import ssl
 import time
-from typing import cast
+from typing import Any, cast
 
 from entresol_client.breaker import Breaker, BreakerState
 from entresol_client.config import ClientConfig, ShardAddress
@@ -353,14 +353,25 @@ class ShardLink:
         self.breaker.probe(max(time.monotonic_ns(), self.breaker.retry_at_ns))
 
     async def _watch(self, session: Session) -> None:
-        """Ping until the session ends; drop it when it stays silent."""
-        connection = session.connection
+        """Ping until the session ends, and drop it when it stays silent; meanwhile open again what
+        the last one had open."""
+        reopening = asyncio.get_running_loop().create_task(self._reopen(session.connection))
+        reopening.add_done_callback(_seen)
+        try:
+            await self._keep_asking(session)
+        finally:
+            reopening.cancel()
+
+    async def _reopen(self, connection: Connection) -> None:
         deadline_ns = time.monotonic_ns() + self.config.deadline_ns
         for canonical in list(self._namespaces):
             try:
                 await connection.namespace(canonical, deadline_ns)
             except RequestFailedError:
                 break  # the next user of the namespace hears of it
+
+    async def _keep_asking(self, session: Session) -> None:
+        connection = session.connection
         missed = 0
         while not connection.ending.is_set():
             await self._until_ping(connection)
@@ -456,7 +467,7 @@ class ShardLink:
             log.warning("event=breaker_open shard=%s reason=%r", self.address.name, reason)
 
 
-def _seen(task: asyncio.Task[tuple[Arena, Exposure]]) -> None:
+def _seen(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()
 

@@ -506,3 +506,47 @@ async def test_a_bug_in_a_get_or_a_question_is_a_status(
         put = await ns.put([PutBlock(key(0), bytes(BLOCK))])
         assert put.statuses == [Status.INTERNAL]
         assert not (await ns.exists([key(0)])).complete
+
+
+# Finding 4: a session that fell silent just after it was opened anew.
+
+
+async def test_a_session_that_is_silent_from_its_first_moment_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked to open the namespaces of the last one, with the deadline of a call, before it
+    was asked whether it is there."""
+    silent: list[PeerSession] = []
+    open_namespace, pong = PeerSession.on_opennamespace, PeerSession.on_ping
+
+    async def on_opennamespace(self: PeerSession, *request: Any) -> None:
+        if not silent or self in silent:
+            silent.append(self)
+        else:
+            await open_namespace(self, *request)
+
+    async def on_ping(self: PeerSession, *request: Any) -> None:
+        if self not in silent:
+            await pong(self, *request)
+
+    async with opened(tmp_path, "tcp", deadline_ns=60 * SECOND_NS) as (peer, ns):
+        store(peer, 0)
+        link = ns._client._links[0]
+        monkeypatch.setattr(PeerSession, "on_opennamespace", on_opennamespace)
+        monkeypatch.setattr(PeerSession, "on_ping", on_ping)
+        connection_of(ns._client).drop("by the test")
+        async with asyncio.timeout(20):
+            while link.breaker.openings == 0:
+                await asyncio.sleep(0.01)
+            into = bytearray(BLOCK)
+            while not (await ns.get_into([key(0)], [into], deadline_ns=SECOND_NS)).ok:
+                await asyncio.sleep(0.01)
+        assert link._connects == 3
+
+
+async def test_namespaces_are_opened_anew_before_they_are_used(tmp_path: Path) -> None:
+    async with opened(tmp_path, "tcp") as (peer, ns):
+        connection_of(ns._client).drop("by the test")
+        async with asyncio.timeout(10):
+            while sum(isinstance(each, opening.OpenNamespace) for each in peer.seen) < 2:
+                await asyncio.sleep(0.01)
