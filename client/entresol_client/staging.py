@@ -108,7 +108,8 @@ class Arena:
             return None
         if not self._waiting and (region := self._cut(length_bytes)) is not None:
             return region
-        loop = asyncio.get_running_loop()
+        loop, caller = asyncio.get_running_loop(), asyncio.current_task()
+        before = caller.cancelling() if caller else 0  # in its clean-up it may take again
         waiter: asyncio.Future[Region] = loop.create_future()
         self._waiting.append((length_bytes, waiter))
         timer = loop.call_later(
@@ -118,8 +119,7 @@ class Arena:
             # Shielded: a cancelled caller must not lose a region that was just handed to it.
             await asyncio.shield(waiter)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if waiter.cancelled() and not (task and task.cancelling()):
+            if waiter.cancelled() and not (caller and caller.cancelling() > before):
                 return None  # the deadline or `close`
             if waiter.done() and not waiter.cancelled():
                 waiter.result().give_back()

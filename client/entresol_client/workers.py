@@ -135,14 +135,15 @@ class ThreadWorkers:
         """`on_late` is called at the deadline of a job that has begun. Raises: as `run`, and what
         the job raised."""
         timer: asyncio.TimerHandle | None = None
+        caller = asyncio.current_task()
+        before = caller.cancelling() if caller else 0  # in its clean-up it may call again
         if until_ns:
             left_s = (until_ns - time.monotonic_ns()) / 1e9
             timer = asyncio.get_running_loop().call_later(left_s, _too_late, job, on_late)
         try:
             return await job.outcome(on_cancel)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if caller is None or caller.cancelling() > before:
                 raise
             # Not the caller was cancelled, but the job, while it was queued.
             raise _closed_error() if self._closed else RequestFailedError(Status.DEADLINE) from None

@@ -22,7 +22,9 @@ from entresol_client import AsyncClient, Namespace, PutBlock, storing
 from entresol_client.connection import Connection
 from entresol_client.fetching import GetTally
 from entresol_client.results import RequestFailedError
+from entresol_client.staging import Arena, PrivateMemory
 from entresol_client.storing import PutTally
+from entresol_client.workers import ThreadWorkers
 from entresol_proto.fabric import shmendpoint
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.status import EntresolError, ProtocolError, Status
@@ -550,3 +552,58 @@ async def test_namespaces_are_opened_anew_before_they_are_used(tmp_path: Path) -
         async with asyncio.timeout(10):
             while sum(isinstance(each, opening.OpenNamespace) for each in peer.seen) < 2:
                 await asyncio.sleep(0.01)
+
+
+# Finding 5: calls in the clean-up of a cancelled task.
+
+
+async def in_clean_up(call: Callable[[], Awaitable[Any]]) -> Any:
+    """What a call gives in a task that was cancelled and goes on for a moment."""
+
+    async def work() -> Any:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return await call()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    return await task
+
+
+@pytest.mark.parametrize("how", ["run", "share", "run_later"])
+async def test_a_deadline_in_a_clean_up_is_a_deadline(how: str) -> None:
+    workers, held = ThreadWorkers(1), threading.Event()
+    busy = asyncio.create_task(workers.run(held.wait))
+    await asyncio.sleep(0)
+
+    async def call() -> Any:
+        until_ns = time.monotonic_ns() + 20_000_000
+        if how == "share":
+            return await workers.share(lambda: False, threads=1, until_ns=until_ns)
+        return await getattr(workers, how)(int, until_ns=until_ns)
+
+    try:
+        with pytest.raises(RequestFailedError) as caught:
+            await in_clean_up(call)
+        assert caught.value.status is Status.DEADLINE
+        again = asyncio.create_task(in_clean_up(lambda: workers.run(int)))
+        await asyncio.sleep(0.01)
+        again.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await again
+    finally:
+        held.set()
+        await busy
+        workers.close()
+
+
+async def test_staging_that_is_not_to_be_had_in_a_clean_up_is_a_deadline() -> None:
+    arena = Arena(PrivateMemory(1 << 20), 1 << 20)
+    region = await arena.take(1 << 20, 2**62)
+    assert region is not None
+    late_ns = time.monotonic_ns() + 20_000_000
+    assert await in_clean_up(lambda: arena.take(1, late_ns)) is None
+    region.give_back()
+    arena.close()
