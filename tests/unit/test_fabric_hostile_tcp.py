@@ -17,7 +17,7 @@ import uvloop
 from tcp_peer import BAD_ANSWERS, raw_session, run, soon, target
 
 from entresol_proto import limits
-from entresol_proto.fabric import datastream, framing, registry
+from entresol_proto.fabric import datastream, framing, registry, tcp
 from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer, RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, HEADER, SPAN, Message
 from entresol_proto.fabric.tcp import TcpFabricServer, _Params
@@ -595,5 +595,36 @@ def test_it_listens_where_it_is_told_only(runner: object, tmp_path: Path) -> Non
             socket.create_connection(("127.0.0.1", server.port), 1)
         await host.close()
         await server.close()
+
+    run(runner, scenario())
+
+
+def test_an_opening_that_is_cancelled_is_over_at_once(
+    runner: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the moment between the stream's opening and whoever waits for it: uvloop closes it then
+    and never tells its protocol."""
+    monkeypatch.setattr(tcp, "_ABORT_NS", 3_600_000_000_000)
+    made = datastream.DataStream.connection_made
+
+    async def scenario() -> None:
+        before = leaks.snapshot()
+        server = TcpFabricServer("127.0.0.1")
+        await server.start()
+        opening = asyncio.ensure_future(
+            registry.connect(server.offer(), soon(), options=ConnectOptions())
+        )
+
+        def connection_made(self: datastream.DataStream, transport: asyncio.BaseTransport) -> None:
+            made(self, transport)
+            if self._owner is not None:  # not the server's
+                opening.cancel()
+
+        monkeypatch.setattr(datastream.DataStream, "connection_made", connection_made)
+        done, _ = await asyncio.wait((opening,), timeout=5)
+        assert done, "it waits for a stream that nobody ends"
+        assert opening.cancelled()
+        await server.close()
+        await leaks.settle(before)
 
     run(runner, scenario())

@@ -94,6 +94,11 @@ def check_ops(ops: Sequence[ReadOp]) -> None:
             raise ValueError("a read needs a writable, contiguous view of the span's length")
 
 
+def may_be_span(span: RemoteSpan) -> bool:
+    """Whether its numbers are such as go over a wire."""
+    return 0 < span.length_bytes < 2**32 and 0 <= span.address < 2**63 and 0 <= span.rkey < 2**32
+
+
 def span_error(span: RemoteSpan, length_bytes: int | None) -> Status:
     """How an exposure of `length_bytes` (None: there is none) at address 0 answers a span."""
     if length_bytes is None:

@@ -35,6 +35,7 @@ from entresol_proto.fabric.base import (
     RemoteSpan,
     SharedBuffer,
     check_ops,
+    may_be_span,
 )
 from entresol_proto.fabric.datastream import DataStream
 from entresol_proto.fabric.landing import SPAN_BYTES_MAX, OnLanded
@@ -205,7 +206,7 @@ class TcpEndpoint:
         return (
             not self._closed
             and 0 < len(spans) <= limits.SPANS_PER_READ_MAX
-            and all(_is_valid(span) and span.length_bytes <= SPAN_BYTES_MAX for span in spans)
+            and all(may_be_span(span) and span.length_bytes <= SPAN_BYTES_MAX for span in spans)
             and all(stream is not None and stream.can_land(len(spans)) for stream in self._streams)
         )
 
@@ -259,7 +260,7 @@ class TcpEndpoint:
         plan: list[list[Part]] = [[] for _ in streams]
         for number, op in enumerate(ops):
             span, view = op.span, op.into
-            if not _is_valid(span):
+            if not may_be_span(span):
                 batch.statuses[number] = Status.BAD_REQUEST
                 continue
             if view.format != "B" or view.ndim != 1:
@@ -315,10 +316,6 @@ class TcpEndpoint:
     def discard(self) -> None:
         """`close` without waiting, for an endpoint that nobody took."""
         self._fail(Status.DISCONNECTED)
-
-
-def _is_valid(span: RemoteSpan) -> bool:
-    return 0 < span.length_bytes < 2**32 and 0 <= span.address < 2**63 and 0 <= span.rkey < 2**32
 
 
 class TcpFabricServer(ListeningServer[TcpEndpoint]):
@@ -483,13 +480,17 @@ async def _open_stream(
 ) -> None:
     stream = DataStream(owner=endpoint)
     endpoint.attach(number, stream)
-    transport, _ = await asyncio.get_running_loop().create_connection(
-        lambda: stream,
-        host,
-        params.port,
-        ssl=options.ssl if params.tls else None,
-        server_hostname=options.server_hostname if params.tls else None,
-    )
+    try:
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: stream,
+            host,
+            params.port,
+            ssl=options.ssl if params.tls else None,
+            server_hostname=options.server_hostname if params.tls else None,
+        )
+    except BaseException:
+        stream.lost.cancel()  # uvloop never tells it when whoever opened it was cancelled
+        raise
     if params.pin is not None:
         certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
         if hashlib.sha256(certificate or b"").digest() != params.pin:
