@@ -11,6 +11,8 @@ from dataclasses import replace
 from types import NoneType
 from typing import cast
 
+import numpy as np
+
 from entresol_client.buffers import UsageError
 from entresol_client.results import PutBlock
 from entresol_proto import limits
@@ -94,7 +96,7 @@ def token_ids(item: PutBlock) -> tuple[int, ...]:
 def duration(name: str, span_ns: int) -> int:
     """Nanoseconds from now. Raises: UsageError."""
     try:
-        found = operator.index(span_ns)
+        found = 0 if isinstance(span_ns, bool) else operator.index(span_ns)
     except TypeError:
         found = 0
     if not 0 < found <= limits.DEADLINE_NS_MAX:
@@ -103,6 +105,13 @@ def duration(name: str, span_ns: int) -> int:
             hint="it is a duration from now, in nanoseconds",
         )
     return found
+
+
+def flag(name: str, value: bool) -> bool:
+    """True or False. Raises: UsageError for anything else, also for what is only as good as."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{name} is {value!r}", hint="use True or False")
+    return bool(value)
 
 
 def open_place(name: str) -> OpenAt:

@@ -8,6 +8,7 @@ once with a `UsageError`, before anything is sent.
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def _from_address(pair: tuple[Any, ...]) -> memoryview:
     if len(pair) != 2 or not all(type(part) is int for part in pair):
         raise UsageError("a raw buffer is (address, length_bytes), both int")
     address, length_bytes = pair
-    if address <= 0 or length_bytes < 0:
+    if address <= 0 or length_bytes < 0 or address + length_bytes > sys.maxsize:
         raise UsageError(f"a raw buffer cannot be at {address} with {length_bytes} bytes")
     return _at(address, length_bytes, owner=None)
 

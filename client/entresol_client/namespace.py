@@ -21,6 +21,7 @@ from entresol_client.arguments import (
     count_of,
     duration,
     engine_keys,
+    flag,
     open_place,
     token_ids,
 )
@@ -128,7 +129,7 @@ class Namespace:
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
         views = [as_view(buffer, writable=True) for buffer in buffers]
         until_ns = self._until(deadline_ns)
-        place = self._place(open_at)
+        place, prefix = self._place(open_at), flag("prefix", prefix)
         tally = GetTally([None] * len(keys), [Tier.NONE] * len(keys))
         batch = _Batch(keys, views)
 
@@ -262,7 +263,7 @@ class Namespace:
         if len(keys) > QUOTE_KEYS_MAX:
             raise UsageError(f"{len(keys)} keys to quote, at most {QUOTE_KEYS_MAX}")
         until_ns = self._until(deadline_ns)
-        place = self._place(open_at)
+        place, prefix = self._place(open_at), flag("prefix", prefix)
         tiers = [Tier.NONE] * len(keys)
         replies: list[Quoted] = []
 
