@@ -16,6 +16,7 @@ import pytest
 import uvloop
 from tcp_peer import BAD_ANSWERS, raw_session, run, soon, target
 
+from entresol_daemon.logs import _kind_of
 from entresol_proto import limits
 from entresol_proto.fabric import datastream, framing, registry, tcp
 from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer, RemoteSpan
@@ -47,6 +48,26 @@ def test_a_bad_answer_ends_the_session_and_lands_nowhere(runner: object, how: st
             assert endpoint.closed
 
     run(runner, scenario())
+
+
+def test_lines_about_lost_streams_are_alike_whatever_numbers_the_peer_chose(
+    runner: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was of a kind of its own, and none of them was held back."""
+
+    async def scenario() -> None:
+        for number in (77, 78):
+            async with raw_session() as (endpoint, peer):
+                _, ops = target(1_000)
+                reading = asyncio.ensure_future(endpoint.read(ops, soon()))
+                peer.say(framing.data(await peer.asked(), 0, number, 1) + b"x")
+                await asyncio.wait_for(reading, 5)
+
+    run(runner, scenario())
+    told = [each for each in caplog.records if "event=data_stream_lost" in str(each.msg)]
+    assert len(told) == 2
+    assert "at 78 of" in told[1].getMessage()
+    assert len({_kind_of(each) for each in told}) == 1
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class TcpEndpoint:
     def stream_lost(self, stream: DataStream, error: Exception | None) -> None:
         """For the streams: one is gone, so the data path is."""
         if not self._closed and error is not None:
-            _log.warning("event=data_stream_lost error=%s", str(error))
+            _log.warning("event=data_stream_lost fabric=%s error=%s", "tcp", str(error))
         broken = isinstance(error, ProtocolError)
         self._fail(Status.FABRIC_ERROR if broken else Status.DISCONNECTED)
 
