@@ -534,8 +534,8 @@ def test_history_remembers_the_newest_reason() -> None:
     history = History(10)
     ns, key = bytes(16), b"k" * 16
     assert history.why(ns, key) == (Reason.NEVER_STORED, 0)
-    history.record(ns, key, Reason.EVICTED, 5)
-    history.record(ns, key, Reason.CORRUPT, 6)
+    history.record(ns, key, Reason.EVICTED, 5, b"o")
+    history.record(ns, key, Reason.CORRUPT, 6, b"o")
     assert history.why(ns, key) == (Reason.CORRUPT, 6)
     assert history.why(b"n" * 16, key) == (Reason.NEVER_STORED, 0)
     history.forget(ns, key)
@@ -548,11 +548,11 @@ def test_history_forgets_the_oldest_at_its_limit(limit: int) -> None:
     history = History(limit)
     keys = [bytes([n]) * 16 for n in range(limit + 1)]
     for at, key in enumerate(keys[:limit]):
-        history.record(bytes(16), key, Reason.EVICTED, at)
+        history.record(bytes(16), key, Reason.EVICTED, at, b"o")
     assert len(history) == limit
     if limit > 1:
-        history.record(bytes(16), keys[0], Reason.FORGOTTEN, 9)  # recorded again: newest now
-    history.record(bytes(16), keys[limit], Reason.EVICTED, 10)
+        history.record(bytes(16), keys[0], Reason.FORGOTTEN, 9, b"o")  # recorded again: newest now
+    history.record(bytes(16), keys[limit], Reason.EVICTED, 10, b"o")
     assert len(history) == limit
     kept = [key for key in keys if history.why(bytes(16), key)[0] is not Reason.NEVER_STORED]
     assert kept == ([keys[0], *keys[2:]] if limit > 1 else keys[1:] if limit else [])

@@ -38,7 +38,7 @@ def test_a_slot_that_is_another_blocks_knows_nothing_of_the_former() -> None:
 
 def test_history_tells_what_it_forgets() -> None:
     history = History(2)
-    history.record(b"n", b"k", Reason.EVICTED, 7)
+    history.record(b"n", b"k", Reason.EVICTED, 7, b"o")
     assert history.forget(b"n", b"k") == (Reason.EVICTED, 7)
     assert history.forget(b"n", b"k") == (Reason.NEVER_STORED, 0)
 

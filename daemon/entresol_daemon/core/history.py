@@ -67,7 +67,7 @@ class History:
         return sum(each.itemsize * len(each) for each in (self._places, *rows))
 
     def record(
-        self, namespace_id: bytes, key: bytes, reason: Reason, unix_ns: int, owner: bytes = b""
+        self, namespace_id: bytes, key: bytes, reason: Reason, unix_ns: int, owner: bytes
     ) -> None:
         """Remember the newest reason for a key of this owner."""
         mark = self._mark(namespace_id, key)

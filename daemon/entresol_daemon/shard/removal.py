@@ -297,7 +297,8 @@ class Removal:
             why = history.why(namespace_id, key)[0]
             known = why in _MAY_RETURN
             if known or (hidden and why is not Reason.FORGOTTEN and self._may_hide(account)):
-                history.record(namespace_id, key, Reason.FORGOTTEN, self._parts.unix_ns())
+                now = self._parts.unix_ns()
+                history.record(namespace_id, key, Reason.FORGOTTEN, now, account.stream)
                 doomed.append(key)
         self._parts.engine.bury_absent(namespace_id, doomed)
 
