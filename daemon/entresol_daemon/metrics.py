@@ -47,7 +47,8 @@ QUEUES = (
 )  # fmt: skip
 DRAM_STATES = ("unassigned", "free", "loading", "ready", "dead")
 SEGMENT_STATES = ("free", "open", "sealed", "condemned", "unread")
-CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, Reason.HOST_REPORT.label, "scrub")
+OF_HOSTS = (Reason.HOST_REPORT.label, "seal")  # corrupt by what a host said, or stored
+CORRUPT_AT = (Reason.HEADER.label, Reason.FLASH.label, *OF_HOSTS, "scrub")
 SCRUB_FOUND = (Status.CORRUPT.label, Status.IO_ERROR.label)
 ROTATION_CAUSES = ("asked", "limit", "age", "forced")
 QUOTA_RESOURCES = ("flash", "get", "leases", "sessions")
@@ -277,9 +278,15 @@ class Metrics:
         )
         self.corrupt_blocks = self._make.counters(
             "corrupt_blocks_total",
-            "Blocks that failed verification, by where it was found; each became a miss.",
+            "Blocks that failed verification, by where it was found; each became a miss. `seal`, "
+            "`host_report`: they do not open, and their hosts may be why.",
             eager=True,
             where=Domain(CORRUPT_AT),
+        )
+        self.host_reports_lost = self._make.counters(
+            "host_reports_lost_total",
+            "Blocks that hosts said do not open while as many as may waited to be looked at.",
+            tenant=self._tenants,
         )
 
     def _define_care(self) -> None:

@@ -21,7 +21,7 @@ from entresol_daemon.control.admin import ShardStat
 from entresol_daemon.events.types import Event, Kind, Reason
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.metric_families import OTHER_TENANT
-from entresol_daemon.metrics import Metrics
+from entresol_daemon.metrics import OF_HOSTS, Metrics
 from entresol_daemon.shard.shard import Shard
 
 FORMAT = 1  # of the document: a number of its own, raised when a field changes its meaning
@@ -133,6 +133,7 @@ def samples_of(metrics: Metrics) -> Samples:
 
 def document(looked: Looked, samples: Samples) -> dict[str, Any]:
     """`looked` and the metrics as one object."""
+    corrupt = _by(samples, "corrupt_blocks_total", "where")
     return {
         "format": FORMAT,
         **looked.stat,
@@ -158,7 +159,8 @@ def document(looked: Looked, samples: Samples) -> dict[str, Any]:
         "evicted_use": _by(samples, "evicted_use_blocks_total", "use"),
         "thrashed": _one(samples, "thrashed_blocks_total"),
         "looked_up": _by(samples, "lookup_blocks_total", "found"),
-        "corrupt": _by(samples, "corrupt_blocks_total", "where"),
+        "corrupt": {at: count for at, count in corrupt.items() if at not in OF_HOSTS},
+        "not_opened": {at: count for at, count in corrupt.items() if at in OF_HOSTS},
         "first_grant": {
             "count": _one(samples, "first_grant_seconds_count"),
             "seconds": _one(samples, "first_grant_seconds_sum"),

@@ -569,7 +569,7 @@ async def test_a_lying_host_cannot_delete_good_blocks(
                     raw.connection._write(raw.connection.session.send(frame)[1])
                 await raw.ask(Exists(namespace.handle, keys))
                 await assert_idle(running.daemon)
-        looked = sum("event=host_report" in record.message for record in caplog.records)
+        looked = sum("event=report_examined" in record.message for record in caplog.records)
         assert 6 <= looked <= 24, f"{looked} looks for six blocks and two kinds of lies"
         async with client_of(running) as client:
             assert (await get(await client.namespace(DESCRIPTOR), keys_of(6), SIZE)).ok

@@ -358,7 +358,7 @@ class _Looks(logging.Handler):
         self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.count += "event=host_report" in record.msg
+        self.count += "event=report_examined" in record.msg
 
 
 async def reports(room: Room, batch: Batch) -> Asked:

@@ -40,6 +40,7 @@ def test_numbers_are_those_of_the_metrics() -> None:
     metrics.payload_bytes["b", "get", "plain"].inc(10)
     metrics.payload_bytes["b", "put", "stored"].inc(7)
     metrics.record_sealed("bf16", 300, 200)
+    metrics.corrupt_blocks["seal"].inc(3)
     metrics.first_grant_seconds.observe(0.25)
     got = found(metrics)
     assert got["served"] == {"memory": 7, "flash": 1}
@@ -49,6 +50,8 @@ def test_numbers_are_those_of_the_metrics() -> None:
     assert got["compression_ratio"] == 1.5
     assert got["first_grant"] == {"count": 1, "seconds": 0.25}
     assert got["corrupt"]["flash"] == 0, "what alerts watch is there from the start"
+    assert not {"seal", "host_report"} & set(got["corrupt"]), "a host can have it so at will"
+    assert got["not_opened"] == {"host_report": 0, "seal": 3}
     rows = {row["tenant"]: row for row in got["tenants"]["rows"]}
     assert (rows["b"]["served"], rows["b"]["missed"]) == (3, 0)
 

@@ -125,7 +125,7 @@ _REASON_MEANINGS = {
     Reason.SUPERSEDED: "Another write of the same key took its place.",
     Reason.HEADER: "Corrupt: the record or block header did not verify.",
     Reason.FLASH: "Corrupt: the bytes read from flash did not verify.",
-    Reason.HOST_REPORT: "Corrupt: a host reported that it could not open the block.",
+    Reason.HOST_REPORT: "Corrupt: it does not open, as a host reported or the daemon saw.",
 }
 _GAP_MEANINGS = {
     GapReason.INCARNATION: "The position belongs to another start of the daemon.",

@@ -153,11 +153,11 @@ class Meters:
         if record_bytes:
             m.payload_bytes[tenant, "put", "stored"].inc(record_bytes)
 
-    def corrupt(self, where: str) -> None:
-        """A block failed verification at `where` (flash, header, host_report)."""
-        self.metrics.corrupt_blocks[where].inc()
-        self.totals.blocks_corrupt += 1
-        self.totals.corrupt_where[where] = self.totals.corrupt_where.get(where, 0) + 1
+    def corrupt(self, where: str, blocks: int = 1) -> None:
+        """Blocks failed verification at `where` (`metrics.CORRUPT_AT`), and are gone."""
+        self.metrics.corrupt_blocks[where].inc(blocks)
+        self.totals.blocks_corrupt += blocks
+        self.totals.corrupt_where[where] = self.totals.corrupt_where.get(where, 0) + blocks
 
     def looked_up(self, tenant: TenantName, asked: int, present: int, prefix: int) -> None:
         """An EXISTS was answered."""

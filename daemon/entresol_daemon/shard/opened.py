@@ -127,7 +127,8 @@ class OpenedBlocks:
                 session.plain_blocks.setdefault(block.place, block)
             else:
                 self._wipe(session, block)
-                removal.corrupt(resident, where="flash")
+                # Its bytes are those that were hashed for flash, or never left memory.
+                removal.corrupt(resident, where="seal")
                 failed.append((index, Status.CORRUPT))
         for resident in leased.sealed.values():
             parts.residency.unpin(resident)

@@ -36,6 +36,7 @@ from entresol_daemon.flash.evict import Keep
 from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import Removed, RemoveReason
 from entresol_daemon.flash.tombstones import TOMBSTONE_BYTES
+from entresol_daemon.metrics import OF_HOSTS
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.turns import DROP_COST, NAMESPACE_COST, Stretches
 from entresol_proto import limits
@@ -73,7 +74,7 @@ class Removal:
         self._budget = ReinsertBudget()
         self._ranking = SegmentRanking(self._median_of)
         self._ranking.prepare(parts.engine.stock)
-        self._reported_by_host = False
+        self._found_at: str | None = None  # where what is dropped as corrupt was found to be so
         self._ahead: asyncio.Task[None] | None = None
         self._stopped = False
         segments = parts.engine.capacity_bytes // parts.engine.segment_bytes
@@ -319,20 +320,26 @@ class Removal:
         return False
 
     def corrupt(self, resident: Resident, *, where: str) -> None:
-        """Drop a block that failed verification; counted, published, never served again."""
+        """Drop a block that failed verification; counted, published, never served again. Only what
+        is of no host's making (`metrics.OF_HOSTS`) is an error of ours or of the drive."""
         parts = self._parts
-        parts.meters.corrupt(where)
         if not parts.residency.holds(resident):
             return  # removed meanwhile: its slot may belong to another block now
-        log.error(
-            "event=corrupt where=%s namespace=%s block=%s",
-            where, short(resident.namespace_id), short(resident.wire_key),
-        )  # fmt: skip
-        self._reported_by_host = where == events.Reason.HOST_REPORT.label
+        place = short(resident.namespace_id), short(resident.wire_key)
+        if where == "seal":
+            account = parts.accounts.by_stream.get(resident.owner)
+            name = "" if account is None else account.name
+            log.warning("event=sealed_wrongly tenant=%s namespace=%s block=%s", name, *place)
+        elif where not in OF_HOSTS:
+            log.error("event=corrupt where=%s namespace=%s block=%s", where, *place)
+        self._drop_corrupt(resident.slot, where)
+
+    def _drop_corrupt(self, slot: int, where: str) -> None:
+        self._found_at = where
         try:
-            parts.engine.remove(resident.slot, RemoveReason.CORRUPT)
+            self._parts.engine.remove(slot, RemoveReason.CORRUPT)
         finally:
-            self._reported_by_host = False
+            self._found_at = None
 
     def damaged(self, slot: int, status: Status) -> None:
         """Drop a live block that the scrubber found CORRUPT, or that flash refuses for good."""
@@ -343,8 +350,7 @@ class Removal:
             status.label, short(index.namespace_of(slot)), short(index.key_of(slot)),
         )  # fmt: skip
         if status is Status.CORRUPT:
-            parts.meters.corrupt("scrub")
-            parts.engine.remove(slot, RemoveReason.CORRUPT)
+            self._drop_corrupt(slot, "scrub")
         else:
             parts.engine.remove(slot, RemoveReason.IO_ERROR)
 
@@ -427,8 +433,15 @@ class Removal:
         now: int,
     ) -> None:
         reason = _REASONS[cause][1]
-        if cause is RemoveReason.CORRUPT and self._reported_by_host:
-            reason = events.Reason.HOST_REPORT
+        if cause is RemoveReason.CORRUPT:
+            if self._found_at is None:  # by an eviction, which looks at what it keeps
+                log.error(
+                    "event=corrupt where=flash namespace=%s blocks=%d",
+                    short(namespace_id), len(keys),
+                )  # fmt: skip
+            self._parts.meters.corrupt(self._found_at or reason.label, len(keys))
+            if self._found_at in OF_HOSTS:
+                reason = events.Reason.HOST_REPORT
         self._parts.meters.removed(reason.label, len(keys))
         account = self._parts.accounts.by_stream.get(stream)
         if account is None or cause is RemoveReason.NAMESPACE_DROPPED:
