@@ -278,4 +278,3 @@ async def test_a_question_leaves_no_trace_and_the_first_put_is_written_down_befo
         written = [path.stat().st_mtime_ns for path in folder.iterdir()]
         assert (await ns.put([PutBlock(key + b"2", bytes(64 * KIB), position=1)])).ok
         assert [path.stat().st_mtime_ns for path in folder.iterdir()] == written
-        assert not running.daemon.shard.sessions[1].unwritten

@@ -155,11 +155,11 @@ async def test_put_queue_in_blocks_at_its_limit(tmp_path: Path) -> None:
         await assert_idle(running.daemon)
 
 
-async def wrote_in(raw: Raw, rank: int) -> None:
-    """Open a namespace and reserve a block of it, which is given up again."""
+async def wrote_in(raw: Raw, rank: int) -> list[int]:
+    """Open a namespace and reserve a block of it: what is to be given up again."""
     namespace = await raw.namespace(replace(DESCRIPTOR, tp_rank=rank))
     reply = await raw.reserve(namespace.handle, [put_item(namespace, key_of(rank), 4 * KIB)])
-    raw.connection.give_up([item.put_id for item in reply.items])
+    return [item.put_id for item in reply.items]
 
 
 async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
@@ -174,8 +174,7 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
             with pytest.raises(RequestFailedError) as caught:
                 await stack.enter_async_context(raw_of(running, "other"))
             assert caught.value.status is Status.BUSY
-            for at in range(NAMESPACES_PER_SESSION_MAX):
-                await wrote_in(raws[0], at)
+            reserved = [await wrote_in(raws[0], at) for at in range(NAMESPACES_PER_SESSION_MAX)]
             with pytest.raises(RequestFailedError) as caught:
                 await raws[0].namespace(replace(DESCRIPTOR, tp_rank=1000))
             assert caught.value.status is Status.QUOTA
@@ -185,6 +184,9 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
                 await wrote_in(raws[1], 1000)  # asking about it is free, a put is not
             assert caught.value.status is Status.QUOTA
             assert (await raws[1].namespace(replace(DESCRIPTOR, tp_rank=0))).handle
+            raws[0].connection.give_up(sum(reserved, []))
+            await raws[0].namespace(replace(DESCRIPTOR, tp_rank=1))  # read behind that
+            await wrote_in(raws[1], 1000)  # in the place of one that has nothing
         async with client_of(running) as client:
             space = await client.namespace(replace(DESCRIPTOR, tp_rank=0))
             assert (await put(space, keys_of(4), 4 * KIB)).ok, "places are free again"

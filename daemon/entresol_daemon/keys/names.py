@@ -91,8 +91,15 @@ class NamespaceNames:
         """The tenant a namespace belongs to, None when it is not known; works while locked."""
         return self._namespaces.owner(namespace)
 
+    def was_found(self, namespace: bytes) -> bool:
+        """Whether a namespace has been remembered since before `open`."""
+        return self._namespaces.was_found(namespace)
+
     def namespaces_of(self, name: str) -> list[NamespaceId]:
-        """The remembered namespaces of a tenant; works while locked. Raises: KeyringError."""
+        """The remembered namespaces of a tenant, the oldest first; works while locked.
+
+        Raises: KeyringError.
+        """
         return self._namespaces.of(self._stored(name).stream)
 
     def descriptor_of(self, namespace: bytes) -> NamespaceDescriptor | HostSealedNamespace | None:

@@ -89,6 +89,7 @@ class NamespaceRegistry:
         self._random = random
         self._owner: dict[bytes, NamespaceRecord] = {}
         self._of: dict[bytes, dict[bytes, NamespaceRecord]] = {}  # by stream
+        self._found: set[bytes] = set()  # by `load`
         self.damaged_files = 0
 
     def load(self, streams: Mapping[bytes, TenantName]) -> None:
@@ -103,6 +104,7 @@ class NamespaceRegistry:
         for stream, tenant in streams.items():
             self._of[stream] = self._load_one(stream, tenant)
             self._owner.update(self._of[stream])
+        self._found = set(self._owner)
 
     def _load_one(self, stream: bytes, tenant: TenantName) -> dict[bytes, NamespaceRecord]:
         path, records = self._path(stream), dict[bytes, NamespaceRecord]()
@@ -139,6 +141,10 @@ class NamespaceRegistry:
         """What is remembered about a namespace."""
         return self._owner.get(namespace)
 
+    def was_found(self, namespace: bytes) -> bool:
+        """Whether its record is one that `load` found."""
+        return namespace in self._found
+
     def of(self, stream: bytes) -> list[NamespaceId]:
         """The namespaces of a tenant."""
         return [record.namespace for record in self._of.get(stream, {}).values()]
@@ -165,7 +171,7 @@ class NamespaceRegistry:
         if len(records) >= self._per_tenant_max:
             raise QuotaError(
                 f"tenant {tenant} has {self._per_tenant_max} namespaces already",
-                hint="raise [limits] namespaces_per_tenant_max, or forget empty ones",
+                hint="raise [limits] namespaces_per_tenant_max, or forget all blocks of some",
             )
         sealed = seal_descriptor(naming_secret, namespace, canonical, self._random(_NONCE_BYTES))
         records[namespace] = NamespaceRecord(namespace, tenant, sealed)
@@ -174,22 +180,27 @@ class NamespaceRegistry:
         self._owner[namespace] = records[namespace]
 
     def forget(self, stream: bytes, namespaces: Iterable[bytes]) -> int:
-        """Drop records that no block needs any more; how many there were. Raises: OSError."""
+        """Drop records that no block needs any more; how many there were.
+
+        Raises: OSError; in memory they are gone even then, so that who needs one writes it.
+        """
         doomed = set(namespaces)
         old = self._of.get(stream, {})
         kept = {key: record for key, record in old.items() if key not in doomed}
         if len(kept) == len(old):
             return 0
-        self._save(stream, kept)
         self._of[stream] = kept
         for key in old.keys() - kept.keys():
             self._owner.pop(key, None)
+            self._found.discard(key)
+        self._save(stream, kept)
         return len(old) - len(kept)
 
     def drop(self, stream: bytes) -> None:
         """Destroy everything about a tenant. Raises: OSError; memory is clean even then."""
         for key in self._of.pop(stream, {}):
             self._owner.pop(key, None)
+            self._found.discard(key)
         if self.folder.is_dir():
             files.destroy(self._calls, files.temporary_of(self._path(stream)))
             files.destroy(self._calls, self._path(stream))

@@ -34,6 +34,7 @@ from entresol_daemon.shard.pulls import (
     sealing_bytes,
     windows,
 )
+from entresol_daemon.shard.remembering import Remembering
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reserving import Reserving
 from entresol_daemon.shard.sessions import Session
@@ -56,8 +57,8 @@ class PutPath:
         self._parts = parts
         self._entering = Entering(parts, removal, lambda ended: self._reserving.close(ended))
         self._reserving = Reserving(
-            parts, keycare, self._entering.durable, self._entering.following,
-            self._await_durable, self._hurry,
+            parts, keycare, Remembering(parts, removal), self._entering.durable,
+            self._entering.following, self._await_durable, self._hurry,
         )  # fmt: skip
         self._reservations = self._reserving.open
         self._wanted = self._reserving.wanted

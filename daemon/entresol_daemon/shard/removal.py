@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entresol_daemon.core.accounts import Account
+from entresol_daemon.core.departed import Departed
 from entresol_daemon.core.eviction import (
     ReinsertBudget,
     SegmentRanking,
@@ -71,6 +72,7 @@ class Removal:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._making_room = asyncio.Lock()
+        self.departed = Departed()
         self._budget = ReinsertBudget()
         self._ranking = SegmentRanking(self._median_of)
         self._ranking.prepare(parts.engine.stock)
@@ -421,6 +423,7 @@ class Removal:
         for name, uses in evicted.items():
             parts.meters.evicted(name, uses)
         for (stream, namespace_id, cause), keys in groups.items():
+            self.departed.note(namespace_id)
             self._publish(stream, namespace_id, cause, tuple(keys), now)
         parts.room.notify()
 

@@ -2,8 +2,8 @@
 
 Invariants: bytes between reservation and durability are within the put budget; a reservation is
 closed exactly once, with its flush, its failure, its session or its time; a RESERVE of thousands
-takes the loop a tenant's turn at a time. Whose a namespace is, and what, is written down before
-anything of it is reserved.
+takes the loop a tenant's turn at a time. A namespace with anything reserved has its record in
+the keyring (`Remembering`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from entresol_daemon.shard import turns
 from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.pulls import Reservation
+from entresol_daemon.shard.remembering import Remembering
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
 from entresol_proto import limits
 from entresol_proto.ids import EngineKey, wire_key
@@ -42,6 +43,7 @@ class Reserving:
         self,
         parts: Parts,
         keycare: KeyCare,
+        remembering: Remembering,
         durable: Mapping[int, asyncio.Future[Status]],
         following: Container[int],
         await_durable: Callable[[Session, asyncio.Future[Status], int, int], Awaitable[Status]],
@@ -49,6 +51,7 @@ class Reserving:
     ) -> None:
         self._parts = parts
         self._keycare = keycare
+        self._remembering = remembering
         self._salts = Salts()
         self._durable = durable
         self._following = following
@@ -69,8 +72,17 @@ class Reserving:
         Raises: KeyringError, QuotaError where a new namespace cannot be written down; EntresolError
         (BAD_REQUEST) for a handle that was not opened.
         """
+        namespace_id = session.namespace(request.handle).namespace_id
+        session.data_path()
+        self._remembering.hold(namespace_id)
+        try:
+            await self._remembering.write_down(session, request.handle)
+            return await self._reserve(session, request)
+        finally:
+            self._remembering.let_go(namespace_id)
+
+    async def _reserve(self, session: Session, request: Reserve) -> Reserved:
         parts = self._parts
-        await self._write_down(session, request.handle)
         deadline_ns = parts.now_ns() + request.deadline_ns
         patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
         answers, waits = await self._decide(session, request, deadline_ns)
@@ -88,14 +100,6 @@ class Reserving:
         refused = [answer.status for answer in answers if answer.status is not Status.OK]
         parts.meters.puts_ended(session.account.name, refused)
         return Reserved(tuple(answers))
-
-    async def _write_down(self, session: Session, handle: int) -> None:
-        """What was only asked about until now gets its record in the keyring."""
-        raw = session.unwritten.get(handle)
-        if raw is not None:
-            keyring, name = self._parts.keyring, session.account.name
-            await self._parts.keys.run(keyring.remember_namespace, name, raw)
-            session.unwritten.pop(handle, None)
 
     async def _room_for_one(self, session: Session, request: Reserve, until_ns: int) -> bool:
         """Wait until the put budget would take an item; False when `until_ns` comes first."""
@@ -229,6 +233,7 @@ class Reserving:
         self._of_session.setdefault(reservation.session.number, {})[put_id] = reservation
         place = (reservation.namespace.namespace_id, reservation.item.key)
         self.wanted[place] = reservation
+        self._remembering.hold(place[0])
         heapq.heappush(self._deadlines, (reservation.commit_by_ns, put_id))
         if len(self._deadlines) > 2 * len(self.open) + STALE_DEADLINES_MAX:
             self._deadlines = [row for row in self._deadlines if row[1] in self.open]
@@ -264,6 +269,7 @@ class Reserving:
         if reservation.closed:
             return
         reservation.closed = True
+        self._remembering.let_go(reservation.namespace.namespace_id)
         if reservation.block_key is not None:
             self._keycare.put_ended(reservation.session, reservation.dek_version)
         self.committed(reservation)

@@ -77,7 +77,7 @@ class Session:
     endpoint: Endpoint | None = None
     fabric: str = "none"
     namespaces: dict[int, OpenedNamespace] = field(default_factory=dict)
-    unwritten: dict[int, bytes] = field(default_factory=dict, repr=False)  # descriptors, by handle
+    descriptors: dict[int, bytes] = field(default_factory=dict, repr=False)  # by handle
     exposures: dict[int, Exposure] = field(default_factory=dict)  # by slab number
     plain_exposures: dict[int, Exposure] = field(default_factory=dict)
     registrations: dict[Slab, Registration] = field(default_factory=dict)

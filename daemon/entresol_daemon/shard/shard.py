@@ -285,7 +285,7 @@ class Shard:
 
     def open_namespace(self, session: Session, raw: bytes) -> opening.NamespaceOpened:
         """Name blocks of a descriptor in this session; opened again it has the handle it had. To
-        ask leaves no trace: it is written down by the first put (`Reserving`).
+        ask leaves no trace: it is written down by the first put (`Remembering`).
 
         Raises: BadKeyError, QuotaError, KeyringError.
         """
@@ -308,8 +308,7 @@ class Shard:
             opened = session.namespaces[handle] = OpenedNamespace(
                 handle, namespace_id, secret, described.block_tokens, dtype, codec_id, host_sealed
             )
-            if keyring.tenant_of(namespace_id) != name:
-                session.unwritten[handle] = raw
+            session.descriptors[handle] = raw
         shown = endpoint is not None and not endpoint.capabilities.private
         return opening.NamespaceOpened(
             opened.handle,
