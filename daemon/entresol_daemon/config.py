@@ -230,7 +230,9 @@ class LimitsConfig:
     sessions_max: int = setting(4096, "Open sessions.", low=1, high=65_536)
     sessions_per_tenant_max: int = setting(1024, "Open sessions of one tenant.", low=1, high=65_536)
     tenants_max: int = setting(1024, "Tenants in the keyring.", low=1, high=65_536)
-    namespaces_per_tenant_max: int = setting(1024, "Namespaces of a tenant.", low=1, high=65_536)
+    namespaces_per_tenant_max: int = setting(
+        1024, "Namespaces of a tenant that have blocks, or are being put to.", low=1, high=65_536
+    )
     block_bytes_max: int = setting(
         16 * MIB,
         "Longest block accepted; at most half a slab and a quarter of a segment.",

@@ -174,7 +174,9 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
             with pytest.raises(RequestFailedError) as caught:
                 await stack.enter_async_context(raw_of(running, "other"))
             assert caught.value.status is Status.BUSY
-            reserved = [await wrote_in(raws[0], at) for at in range(NAMESPACES_PER_SESSION_MAX)]
+            reserved: list[int] = []
+            for at in range(NAMESPACES_PER_SESSION_MAX):
+                reserved += await wrote_in(raws[0], at)
             with pytest.raises(RequestFailedError) as caught:
                 await raws[0].namespace(replace(DESCRIPTOR, tp_rank=1000))
             assert caught.value.status is Status.QUOTA
@@ -184,7 +186,7 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
                 await wrote_in(raws[1], 1000)  # asking about it is free, a put is not
             assert caught.value.status is Status.QUOTA
             assert (await raws[1].namespace(replace(DESCRIPTOR, tp_rank=0))).handle
-            raws[0].connection.give_up(sum(reserved, []))
+            raws[0].connection.give_up(reserved)
             await raws[0].namespace(replace(DESCRIPTOR, tp_rank=1))  # read behind that
             await wrote_in(raws[1], 1000)  # in the place of one that has nothing
         async with client_of(running) as client:

@@ -405,7 +405,15 @@ def test_namespaces_are_bounded_and_can_be_forgotten(tmp_path: Path) -> None:
     assert ring.forget_namespaces("a", [made[0]]) == 0
     assert ring.tenant_of(made[0]) is None
     assert ring.forget_namespaces("b", [made[1]]) == 0  # not b's to forget
-    ring.remember_namespace("a", over)
+    ring.close()
+    ring = open_ring(tmp_path)
+    assert ring.namespaces_of("a") == made[1:]
+    fresh, _ = ring.remember_namespace("a", over)
+    assert ring.was_found(made[1])
+    assert not ring.was_found(fresh)
+    ring.forget_namespaces("a", made[1:2])
+    ring.remember_namespace("a", NamespaceDescriptor(model="m1").canonical())
+    assert not ring.was_found(made[1])
     ring.close()
     ring = open_ring(tmp_path)
     assert len(ring.namespaces_of("a")) == 3

@@ -90,18 +90,23 @@ class Remembering:
 
     async def _choose(self, account: Account, doomed: list[bytes]) -> None:
         """Append to `doomed` what has nothing; from that moment on nothing comes into it."""
-        parts, removal = self._parts, self._removal
-        names = parts.keyring.namespaces_of(account.name)
-        stretches = removal.stretches_of(account)
+        names = self._parts.keyring.namespaces_of(account.name)
+        stretches = self._removal.stretches_of(account)
         for each in names:
-            if not (each in self._held or parts.engine.index.has_namespace(each)):
-                # What an opening could not read may be of any that was known before it.
-                if not (parts.engine.hides_blocks and parts.keyring.was_found(each)):
-                    self._doomed.add(each)
-                    doomed.append(each)
+            if not self._is_needed(each):
+                self._doomed.add(each)
+                doomed.append(each)
             if 2 * len(doomed) >= len(names):
                 return
-            await removal.rest(stretches, LOOK_COST)
+            await self._removal.rest(stretches, LOOK_COST)
+
+    def _is_needed(self, namespace_id: bytes) -> bool:
+        """Whether it has anything, or may: what an opening did not find may be of any namespace
+        that was known before it."""
+        engine = self._parts.engine
+        if namespace_id in self._held or engine.index.has_namespace(namespace_id):
+            return True
+        return engine.hides_blocks and self._parts.keyring.was_found(namespace_id)
 
     async def _bury(self, account: Account, doomed: list[bytes]) -> None:
         """A crash brings no block of these back: it would belong to a namespace that is not known.
