@@ -1,0 +1,42 @@
+"""A table of several owners: bounded, the greatest gives way, nobody within its share loses."""
+
+from __future__ import annotations
+
+import random
+
+from entresol_proto.shares import Shares
+
+
+def test_the_least_recently_used_of_the_greatest_owner_goes() -> None:
+    of: Shares[int, list[int]] = Shares(4, list)
+    for key in (1, 2, 3):
+        of.use("a", key).append(key)
+    of.use("b", 1)
+    assert of.use("a", 1) == [1]
+    of.use("b", 2)
+    assert (list(of.of("a")), list(of.of("b")), len(of)) == ([3, 1], [1, 2], 4)
+    of.forget("a")
+    assert (list(of.of("a")), list(of.of("b")), len(of)) == ([], [1, 2], 2)
+    of.forget("a")
+    assert len(of) == 2
+
+
+def test_nobody_within_an_equal_share_loses_whatever_others_do() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        most, owners = rng.randrange(8, 40), rng.randrange(2, 6)
+        of: Shares[int, list[int]] = Shares(most, list)
+        mine = range(most // owners)
+        for key in mine:
+            of.use("me", key)
+        for _ in range(500):
+            of.use(f"{rng.randrange(owners - 1)}", rng.randrange(1000))
+            assert len(of) <= most, seed
+        assert list(of.of("me")) == list(mine), seed
+
+
+def test_more_owners_than_entries() -> None:
+    of: Shares[int, list[int]] = Shares(3, list)
+    for owner in range(10):
+        of.use(f"{owner}", 1)
+    assert [owner for owner in range(10) if of.of(f"{owner}")] == [7, 8, 9]
