@@ -44,7 +44,7 @@ class CodecMetrics:
         )
         self._namespaces = make.gauges(
             "codec_namespaces",
-            "Namespaces by the codec chosen last, of the 1,024 opened last.",
+            "Namespaces by the codec chosen last, of 1,024 that stored blocks at most.",
             dtype=dtypes,
             codec=domain,
         )

@@ -72,9 +72,7 @@ def follow_shard(metrics: Metrics, shard: Shard, tls: ReloadingServerContext) ->
     follow_worth(metrics, shard)
     chooser = parts.codecs
     follow(metrics.codecs.bypassed, lambda: chooser.bypass.skipped)
-    metrics.on_refresh(
-        lambda: metrics.codecs.show((p[1], c.codec_id) for p, c in chooser.latest().items())
-    )
+    metrics.on_refresh(lambda: metrics.codecs.show(chooser.in_use()))
     metrics.on_refresh(lambda: _per_tenant(metrics, shard))
     metrics.on_refresh(lambda: _per_key(metrics, shard))
     rotations = shard.keycare.rotations

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from entresol_daemon.shard import admin as admin_module
+from entresol_daemon.shard.choosing import PLACES_MAX
 from entresol_daemon.shard.keycare import LOOK_NS
 from entresol_proto.ids import NamespaceDescriptor, TenantName
 from tests.sim.shardlab import World
 from tests.sim.test_shard_review import KEYS, joined, simulate, stored
 from tests.sim.test_tenant_changes import admin_of
 
-ALPHA = TenantName("alpha")
+ALPHA, BETA = TenantName("alpha"), TenantName("beta")
 SPACES = 200
 
 
@@ -160,5 +161,34 @@ def test_tenants_that_are_due_at_once_change_their_keys_one_by_one(tmp_path: Pat
         assert not world.keyring._destroyed
         parts.unix_ns = lambda: now_ns
         assert LOOK_NS < 5 * 10**9
+
+    simulate(tmp_path, story)
+
+
+def test_a_tenants_namespaces_tell_nothing_of_anothers(tmp_path: Path) -> None:
+    """Beta saw its `codec` become empty, and no sums of its own, by what alpha opened."""
+
+    async def story(world: World) -> None:
+        beta = await joined(world, tenant="beta")
+        await stored(beta, KEYS[:3])
+        admin = admin_of(world)
+        before = await admin.namespaces(BETA)
+        assert [row.codec for row in before] == ["raw"]
+        assert before[0].sealed_bytes > before[0].plain_bytes > 0
+        parts = world.shard.parts
+        session = (await joined(world))._handler.session
+        for number in range(2 * PLACES_MAX):
+            session.namespaces.clear()
+            canonical = NamespaceDescriptor("m", cache_salt=f"{number}").canonical()
+            opened = world.shard.open_namespace(session, canonical)
+            space = session.namespaces[opened.handle]
+            if number % 2:
+                parts.codecs.learn("alpha", space.namespace_id, space.dtype, space.choice, 9, 9)
+                parts.meters.ratios.add("alpha", space.namespace_id, space.dtype, 0, 9, 9)
+        assert await admin.namespaces(BETA) == before
+        await admin.tenant_erase(ALPHA)
+        assert not parts.codecs.latest("alpha")
+        assert not parts.meters.ratios.rows("alpha")
+        assert await admin.namespaces(BETA) == before
 
     simulate(tmp_path, story)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from entresol_daemon.logs import FloodFilter
 from entresol_daemon.shard import choosing, pressure
-from entresol_daemon.shard.choosing import CodecChooser, decide
+from entresol_daemon.shard.choosing import Choice, CodecChooser, decide
 from entresol_daemon.shard.pressure import Pressure, Waiting
 from entresol_proto import native
 from entresol_proto.seal import codecs
@@ -13,6 +14,7 @@ from entresol_proto.seal.dtypes import DType
 from entresol_proto.seal.meter import Load, PlainRate, plain_rates
 from entresol_proto.status import ConfigError
 
+ALPHA, BETA = "alpha", "beta"
 SPACE, OTHER = b"a" * 16, b"b" * 16
 MIB = 1024 * 1024
 
@@ -25,12 +27,25 @@ def chooser(link_bytes_per_s: int = 1_000_000_000, policy: str = "auto") -> Code
     return CodecChooser(policy=policy, link_bytes_per_s=link_bytes_per_s)
 
 
-def choose(of: CodecChooser, namespace_id: bytes = SPACE, *, threads: int = 4) -> int:
-    return of.choose(namespace_id, DType.BF16, same_host=False, open_threads=threads)
+def choose(
+    of: CodecChooser, namespace_id: bytes = SPACE, *, threads: int = 4, tenant: str = ALPHA
+) -> int:
+    return of.choose(
+        tenant, namespace_id, DType.BF16, same_host=False, open_threads=threads
+    ).codec_id
 
 
-def store(of: CodecChooser, codec_id: int, ratio: float, plain_bytes: int = 8 * MIB) -> None:
-    of.learn(SPACE, DType.BF16, codec_id, plain_bytes, int(plain_bytes / ratio))
+def store(
+    of: CodecChooser,
+    codec_id: int,
+    ratio: float,
+    plain_bytes: int = 8 * MIB,
+    *,
+    tenant: str = ALPHA,
+    namespace_id: bytes = SPACE,
+) -> None:
+    choice = Choice(codec_id, "link")
+    of.learn(tenant, namespace_id, DType.BF16, choice, plain_bytes, int(plain_bytes / ratio))
 
 
 def test_constants_decide_until_enough_was_stored() -> None:
@@ -71,7 +86,8 @@ def test_a_fast_link_or_few_cores_take_less_of_a_codec() -> None:
 
 def test_on_one_host_the_link_is_nothing_and_the_rest_counts() -> None:
     def choose_here(of: CodecChooser) -> int:
-        return of.choose(SPACE, DType.BF16, same_host=True, open_threads=4)
+        choice = of.choose(ALPHA, SPACE, DType.BF16, same_host=True, open_threads=4)
+        return choice.codec_id
 
     assert choose_here(chooser(1_000_000)) == codecs.RAW
     reads, full = chooser(), chooser()
@@ -91,13 +107,42 @@ def test_a_policy_decides_alone() -> None:
         choose(chooser(policy="best"))
 
 
+def spaces(count: int) -> list[bytes]:
+    return [number.to_bytes(16, "little") for number in range(count)]
+
+
 def test_places_are_bounded_and_the_oldest_go() -> None:
     of = chooser()
     store(of, codecs.DENSE, 1.0)
-    for number in range(choosing.PLACES_MAX):
-        choose(of, number.to_bytes(16, "big"))
-    assert len(of._places) == choosing.PLACES_MAX
+    for space in spaces(choosing.PLACES_MAX):
+        store(of, codecs.DENSE, 1.5, namespace_id=space)
+    assert len(of._places) == len(of.latest(ALPHA)) == choosing.PLACES_MAX
     assert choose(of) == codecs.DENSE  # what was learned of it is gone
+    assert SPACE not in of.latest(ALPHA)
+
+
+def test_who_only_asks_leaves_no_trace() -> None:
+    of = chooser()
+    for space in spaces(100):
+        choose(of, space)
+    assert len(of._places) == 0
+    store(of, codecs.DENSE, 1.5)
+    assert of.latest(ALPHA) == {SPACE: Choice(codecs.DENSE, "link")}
+    assert of.latest(BETA) == {}
+
+
+def test_a_tenant_with_many_namespaces_costs_another_nothing() -> None:
+    """Whatever alpha opens and stores, beta's sessions choose by what beta's blocks became."""
+    of = chooser()
+    store(of, codecs.DENSE, 1.0, tenant=BETA, namespace_id=OTHER)
+    for space in spaces(3 * choosing.PLACES_MAX):
+        choose(of, space)
+        store(of, codecs.DENSE, 1.5, namespace_id=space)
+    assert len(of._places) == choosing.PLACES_MAX
+    assert choose(of, OTHER, tenant=BETA) == codecs.FAST
+    assert of.latest(BETA) == {OTHER: Choice(codecs.FAST, "link")}
+    of.forget(ALPHA)  # erased
+    assert (len(of._places), of.latest(ALPHA)) == (1, {})
 
 
 def test_old_blocks_count_less_and_less() -> None:
@@ -191,11 +236,23 @@ def test_a_burst_is_not_short_and_a_pause_does_not_end_it() -> None:
     assert 0 < pressure.SHORT_UNTIL < pressure.SHORT_FROM < 1
 
 
-def test_the_reason_of_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     of = chooser()
+    store(of, codecs.RAW, 1.0)
     with caplog.at_level("INFO", logger="entresol.codec"):
         for _ in range(5):
             choose(of)
     assert [record.getMessage() for record in caplog.records] == [
-        "event=codec namespace=61616161 dtype=bf16 codec=dense bound=link mib_per_s=1431 full=False"
+        "event=codec tenant=alpha namespace=61616161 dtype=bf16 codec=dense bound=link "
+        "mib_per_s=1431 full=False"
     ]
+
+
+def test_new_namespaces_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each line was of a kind of its own, so that none was ever held back."""
+    of, held = chooser(), FloodFilter()
+    with caplog.at_level("DEBUG", logger="entresol.codec"):
+        for space in spaces(2_520):
+            choose(of, space)
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+    assert sum(map(held.filter, caplog.records)) < 300

@@ -329,22 +329,44 @@ def test_threads_do_not_share_contexts() -> None:
     assert failures == []
 
 
-def test_meter_bounds_its_namespaces() -> None:
-    meter_ = meter.RatioMeter(namespaces_max=2)
-    for number in range(5):
-        meter_.add(bytes([number]) * 16, DType.BF16, codecs.PLANE, 300, 200)
-    meter_.add(bytes(16), DType.BF16, codecs.RAW, 100, 116)
-    rows = meter_.rows()
+def test_meter_sums_by_namespace_and_codec() -> None:
+    meter_ = meter.RatioMeter()
+    for number in (1, 0, 1):
+        meter_.add("alpha", bytes([number]) * 16, DType.BF16, codecs.PLANE, 300, 200)
+    meter_.add("alpha", bytes(16), DType.BF16, codecs.RAW, 100, 116)
+    rows = meter_.rows("alpha")
     assert [(row.namespace, row.codec, row.blocks) for row in rows] == [
         ("00" * 16, "raw", 1),
         ("00" * 16, "plane", 1),
-        ("01" * 16, "plane", 1),
-        ("other", "plane", 3),
+        ("01" * 16, "plane", 2),
     ]
-    assert rows[3].ratio == 1.5
+    assert rows[2].ratio == 1.5
     assert rows[0].ratio < 1
     with pytest.raises(CodecError):
-        meter_.add(bytes(16), DType.BF16, 9, 1, 1)
+        meter_.add("beta", bytes(16), DType.BF16, 9, 1, 1)
+    assert meter_.rows("beta") == []
+
+
+def test_meter_bounds_its_namespaces_and_no_tenant_pushes_out_anothers() -> None:
+    """Of the first 256 namespaces, one tenant's perhaps, there were rows, and of no others ever."""
+    meter_ = meter.RatioMeter(namespaces_max=4)
+
+    def add(tenant: str, number: int) -> None:
+        meter_.add(tenant, bytes([number]) * 16, DType.BF16, codecs.PLANE, 300, 200)
+
+    def spaces(tenant: str) -> list[int]:
+        return [bytes.fromhex(row.namespace)[0] for row in meter_.rows(tenant)]
+
+    for number in range(9):
+        add("alpha", number)
+    assert spaces("alpha") == [5, 6, 7, 8]
+    add("beta", 100)
+    add("beta", 101)
+    for number in range(9):
+        add("alpha", number)
+    assert (spaces("alpha"), spaces("beta")) == ([7, 8], [100, 101])
+    meter_.forget("alpha")
+    assert (spaces("alpha"), spaces("beta")) == ([], [100, 101])
 
 
 def choose(gbit_per_s: float, threads: int, dtype: DType = DType.BF16, **kw: object) -> int:

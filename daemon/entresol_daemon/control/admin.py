@@ -130,7 +130,7 @@ class NamespaceRecord:
     namespace_id: NamespaceId
     descriptor: NamespaceDescriptor | HostSealedNamespace = field(repr=False)
     blocks: int = 0
-    codec: str = ""  # chosen last for a session; empty: none since the start
+    codec: str = ""  # chosen last for a session; empty: nothing stored of late
     codec_why: str = ""
     plain_bytes: int = 0  # of blocks stored since the start
     sealed_bytes: int = 0

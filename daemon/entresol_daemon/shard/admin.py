@@ -271,6 +271,8 @@ class ShardAdmin:
             await wipe_from_memory(parts, name, None if account is None else account.stream)
             parts.events.publish(events.Kind.TENANT_ERASED, name, time_unix_ns=now_ns)
         parts.metrics.forget_tenant(name)
+        parts.meters.ratios.forget(name)
+        parts.codecs.forget(name)
         return EraseReceipt(
             tenant=name,
             erased_unix_ns=now_ns,
@@ -325,9 +327,9 @@ class ShardAdmin:
         if account is None or parts.keyring.info(tenant) is None:
             return []
         stretches = Stretches(parts.turns.loop, account)
-        chosen = {place[0]: choice for place, choice in parts.codecs.latest().items()}
+        chosen = parts.codecs.latest(tenant)
         sealed: dict[str, tuple[int, int]] = {}
-        for row in parts.meters.ratios.rows():
+        for row in parts.meters.ratios.rows(tenant):
             plain, stored = sealed.get(row.namespace, (0, 0))
             sealed[row.namespace] = (plain + row.plain_bytes, stored + row.stored_bytes)
         await stretches.spend(len(chosen) + len(sealed))

@@ -13,13 +13,15 @@ Every RETRY_CHOICES choices what was learned is forgotten: data changes, and a c
 used is not measured. A choice is made when a session opens a namespace, and holds for the session.
 
 Invariant: the choice costs or saves time and space, never bytes: every block names its own codec.
-At most PLACES_MAX namespaces and dtypes are remembered, those that were asked for last.
+At most PLACES_MAX namespaces and dtypes are remembered, once a block of them is stored: to ask
+leaves no trace. Who has most of them forgets first, so that no tenant loses what was learned of it
+because of others (`shares`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from entresol_daemon.shard.pressure import Pressure
@@ -28,6 +30,7 @@ from entresol_proto.seal import codecs
 from entresol_proto.seal.bypass import Bypass
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.seal.meter import POLICY_AUTO, PlainRate, choose_codec, plain_rates
+from entresol_proto.shares import Shares
 
 log = logging.getLogger("entresol.codec")
 
@@ -55,11 +58,20 @@ class _Sealed:
         self.elapsed_ns += elapsed_ns
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a session's blocks. `why`: "policy" (configured), or what is
+    slowest with it: "link", "opening", "flash_reads", "flash_writes" or "sealing"."""
+
+    codec_id: int
+    why: str
+
+
 @dataclass(slots=True)
 class _Place:
     """One namespace and dtype: plain and stored bytes by the codec that was asked for."""
 
-    chosen: int | None = None
+    chosen: Choice | None = None  # last
     choices: int = 0
     totals: dict[int, list[int]] = field(default_factory=dict)
 
@@ -69,15 +81,6 @@ class _Place:
             for codec_id, (plain, stored) in self.totals.items()
             if plain >= LEARN_BYTES_MIN and stored
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen last for a namespace. `why`: "policy" (configured), or what is
-    slowest with it: "link", "opening", "flash_reads", "flash_writes" or "sealing"."""
-
-    codec_id: int
-    why: str
 
 
 class CodecChooser:
@@ -93,26 +96,22 @@ class CodecChooser:
     ) -> None:
         self._policy = policy
         self._on_choice = on_choice
-        self._latest: dict[tuple[bytes, DType], Choice] = {}
         self._link_bytes_per_s = link_bytes_per_s
         self.pressure = Pressure(seal_threads)
         self._speeds: dict[tuple[DType, int], _Sealed] = {}
-        self._places: dict[tuple[bytes, DType], _Place] = {}
+        self._places: Shares[tuple[bytes, DType], _Place] = Shares(PLACES_MAX, _Place)
         self.bypass = Bypass()
 
-    def _place(self, namespace_id: bytes, dtype: DType) -> _Place:
-        place = self._places.pop((namespace_id, dtype), None) or _Place()
-        self._places[namespace_id, dtype] = place
-        if len(self._places) > PLACES_MAX:
-            del self._places[next(iter(self._places))]
-        return place
-
     def learn(
-        self, namespace_id: bytes, dtype: DType, codec_id: int, plain_bytes: int, stored_bytes: int
-    ) -> None:
-        """A block that was to be sealed with `codec_id` was stored; raw after all, if it did not
+        self, tenant: str, namespace_id: bytes, dtype: DType, choice: Choice, plain_bytes: int,
+        stored_bytes: int,
+    ) -> None:  # fmt: skip
+        """A block that was to be sealed as chosen was stored; raw after all, if it did not
         shrink."""
-        totals = self._place(namespace_id, dtype).totals.setdefault(codec_id, [0, 0])
+        place = self._places.use(tenant, (namespace_id, dtype))
+        if place.chosen is None:
+            place.chosen = choice
+        totals = place.totals.setdefault(choice.codec_id, [0, 0])
         if totals[0] > LEARN_BYTES_MAX:
             totals[:] = [total // 2 for total in totals]
         totals[0] += plain_bytes
@@ -141,50 +140,69 @@ class CodecChooser:
         }
 
     def choose(
-        self, namespace_id: bytes, dtype: DType, *, same_host: bool, open_threads: int
-    ) -> int:
-        """The codec id for a session's blocks. Raises: ConfigError for an unknown policy."""
-        choice = self._choose(namespace_id, dtype, same_host, open_threads)
-        place = (namespace_id, dtype)
-        self._latest.pop(place, None)
-        self._latest[place] = choice
-        if len(self._latest) > PLACES_MAX:
-            del self._latest[next(iter(self._latest))]
+        self, tenant: str, namespace_id: bytes, dtype: DType, *, same_host: bool, open_threads: int
+    ) -> Choice:
+        """The codec of a session's blocks. Raises: ConfigError for an unknown policy."""
+        place = self._places.of(tenant).get((namespace_id, dtype))
+        if place is not None:  # of those that are known the most recently used
+            self._places.use(tenant, (namespace_id, dtype))
+        if self._policy == POLICY_AUTO:
+            choice = self._choose(tenant, namespace_id, dtype, place, same_host, open_threads)
+        else:
+            choice = Choice(choose_codec(
+                same_host=same_host, link_bytes_per_s=self._link_bytes_per_s,
+                open_threads=open_threads, dtype=dtype, policy=self._policy,
+            ), "policy")  # fmt: skip
+        if place is not None:
+            place.chosen = choice
         self._on_choice(choice.codec_id, choice.why)
-        return choice.codec_id
+        return choice
 
-    def latest(self) -> Mapping[tuple[bytes, DType], Choice]:
-        """What was chosen last, by namespace and dtype; of the PLACES_MAX asked for last."""
-        return self._latest
+    def latest(self, tenant: str) -> Mapping[bytes, Choice]:
+        """What was chosen last for the namespaces of a tenant that are remembered."""
+        found = self._places.of(tenant).items()
+        return {key[0]: place.chosen for key, place in found if place.chosen is not None}
+
+    def in_use(self) -> Iterator[tuple[DType, int]]:
+        """The dtype and the codec id of everything that is remembered, of all tenants."""
+        for (_, dtype), place in self._places:
+            if place.chosen is not None:
+                yield dtype, place.chosen.codec_id
+
+    def forget(self, tenant: str) -> None:
+        """The tenant was erased."""
+        self._places.forget(tenant)
 
     def _choose(
-        self, namespace_id: bytes, dtype: DType, same_host: bool, open_threads: int
-    ) -> Choice:
-        link = SAME_HOST_BYTES_PER_S if same_host else self._link_bytes_per_s
-        if self._policy != POLICY_AUTO:
-            found_id = choose_codec(
-                same_host=same_host, link_bytes_per_s=link, open_threads=open_threads,
-                dtype=dtype, policy=self._policy,
-            )  # fmt: skip
-            return Choice(found_id, "policy")
-        place = self._place(namespace_id, dtype)
-        place.choices += 1
-        if place.choices % RETRY_CHOICES == 0:
-            place.totals.clear()
+        self, tenant: str, namespace_id: bytes, dtype: DType, place: _Place | None,
+        same_host: bool, open_threads: int,
+    ) -> Choice:  # fmt: skip
+        """Of one that is not remembered, by the constants."""
+        ratios: dict[int, float] = {}
+        kept: int | None = None
+        if place is not None:
+            kept = None if place.chosen is None else place.chosen.codec_id
+            place.choices += 1
+            if place.choices % RETRY_CHOICES == 0:
+                place.totals.clear()
+            ratios = place.ratios()
         load = self.pressure.load()
         found = plain_rates(
-            link_bytes_per_s=link, open_threads=open_threads, dtype=dtype, ratios=place.ratios(),
-            load=load, seal_speeds=self._seal_speeds(dtype),
+            link_bytes_per_s=SAME_HOST_BYTES_PER_S if same_host else self._link_bytes_per_s,
+            open_threads=open_threads, dtype=dtype, ratios=ratios, load=load,
+            seal_speeds=self._seal_speeds(dtype),
         )  # fmt: skip
-        decided = decide(found, place.chosen, full=load.full)
+        decided = decide(found, kept, full=load.full)
         bound = found[decided].bound.replace(" ", "_")
-        if decided != place.chosen:
-            log.info(
-                "event=codec namespace=%s dtype=%s codec=%s bound=%s mib_per_s=%.0f full=%s",
-                namespace_id.hex()[:8], dtype.label, codecs.get(decided).name,
+        if decided != kept:
+            # The tenant first, by which floods are told apart; a first choice is no news.
+            log.log(
+                logging.DEBUG if kept is None else logging.INFO,
+                "event=codec tenant=%s namespace=%s dtype=%s codec=%s bound=%s mib_per_s=%.0f "
+                "full=%s",
+                tenant, namespace_id.hex()[:8], dtype.label, codecs.get(decided).name,
                 bound, found[decided].plain_per_s / MIB, load.full,
             )  # fmt: skip
-        place.chosen = decided
         return Choice(decided, bound)
 
 

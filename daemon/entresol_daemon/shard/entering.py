@@ -155,8 +155,8 @@ class Entering:
         parts.meters.usefulness.stored(slot)
         self._removal.inserted(account, pull.entered_bytes)
         parts.codecs.learn(
-            namespace.namespace_id, namespace.dtype, namespace.codec_id, item.plain_bytes,
-            pull.sealed_bytes,
+            account.name, namespace.namespace_id, namespace.dtype, namespace.choice,
+            item.plain_bytes, pull.sealed_bytes,
         )  # fmt: skip
 
     def _publish(self, reservation: Reservation, sealed_bytes: int) -> None:

@@ -146,7 +146,9 @@ class Meters:
             m.record_sealed(dtype.label, plain_bytes, sealed_bytes)
             m.codecs.sealed(dtype, codec_id, count)
             if name_of(codec_id) != OTHER:  # a host may seal with what only it knows
-                self.ratios.add(namespace_id, dtype, codec_id, plain_bytes, sealed_bytes, count)
+                self.ratios.add(
+                    tenant, namespace_id, dtype, codec_id, plain_bytes, sealed_bytes, count
+                )
             totals.blocks_stored += count
             totals.plain_bytes += plain_bytes
             totals.stored_bytes += sealed_bytes

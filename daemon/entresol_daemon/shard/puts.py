@@ -128,7 +128,7 @@ class PutPath:
             pull.status = Status.BAD_REQUEST
         else:
             bypass = self._parts.codecs.bypass
-            pull.codec_id = bypass.codec(of.namespace_id, of.dtype, of.codec_id)
+            pull.codec_id = bypass.codec(of.namespace_id, of.dtype, of.choice.codec_id)
             endpoint = reservation.session.endpoint
             maps = endpoint is not None and endpoint.capabilities.maps
             pull.stays = maps and pull.codec_id == codecs.RAW

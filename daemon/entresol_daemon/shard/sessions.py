@@ -16,6 +16,7 @@ from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.keys.keyring import Tenant
 from entresol_daemon.memory.slabs import Extent, Slab, SlabPool
+from entresol_daemon.shard.choosing import Choice
 from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint, Registration
 from entresol_proto.seal.dtypes import DType
@@ -33,7 +34,7 @@ class OpenedNamespace:
     secret: bytes = field(repr=False)
     block_tokens: int
     dtype: DType
-    codec_id: int
+    choice: Choice  # of the codec its blocks are sealed with
     host_sealed: bool = False  # the tenant keeps its keys: sealed and opened by hosts only
 
 

@@ -298,7 +298,8 @@ class Shard:
         opened = session.opened(namespace_id)
         if opened is None:
             same_host = endpoint is not None and endpoint.capabilities.same_host
-            codec_id = self.parts.codecs.choose(
+            choice = self.parts.codecs.choose(
+                name,
                 namespace_id,
                 dtype,
                 same_host=same_host or session.same_host,
@@ -306,7 +307,7 @@ class Shard:
             )
             handle = session.next_handle()
             opened = session.namespaces[handle] = OpenedNamespace(
-                handle, namespace_id, secret, described.block_tokens, dtype, codec_id, host_sealed
+                handle, namespace_id, secret, described.block_tokens, dtype, choice, host_sealed
             )
             session.descriptors[handle] = raw
         shown = endpoint is not None and not endpoint.capabilities.private
@@ -314,7 +315,7 @@ class Shard:
             opened.handle,
             namespace_id,
             opened.secret,
-            opened.codec_id,
+            opened.choice.codec_id,
             host_sealed or shown,
             self.parts.config.sealing.chunk_bytes,
         )

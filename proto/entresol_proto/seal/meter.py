@@ -1,8 +1,7 @@
 """What compression really saves, and which codec a session should use.
 
-Invariants: the meter's table is bounded whatever namespaces appear (the rest is summed as "other"),
-so it may feed metric labels; and `choose_codec` changes speed only, any codec opens to the same
-bytes.
+Invariants: the meter's table is bounded whatever namespaces appear, and who has most of it forgets
+first (`shares`); and `choose_codec` changes speed only, any codec opens to the same bytes.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import NamedTuple
 from entresol_proto import native
 from entresol_proto.seal import codecs
 from entresol_proto.seal.dtypes import DType
+from entresol_proto.shares import Shares
 from entresol_proto.status import ConfigError
 
-NAMESPACES_METERED_MAX = 256
-OTHER = "other"
+NAMESPACES_METERED_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RatioRow:
-    """Totals of one (namespace, dtype, codec) since the meter was made."""
+    """Totals of one (namespace, dtype, codec) since it is remembered."""
 
-    namespace: str  # namespace id in hex, or "other"
+    namespace: str  # namespace id in hex
     dtype: str
     codec: str  # what the blocks were stored with, after any bypass
     blocks: int
@@ -38,15 +37,15 @@ class RatioRow:
 
 
 class RatioMeter:
-    """Sums plain and stored bytes. Not for use from several threads at once."""
+    """Sums plain and stored bytes by tenant. Not for use from several threads at once."""
 
     def __init__(self, *, namespaces_max: int = NAMESPACES_METERED_MAX) -> None:
-        self._namespaces_max = namespaces_max
-        self._names: dict[bytes, str] = {}
-        self._totals: dict[tuple[str, DType, int], list[int]] = {}
+        self._totals: Shares[bytes, dict[tuple[DType, int], list[int]]]
+        self._totals = Shares(namespaces_max, dict)
 
     def add(
         self,
+        tenant: str,
         namespace_id: bytes,
         dtype: DType,
         codec_id: int,
@@ -56,29 +55,26 @@ class RatioMeter:
     ) -> None:
         """Count blocks of `plain` bytes together, stored in `stored` bytes.
 
-        The first `namespaces_max` namespaces have rows of their own; later ones share "other".
-
         Raises: CodecError for an unknown codec.
         """
-        name = self._names.get(namespace_id)
-        if name is None:
-            if len(self._names) < self._namespaces_max:
-                name = self._names[bytes(namespace_id)] = namespace_id.hex()
-            else:
-                name = OTHER
         codecs.get(codec_id)
-        totals = self._totals.setdefault((name, dtype, codec_id), [0, 0, 0])
+        kinds = self._totals.use(tenant, namespace_id)
+        totals = kinds.setdefault((dtype, codec_id), [0, 0, 0])
         totals[0] += blocks
         totals[1] += plain
         totals[2] += stored
 
-    def rows(self) -> list[RatioRow]:
-        """All totals, sorted by namespace, dtype and codec; at most
-        (namespaces_max + 1) × dtypes × codecs rows."""
+    def rows(self, tenant: str) -> list[RatioRow]:
+        """All totals of a tenant, sorted by namespace, dtype and codec."""
         return [
-            RatioRow(name, dtype.label, codecs.get(codec_id).name, *totals)
-            for (name, dtype, codec_id), totals in sorted(self._totals.items())
+            RatioRow(namespace_id.hex(), dtype.label, codecs.get(codec_id).name, *totals)
+            for namespace_id, kinds in sorted(self._totals.of(tenant).items())
+            for (dtype, codec_id), totals in sorted(kinds.items())
         ]
+
+    def forget(self, tenant: str) -> None:
+        """The tenant was erased."""
+        self._totals.forget(tenant)
 
 
 @dataclass(frozen=True, slots=True)
