@@ -196,6 +196,11 @@ class FabricConfig:
         None,
         "Folder of the shm socket, mode 2750: its group may connect; left out: [listen] unix_dir.",
     )
+    shm_mapped_bytes_max: int = setting(
+        proto_limits.SHM_MAPPED_BYTES_MAX,
+        "Hosts' memory mapped over shm; no tenant of several has more of it than is free.",
+        low=GIB,
+    )
     streams: int = setting(
         2, "tcp data streams per session.", low=1, high=proto_limits.DATA_STREAMS_PER_SESSION_MAX
     )

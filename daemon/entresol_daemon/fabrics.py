@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from entresol_daemon.config import Config
 from entresol_proto.fabric.base import FabricServer, VerbsSettings
+from entresol_proto.fabric.mapped import MappedBudget
 from entresol_proto.fabric.shm import ShmFabricServer
 from entresol_proto.fabric.tcp import TcpFabricServer
 from entresol_proto.fabric.verbs import VerbsFabricServer
@@ -37,9 +38,11 @@ def _shm(config: Config) -> ShmFabricServer:
     """In a folder that shards may share, the socket has the shard's name."""
     folder = config.fabric.shm_dir
     most = SHM_MAPPED_BYTES_PER_SESSION_MAX
+    budget = MappedBudget(config.fabric.shm_mapped_bytes_max)
     if folder is None:
-        return ShmFabricServer(config.listen.unix_dir, mapped_bytes_max=most)
-    return ShmFabricServer(folder, name=f"{config.shard.name}.sock", mapped_bytes_max=most)
+        return ShmFabricServer(config.listen.unix_dir, mapped_bytes_max=most, budget=budget)
+    name = f"{config.shard.name}.sock"
+    return ShmFabricServer(folder, name=name, mapped_bytes_max=most, budget=budget)
 
 
 async def open_fabrics(

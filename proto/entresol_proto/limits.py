@@ -54,6 +54,7 @@ DATA_QUEUE_BYTES_MAX = 2 * MIB  # per stream: above it no further piece is hande
 READS_PER_STREAM_MAX = 256  # read requests outstanding on one data stream
 SPANS_PER_STREAM_MAX = 16_384  # their spans
 MAPPED_BYTES_PER_SESSION_MAX = 256 * GIB  # peer memory mapped by shm; a daemon passes less
+SHM_MAPPED_BYTES_MAX = 64 * GIB  # of all sessions of a daemon: their page tables take 1/512 of it
 SHM_REGIONS_PER_HOST_MAX = 4  # of one session mapped by a daemon, whose mappings have an end
 SHM_MESSAGES_QUEUED_MAX = 4_096  # unsent shm messages, then the session ends
 SHM_CLOSERS_MAX = 16  # threads that close what peers passed, and may be stuck with it

@@ -9,13 +9,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import leaks
 
 from entresol_proto import limits
 from entresol_proto.fabric import shmlink
+from entresol_proto.fabric.mapped import MappedBudget
 from entresol_proto.fabric.memory import F_SEAL_FUTURE_WRITE, F_SEAL_GROW, F_SEAL_SHRINK
 from entresol_proto.fabric.shm import ShmFabricServer, _Params
 from entresol_proto.fabric.shmendpoint import ShmEndpoint
@@ -65,18 +66,32 @@ async def raw_session(
     folder: Path, *, mapped_bytes_max: int = 64 * MIB
 ) -> AsyncIterator[tuple[ShmEndpoint, RawPeer]]:
     """A daemon endpoint whose peer is raw. Fails for anything that leaks."""
+    async with raw_server(folder, mapped_bytes_max=mapped_bytes_max) as join:
+        yield await join("")
+
+
+@contextlib.asynccontextmanager
+async def raw_server(
+    folder: Path, *, mapped_bytes_max: int = 64 * MIB, budget: MappedBudget | None = None
+) -> AsyncIterator[Callable[[str], Awaitable[tuple[ShmEndpoint, RawPeer]]]]:
+    """A daemon's server and who makes sessions of a tenant at it. Fails for anything that leaks."""
     before = leaks.snapshot()
-    server = ShmFabricServer(folder / "run", mapped_bytes_max=mapped_bytes_max)
+    server = ShmFabricServer(folder / "run", mapped_bytes_max=mapped_bytes_max, budget=budget)
     await server.start()
-    offer = server.offer()
-    params = _Params.parse(offer.params)
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, params.path)
-        sock.send(shmlink.hello(params.ticket))
-        assert await asyncio.wait_for(loop.sock_recv(sock, 100), 5) == shmlink.welcome()
-        yield await server.accept(offer, b"", soon()), RawPeer(sock)
+    with contextlib.ExitStack() as stack:
+
+        async def join(tenant: str) -> tuple[ShmEndpoint, RawPeer]:
+            offer = server.offer(peer=tenant)
+            params = _Params.parse(offer.params)
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.setblocking(False)
+            await loop.sock_connect(sock, params.path)
+            sock.send(shmlink.hello(params.ticket))
+            assert await asyncio.wait_for(loop.sock_recv(sock, 100), 5) == shmlink.welcome()
+            return await server.accept(offer, b"", soon()), RawPeer(sock)
+
+        yield join
         await server.close()
     await leaks.settle(before, ignore_threads=["asyncio_"])
     leaks.assert_no_leaks(before, ignore_threads=["asyncio_"])

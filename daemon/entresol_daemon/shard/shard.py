@@ -232,7 +232,7 @@ class Shard:
             if kind is FabricKind.SHM and not session.same_host:
                 continue
             try:
-                found.append(server.offer())
+                found.append(server.offer(peer=session.account.name))
             except EntresolError as error:
                 log.warning("event=no_offer fabric=%s reason=%s", kind.label, error)
         return found

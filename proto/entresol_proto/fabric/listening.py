@@ -110,12 +110,12 @@ class ListeningServer(abc.ABC, Generic[E]):
         self._listener = listener
         self._accepting = asyncio.get_running_loop().create_task(self._accept_all(listener))
 
-    def _issue(self) -> bytes:
+    def _issue(self, peer: object | None = None) -> bytes:
         if self._listener is None:
             raise FabricError(
                 f"the {self.kind.label} fabric is not listening", status=Status.DRAINING
             )
-        return self._offers.issue()
+        return self._offers.issue(peer)
 
     async def accept(self, offer: Offer, reply: bytes, deadline_ns: int) -> E:
         """See `base.FabricServer.accept`. `reply` must be empty."""

@@ -15,6 +15,7 @@ deadline or a cancelled caller is noticed within about a millisecond.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import mmap
 import os
@@ -30,6 +31,7 @@ import numpy.typing as npt
 
 from entresol_proto import limits, native
 from entresol_proto.fabric.closing import CLOSER
+from entresol_proto.fabric.mapped import Charge
 from entresol_proto.fabric.memory import F_SEAL_GROW, is_readers_only, seals_of
 from entresol_proto.status import EntresolError, FabricError, Status
 from entresol_proto.threads import Job, Pool
@@ -57,10 +59,21 @@ class PeerRegion:
     Where the peer is gone, the end of the mapping frees the whole file: at most about `file_bytes`.
     """
 
-    __slots__ = ("_map", "array", "file_bytes", "length_bytes", "revoked", "rkey", "users")
+    __slots__ = (
+        "_map", "array", "charge", "file", "file_bytes", "length_bytes", "revoked", "rkey", "users",
+    )  # fmt: skip
 
-    def __init__(self, rkey: int, mapping: mmap.mmap, length_bytes: int, file_bytes: int) -> None:
+    def __init__(
+        self,
+        rkey: int,
+        mapping: mmap.mmap,
+        length_bytes: int,
+        file_bytes: int,
+        file: tuple[int, int] = (0, 0),
+    ) -> None:
         self.rkey = rkey
+        self.file = file  # device and inode
+        self.charge: Charge | None = None  # ended with the mapping
         self.length_bytes = length_bytes
         self.file_bytes = file_bytes
         self.users = 0
@@ -91,10 +104,10 @@ class PeerRegion:
         mapping, self._map = self._map, None
         self.array = np.empty(0, np.uint8)
         if mapping is not None:
-            try:
+            with contextlib.suppress(BufferError):
                 mapping.close()
-            except BufferError:
-                return
+        if self.charge is not None:
+            self.charge.end()
 
 
 def unmap_all(regions: Sequence[PeerRegion]) -> None:
@@ -133,7 +146,9 @@ def map_region(rkey: int, fd: int, length_bytes: int, *, whole: bool = False) ->
             CLOSER.give(fd)  # anything, or memory that ends with it
         else:
             os.close(fd)
-    return PeerRegion(rkey, mapping, length_bytes, sys.maxsize if may_grow else file_bytes)
+    if may_grow:
+        file_bytes = sys.maxsize
+    return PeerRegion(rkey, mapping, length_bytes, file_bytes, (found.st_dev, found.st_ino))
 
 
 def _is_whole(fd: int, file_bytes: int) -> bool:

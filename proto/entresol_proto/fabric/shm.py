@@ -20,6 +20,7 @@ from entresol_proto import limits
 from entresol_proto.fabric.base import ConnectOptions, FabricKind, Offer
 from entresol_proto.fabric.closing import CLOSER, close_socket
 from entresol_proto.fabric.listening import ListeningServer
+from entresol_proto.fabric.mapped import MappedBudget
 from entresol_proto.fabric.registry import HOST_ID_BYTES, same_host_id
 from entresol_proto.fabric.shmendpoint import ShmEndpoint
 from entresol_proto.fabric.shmlink import first_packet, hello, parse_hello, welcome
@@ -37,7 +38,7 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
     The directory is made with mode 0700 (0710 with a `group`) if it is missing and refused if
     others can enter it. One that is there with the set-group-ID bit names the group as well: the
     socket inherits it, so that a daemon needs no right to give files away. `mapped_bytes_max`
-    bounds the memory mapped for one session's peer.
+    bounds the memory mapped for one session's peer, `budget` that of all sessions together.
     """
 
     kind = FabricKind.SHM
@@ -49,12 +50,14 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
         name: str = "fabric.sock",
         group: int | None = None,
         mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX,
+        budget: MappedBudget | None = None,
         offer_lifetime_ns: int = limits.HANDSHAKE_DEADLINE_NS,
     ) -> None:
         super().__init__(offer_lifetime_ns=offer_lifetime_ns)
         self._path = directory / name
         self._group = group
         self._mapped_bytes_max = mapped_bytes_max
+        self._budget = budget or MappedBudget(limits.SHM_MAPPED_BYTES_MAX)
 
     async def start(self) -> None:
         """Bind and listen. Raises: FabricError."""
@@ -88,7 +91,7 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
         passed cannot be closed."""
         if CLOSER.full:
             raise FabricError("what peers passed cannot be closed", status=Status.BUSY)
-        params = _Params(same_host_id(), self._issue(), str(self._path))
+        params = _Params(same_host_id(), self._issue(peer), str(self._path))
         return Offer(FabricKind.SHM, params.encode())
 
     async def close(self) -> None:
@@ -116,7 +119,10 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
             if offer is None:
                 raise ProtocolError("no valid ticket")
             endpoint = ShmEndpoint(
-                mapped_bytes_max=self._mapped_bytes_max, on_closed=self._endpoints.discard
+                mapped_bytes_max=self._mapped_bytes_max,
+                budget=self._budget,
+                peer=offer.peer,
+                on_closed=self._endpoints.discard,
             )
             known = True
             self._endpoints.add(endpoint)

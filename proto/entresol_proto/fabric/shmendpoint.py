@@ -31,6 +31,7 @@ from entresol_proto.fabric.base import (
     span_error,
 )
 from entresol_proto.fabric.closing import CLOSER
+from entresol_proto.fabric.mapped import Charge, MappedBudget
 from entresol_proto.fabric.memory import is_readers_only
 from entresol_proto.fabric.regions import (
     POOL,
@@ -48,6 +49,10 @@ from entresol_proto.threads import Job
 _log = logging.getLogger("entresol.fabric")
 
 _INLINE_BYTES_MAX = 512 * limits.KIB  # copied on the loop: a hand-over to a thread costs more
+_MAPPED_HINT = (
+    "a daemon maps so much of its hosts: fewer sessions, a lower staging_bytes_max, or a higher "
+    "[fabric] shm_mapped_bytes_max there"
+)
 UNMAP_AT_ONCE_BYTES = 4 * limits.MIB  # about 50 us of the loop, while the peer keeps its pages
 
 
@@ -83,7 +88,8 @@ class ShmEndpoint:
     """One side of one session over shared memory. Made by `ShmFabricServer.accept` or `connect`.
 
     `lends`: this is the host's side. It has the pages of what it exposes, before it does. The other
-    side, which has many peers that it need not trust, maps little of each, and nothing less whole.
+    side, which has many peers that it need not trust, maps little of each, of all that `budget`
+    allows, no file twice, and nothing less whole.
     """
 
     kind = FabricKind.SHM
@@ -94,6 +100,8 @@ class ShmEndpoint:
         *,
         mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX,
         lends: bool = False,
+        budget: MappedBudget | None = None,
+        peer: object | None = None,
         on_closed: Callable[[ShmEndpoint], None] | None = None,
     ) -> None:
         self._mapped_bytes_max = mapped_bytes_max
@@ -101,6 +109,8 @@ class ShmEndpoint:
         self._regions_max = (
             limits.REGIONS_PER_SESSION_MAX if lends else limits.SHM_REGIONS_PER_HOST_MAX
         )
+        self._budget = budget
+        self._peer = peer
         self._on_closed = on_closed
         self._link: ShmLink | None = None
         self._exposed: set[int] = set()
@@ -108,6 +118,7 @@ class ShmEndpoint:
         self._regions: dict[int, PeerRegion] = {}
         self._mapping: dict[int, bool] = {}  # in a worker now; true: revoked meanwhile
         self._mapped_bytes = 0
+        self._files: set[tuple[int, int]] = set()  # of the regions, where none is mapped twice
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[CopyJob] = set()
         self._closed = False
@@ -160,7 +171,8 @@ class ShmEndpoint:
         if status != Status.OK:
             self._exposed.discard(rkey)
             known = Status.BUSY if status == Status.BUSY else Status.FABRIC_ERROR
-            raise FabricError("the peer did not map the buffer", status=known)
+            hint = _MAPPED_HINT if self._lends and known is Status.BUSY else ""
+            raise FabricError("the peer did not map the buffer", hint=hint, status=known)
         return Exposure(rkey, 0, length)
 
     async def _fill(self, fd: int, length_bytes: int) -> None:
@@ -241,13 +253,25 @@ class ShmEndpoint:
         regions = len(self._regions) + len(self._mapping)
         if regions >= self._regions_max or self._mapped_bytes + length > self._mapped_bytes_max:
             CLOSER.give(fd)
+            self._note_refused("a session's regions or bytes are all in use")
+            self._send(Message(Kind.EXPOSED, rkey, status=Status.BUSY))
+            return
+        charge = None if self._budget is None else self._budget.take(self._peer, length)
+        if self._budget is not None and charge is None:
+            CLOSER.give(fd)
+            self._note_refused("the peer's share of what is mapped is in use")
             self._send(Message(Kind.EXPOSED, rkey, status=Status.BUSY))
             return
         self._mapping[rkey] = False
         self._mapped_bytes += length
         whole = not self._lends
         mapping = POOL.submit(functools.partial(map_region, rkey, fd, length, whole=whole))
-        self._start(self._map(rkey, fd, length, mapping))
+        self._start(self._map(rkey, fd, length, mapping, charge))
+
+    def _note_refused(self, reason: str) -> None:
+        # The peer first, by which floods are told apart.
+        peer = str(self._peer or "-")
+        _log.warning("event=region_refused peer=%s fabric=shm error=%s", peer, reason)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that may hand work to the pool until it ends, also when this is closed."""
@@ -257,27 +281,38 @@ class ShmEndpoint:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _task: POOL.release())
 
-    async def _map(self, rkey: int, fd: int, length: int, mapping: Job[PeerRegion]) -> None:
+    async def _map(
+        self, rkey: int, fd: int, length: int, mapping: Job[PeerRegion], charge: Charge | None
+    ) -> None:
         """Wait for a region that a worker maps, and answer. A revocation may come meanwhile."""
         region: PeerRegion | None = None
         status = Status.OK
         try:
             region = await mapping.outcome()
+            region.charge = charge
         except FabricError as error:
             status = error.status
-            _log.warning("event=region_refused fabric=shm error=%s", str(error))
+            self._note_refused(str(error))
         except asyncio.CancelledError:
             if not mapping.begun:
                 CLOSER.give(fd)  # no worker saw it
             raise
+        finally:
+            if region is None and charge is not None:
+                charge.end()
         revoked = self._mapping[rkey]
-        if region is not None and not revoked and not self._closed:
+        again = region is not None and region.file in self._files
+        if region is not None and not (revoked or again or self._closed):
             del self._mapping[rkey]
             self._regions[rkey] = region
+            if not self._lends:
+                self._files.add(region.file)
         else:
             if region is not None:
                 await self._unmap(region)  # counted until then
-                status = Status.LEASE_EXPIRED
+                status = Status.BUSY if again else Status.LEASE_EXPIRED
+                if again:
+                    self._note_refused("the same memory is mapped already")
             self._mapped_bytes -= length
             revoked = self._mapping.pop(rkey)
         self._send(Message(Kind.EXPOSED, rkey, status=status))
@@ -323,6 +358,7 @@ class ShmEndpoint:
 
     def _dropped(self, region: PeerRegion) -> None:
         self._mapped_bytes -= region.length_bytes
+        self._files.discard(region.file)
         self._send(Message(Kind.REVOKED, region.rkey))
 
     async def _unmap(self, region: PeerRegion) -> None:

@@ -26,10 +26,11 @@ E = TypeVar("E")
 class OpenOffer(Generic[E]):
     """An unanswered offer; `endpoint` may be set while it is still being built."""
 
-    __slots__ = ("complete", "endpoint", "ticket", "timer", "waiter")
+    __slots__ = ("complete", "endpoint", "peer", "ticket", "timer", "waiter")
 
-    def __init__(self, ticket: bytes, timer: asyncio.TimerHandle) -> None:
+    def __init__(self, ticket: bytes, timer: asyncio.TimerHandle, peer: object | None) -> None:
         self.ticket = ticket
+        self.peer = peer
         self.timer = timer
         self.endpoint: E | None = None
         self.complete = False
@@ -58,14 +59,14 @@ class OfferTable(Generic[E]):
     def __len__(self) -> int:
         return len(self._open)
 
-    def issue(self) -> bytes:
-        """A new ticket. Raises: FabricError (BUSY) when the table is full."""
+    def issue(self, peer: object | None = None) -> bytes:
+        """A new ticket, for that peer. Raises: FabricError (BUSY) when the table is full."""
         if len(self._open) >= self._offers_max:
             raise FabricError(f"{len(self._open)} fabric offers are open", status=Status.BUSY)
         ticket = secrets.token_bytes(limits.TICKET_BYTES)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._lifetime_ns / 1e9, self.withdraw, ticket)
-        self._open[ticket] = OpenOffer(ticket, timer)
+        self._open[ticket] = OpenOffer(ticket, timer, peer)
         return ticket
 
     def find(self, ticket: bytes) -> OpenOffer[E] | None:
