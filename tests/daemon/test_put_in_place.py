@@ -32,9 +32,10 @@ from harness import Running, running_daemon
 from entresol_daemon.config import Config
 from entresol_daemon.shard import pulls, puts
 from entresol_daemon.shard.pulls import Sealing
-from entresol_proto.fabric.base import Exposure
+from entresol_proto.fabric.base import Exposure, FabricKind
 from entresol_proto.fabric.memory import MemfdBuffer
-from entresol_proto.limits import KIB, MIB
+from entresol_proto.fabric.shm import ShmFabricServer
+from entresol_proto.limits import GIB, KIB, MIB
 from entresol_proto.status import Status
 
 pytestmark = pytest.mark.daemon
@@ -194,3 +195,26 @@ async def test_only_blocks_that_stay_raw_are_sealed_in_place(
         assert gate.jobs[:4] == [codec != "raw"] * 4
         assert codec == "raw" or not all(gate.jobs)
         assert codec != "raw" or not any(gate.jobs)
+
+
+async def test_a_host_of_whom_no_more_is_mapped_is_busy_with_its_puts_only(tmp_path: Path) -> None:
+    """Its tenant's share of what the daemon maps is in use: it hears so, and goes on after."""
+    async with running_daemon(tmp_path / "d", shape(fabrics=["shm"])) as running:
+        server = running.daemon.shard.fabrics[FabricKind.SHM]
+        assert isinstance(server, ShmFabricServer)
+        async with client_of(running) as client:
+            assert all_are(
+                await put(await client.namespace(DESCRIPTOR), keys_of(3), SIZE), Status.OK
+            )
+            assert set(server._budget._held) == {"dev"}
+            others = server._budget.take("greedy", 64 * GIB - server._budget.used_bytes)
+            assert others is not None
+            async with client_of(running) as late:
+                space = await late.namespace(DESCRIPTOR)
+                assert all_are(await put(space, keys_of(3, "new"), SIZE), Status.BUSY)
+                assert all_are(await get(space, keys_of(3), SIZE), Status.OK)
+                others.end()
+                assert all_are(await put(space, keys_of(3, "new"), SIZE), Status.OK)
+        await disconnected(running)
+        while server._budget.used_bytes:
+            await asyncio.sleep(0.001)
