@@ -429,7 +429,7 @@ CHECKS: dict[str, Check] = {
     "MAPPED_BYTES_PER_SESSION_MAX":
         Test(_HOSTILE_SHM + "test_memory_and_regions_of_a_peer_are_bounded"),
     "SHM_MAPPED_BYTES_MAX":
-        Test(_HOSTILE_SHM + "test_one_peer_cannot_have_all_that_a_daemon_maps"),
+        Test("tests/unit/test_fabric_shm_budget.py::test_one_peer_cannot_have_all_that_a_daemon_maps"),
     "SHM_REGIONS_PER_HOST_MAX":
         Test(_HOSTILE_SHM + "test_memory_and_regions_of_a_peer_are_bounded"),
     "SHM_MESSAGES_QUEUED_MAX":
