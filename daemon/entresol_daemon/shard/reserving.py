@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping
+from dataclasses import dataclass, field
 
 from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.flash.segment import extent_bytes
@@ -31,6 +32,16 @@ COMMIT_WAIT_NS_MAX = 30_000_000_000  # a reservation waits so long for its COMMI
 PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
 STALE_DEADLINES_MAX = 1_024  # beyond as many as there are reservations; then they are swept out
 _BUSY = Reserved.Item(Status.BUSY)
+
+
+@dataclass(slots=True)
+class _Decided:
+    """`answers`: one per item. `waits`: those of them that wait for a flush under way.
+    `no_room_bytes`: of the record of the first that the put budget had no room for; 0: of none."""
+
+    answers: list[Reserved.Item] = field(default_factory=list)
+    waits: list[tuple[int, asyncio.Future[Status]]] = field(default_factory=list)
+    no_room_bytes: int = 0
 
 
 class Reserving:
@@ -85,60 +96,57 @@ class Reserving:
         parts = self._parts
         deadline_ns = parts.now_ns() + request.deadline_ns
         patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
-        answers, waits = await self._decide(session, request, deadline_ns)
-        while not any(answer.status is Status.OK for answer in answers):
+        decided = await self._decide(session, request, deadline_ns)
+        while not any(answer.status is Status.OK for answer in decided.answers):
             # Nothing to commit that would make room: wait for what others have under way.
-            if not self._starved(session, request, answers):
+            if not decided.no_room_bytes:
                 break
-            if not await self._room_for_one(session, request, patience_ns):
+            if not await self._room_for_one(session, decided.no_room_bytes, patience_ns):
                 break
-            answers, waits = await self._decide(session, request, deadline_ns)
+            decided = await self._decide(session, request, deadline_ns)
+        answers = decided.answers
         held = sum(answer.status is Status.OK for answer in answers)
-        for place, flushing in waits:
+        for place, flushing in decided.waits:
             if await self._await_durable(session, flushing, deadline_ns, held) is not Status.OK:
                 answers[place] = _BUSY
         refused = [answer.status for answer in answers if answer.status is not Status.OK]
         parts.meters.puts_ended(session.account.name, refused)
         return Reserved(tuple(answers))
 
-    async def _room_for_one(self, session: Session, request: Reserve, until_ns: int) -> bool:
-        """Wait until the put budget would take an item; False when `until_ns` comes first."""
+    async def _room_for_one(self, session: Session, record_bytes: int, until_ns: int) -> bool:
+        """Wait until the put budget would take a record; False when `until_ns` comes first."""
         parts, account = self._parts, session.account
-        least = self._record_bytes(session.namespace(request.handle), request.items[0])
         again = False
         while await parts.room.wait(account, until_ns - parts.now_ns(), again=again):
             alone = len(parts.accounts.by_name) == 1
-            if parts.put_budget.judge(account, least, alone=alone) is not Status.BUSY:
+            if parts.put_budget.judge(account, record_bytes, alone=alone) is not Status.BUSY:
                 return True
             again = True
         return False
 
-    async def _decide(
-        self, session: Session, request: Reserve, deadline_ns: int
-    ) -> tuple[list[Reserved.Item], list[tuple[int, asyncio.Future[Status]]]]:
-        """An answer per item, and those of them that wait for a flush under way.
+    async def _decide(self, session: Session, request: Reserve, deadline_ns: int) -> _Decided:
+        """An answer per item.
 
         After the first that finds no room no further one is looked into: they are BUSY, or EXISTS.
         """
-        answers: list[Reserved.Item] = []
+        decided = _Decided()
         try:
-            return answers, await self._decide_each(session, request, deadline_ns, answers)
+            await self._decide_each(session, request, deadline_ns, decided)
         except BaseException:  # nobody will hear of what was reserved so far
-            for answer in answers:
+            for answer in decided.answers:
                 if answer.status is Status.OK and answer.put_id in self.open:
                     self.close(self.open[answer.put_id])
             raise
+        return decided
 
     async def _decide_each(
-        self, session: Session, request: Reserve, deadline_ns: int, answers: list[Reserved.Item]
-    ) -> list[tuple[int, asyncio.Future[Status]]]:
-        """Append to `answers`; returns the items that wait for a flush under way."""
+        self, session: Session, request: Reserve, deadline_ns: int, decided: _Decided
+    ) -> None:
+        """Item by item, into `decided`."""
         namespace = session.namespace(request.handle)
         session.data_path()
         parts, items, doomed = self._parts, request.items, self._keycare.drop_if_doomed
-        waits: list[tuple[int, asyncio.Future[Status]]] = []
-        full = False
-        start = 0
+        answers, full, start = decided.answers, False, 0
         while start < len(items):
             left = (len(items) - start) * turns.ITEM_COST
             if start:
@@ -154,25 +162,15 @@ class Reserving:
                     flushing = self._durable.get(slot)
                     waited_for = request.ack is Ack.DURABLE or slot in self._following
                     if flushing is not None and waited_for:
-                        waits.append((place, flushing))
+                        decided.waits.append((place, flushing))
                 elif full or (namespace.namespace_id, item.key) in self.wanted:
                     answers.append(_BUSY)  # or someone else is storing it right now
                 else:
                     answer = self._reserve_one(session, namespace, item, request.ack, deadline_ns)
-                    full = answer.status is Status.BUSY
+                    if full := answer.status is Status.BUSY:
+                        decided.no_room_bytes = self._record_bytes(namespace, item)
                     answers.append(answer)
             start += len(part)
-        return waits
-
-    def _starved(
-        self, session: Session, request: Reserve, answers: Sequence[Reserved.Item]
-    ) -> bool:
-        """True if some item was refused for want of room, not because it is being stored."""
-        namespace_id = session.namespace(request.handle).namespace_id
-        return any(
-            answer.status is Status.BUSY and (namespace_id, item.key) not in self.wanted
-            for item, answer in zip(request.items, answers, strict=True)
-        )
 
     def _reserve_one(
         self,

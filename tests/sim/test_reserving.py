@@ -1,0 +1,71 @@
+"""RESERVEs at a put budget that is full: each item is answered for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entresol_proto import limits
+from entresol_proto.status import Status
+from entresol_proto.wire import data
+from entresol_proto.wire.data import Ack
+from tests.sim.shardlab import SECOND_NS, Host, World
+from tests.sim.test_shard_review import KEYS, joined, simulate
+
+HOG_KEYS = [b"hog-%09d" % number for number in range(1_000)]
+
+
+async def reserved(host: Host, items: list[data.PutItem]) -> list[Status]:
+    answer = await host._call(data.Reserve(host.handle, Ack.ACCEPTED, 60 * SECOND_NS, tuple(items)))
+    return [item.status for item in answer.items]
+
+
+def item(
+    host: Host, key: bytes, size_bytes: int = 1, token_ids: tuple[int, ...] = ()
+) -> data.PutItem:
+    (name,) = host._names([key])
+    return data.PutItem(name, key, size_bytes, 0, b"", token_ids)
+
+
+async def fill(host: Host, token_ids: tuple[int, ...] = ()) -> int:
+    """Reserve until nothing more has room; how many there are."""
+    for at in range(0, len(HOG_KEYS), 100):
+        some = [item(host, key, 1, token_ids) for key in HOG_KEYS[at : at + 100]]
+        if Status.BUSY in await reserved(host, some):
+            return len(host.world.shard.puts._reserving.open)
+    raise AssertionError("the put budget was never full")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "status"),
+    [
+        (0, Status.BAD_REQUEST),
+        (2**32 - 1, Status.TOO_LARGE),
+        (200 * limits.MIB, Status.TOO_LARGE),
+    ],
+)
+def test_an_impossible_item_is_answered_for_itself_where_the_others_wait(
+    tmp_path: Path, size_bytes: int, status: Status
+) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await fill(host)
+        items = [item(host, KEYS[0], size_bytes), item(host, KEYS[1]), item(host, KEYS[2])]
+        begun_ns = host._now()
+        assert await reserved(host, items) == [status, Status.BUSY, Status.BUSY]
+        assert host._now() - begun_ns >= SECOND_NS, "it waited for room"
+
+    simulate(tmp_path, story)
+
+
+def test_an_impossible_item_that_is_being_stored_is_not_what_room_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await fill(host)
+        items = [item(host, HOG_KEYS[0], 2**32 - 1), item(host, KEYS[0])]
+        assert await reserved(host, items) == [Status.BUSY, Status.BUSY]
+
+    simulate(tmp_path, story)
