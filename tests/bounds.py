@@ -149,10 +149,10 @@ def engine_key_bytes() -> None:
 
 def tokens_per_block() -> None:
     def meta(count: int) -> bytes:
-        return BlockMeta(b"", 0, 16, (1,) * count).encode()
+        return BlockMeta(b"", 0, 16, ids.pack_token_ids((1,) * count)).encode()
 
     def reserve(count: int) -> bytes:
-        item = data.PutItem(bytes(16), bytes(16), 1, 0, b"", (1,) * count)
+        item = data.PutItem(bytes(16), bytes(16), 1, 0, b"", ids.pack_token_ids((1,) * count))
         return data.Reserve(1, data.Ack.DURABLE, 1, (item,)).encode()
 
     most = limits.TOKENS_PER_BLOCK_MAX
@@ -226,7 +226,7 @@ def carried_bytes() -> None:
 
 def blocks_per_put() -> None:
     most = limits.BLOCKS_PER_PUT_MAX
-    item = data.PutItem(bytes(16), bytes(8), 1, 0, b"", ())
+    item = data.PutItem(bytes(16), bytes(8), 1, 0, b"", b"")
     span = (1, RemoteSpan(1, 0, 1))
 
     def reserve(count: int) -> bytes:

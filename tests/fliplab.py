@@ -31,6 +31,7 @@ from entresol_daemon.flash.segment import (
 )
 from entresol_daemon.flash.sim import SimDevice
 from entresol_daemon.flash.superblock import Superblock
+from entresol_proto.ids import pack_token_ids
 from entresol_proto.limits import CHUNK_BYTES_MIN
 from entresol_proto.seal import block, codecs
 from entresol_proto.seal.dtypes import DType
@@ -51,7 +52,7 @@ from tests.flashlab import (
 )
 
 SEGMENTS = 8
-META = block.BlockMeta(b"p" * 16, 512, 16, tuple(range(16)))
+META = block.BlockMeta(b"p" * 16, 512, 16, pack_token_ids(range(16)))
 CODECS = (codecs.RAW, codecs.ZSTD, codecs.PLANE)
 _AT_ONCE = 48  # damaged records in one read: each carries one flip
 _CRC_BYTES = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from entresol_proto import limits
+from entresol_proto import ids, limits
 from entresol_proto.fabric.base import FabricKind, Offer, RemoteSpan
 from entresol_proto.status import Status
 from entresol_proto.wire import data, opening, quote
@@ -51,7 +51,13 @@ _grant_items = st.builds(
     data.GrantItem, u32, st.sampled_from(data.Tier), spans, u32, fixed(32), fixed(16)
 )
 _put_items = st.builds(
-    data.PutItem, fixed(16), engine_keys, u32, u32, st.just(b"") | engine_keys, rows(u32, 20)
+    data.PutItem,
+    fixed(16),
+    engine_keys,
+    u32,
+    u32,
+    st.just(b"") | engine_keys,
+    rows(u32, 20).map(ids.pack_token_ids),
 )
 _reserved_items = st.builds(data.Reserved.Item, statuses, u32, u64, fixed(32), fixed(32), fixed(16))
 
@@ -170,8 +176,8 @@ EXAMPLES: dict[FrameType, Message] = {
     FrameType.RESERVE: data.Reserve(
         1, data.Ack.DURABLE, limits.DEADLINE_NS_DEFAULT,
         (
-            data.PutItem(b"w" * 16, b"e" * 36, 1 << 20, 0, b"", (1, 2, 3)),
-            data.PutItem(b"x" * 16, b"f" * 36, 1 << 20, 1, b"e" * 36, (4, 5)),
+            data.PutItem(b"w" * 16, b"e" * 36, 1 << 20, 0, b"", ids.pack_token_ids((1, 2, 3))),
+            data.PutItem(b"x" * 16, b"f" * 36, 1 << 20, 1, b"e" * 36, ids.pack_token_ids((4, 5))),
         ),
     ),
     FrameType.RESERVED: data.Reserved(

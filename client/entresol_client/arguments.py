@@ -6,6 +6,7 @@ Invariant: a wrong argument raises here, before anything is sent.
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Sequence, Sized
 from dataclasses import replace
 from types import NoneType
@@ -16,7 +17,13 @@ import numpy as np
 from entresol_client.buffers import UsageError
 from entresol_client.results import PutBlock
 from entresol_proto import limits
-from entresol_proto.ids import BadKeyError, EngineKey, NamespaceDescriptor, check_engine_key
+from entresol_proto.ids import (
+    BadKeyError,
+    EngineKey,
+    NamespaceDescriptor,
+    check_engine_key,
+    pack_token_ids,
+)
 from entresol_proto.seal.dtypes import own_name
 from entresol_proto.wire.data import Ack, OpenAt
 
@@ -79,8 +86,8 @@ def check_items(items: Sequence[PutBlock]) -> None:
             raise UsageError(f"a parent key is {type(item.parent_key).__name__}, not bytes")
 
 
-def token_ids(item: PutBlock) -> tuple[int, ...]:
-    """The block's token ids. Raises: UsageError for too many, or one that is no u32."""
+def token_ids(item: PutBlock) -> bytes:
+    """The block's token ids, packed. Raises: UsageError for too many, or one that is no u32."""
     try:
         tokens = tuple(map(operator.index, item.token_ids))
         position = operator.index(item.position)
@@ -88,9 +95,11 @@ def token_ids(item: PutBlock) -> tuple[int, ...]:
         raise UsageError(f"position and token ids must be integers: {error}") from None
     if len(tokens) > limits.TOKENS_PER_BLOCK_MAX:
         raise UsageError(f"{len(tokens)} token ids, at most {limits.TOKENS_PER_BLOCK_MAX}")
-    if not 0 <= position < 2**32 or not all(0 <= token < 2**32 for token in tokens):
-        raise UsageError("position and token ids must be 0..2^32-1")
-    return tokens
+    try:
+        pack_token_ids((position,))
+        return pack_token_ids(tokens)
+    except struct.error:
+        raise UsageError("position and token ids must be 0..2^32-1") from None
 
 
 def duration(name: str, span_ns: int) -> int:

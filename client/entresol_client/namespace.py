@@ -196,7 +196,7 @@ class Namespace:
                     plain_bytes=len(views[p]),
                     position=position,
                     parent=parent if told else b"",
-                    token_ids=tokens[p] if told else (),
+                    token_ids_u32le=tokens[p] if told else b"",
                 )
                 meta = BlockMeta(parent, position, self.descriptor.block_tokens, tokens[p])
                 blocks.append(Storable(p, item, meta, views[p]))
@@ -349,15 +349,15 @@ class Namespace:
         checked = engine_keys(keys, KEYS_PER_CALL_MAX)
         return self._seal.mask_all(checked) if self._seal else checked
 
-    def _look_at_tokens(self, tokens: Sequence[tuple[int, ...]]) -> None:
+    def _look_at_tokens(self, tokens: Sequence[bytes]) -> None:
         """Warn once of blocks that are kept and found as any, and that no router will hear of."""
         count = self.descriptor.block_tokens
-        odd = next((ids for ids in tokens if ids and len(ids) != count), None)
+        odd = next((ids for ids in tokens if ids and len(ids) != 4 * count), None)
         if odd is not None and self._seal is None and not self._warned:
             self._warned = True
             log.warning(
                 "event=token_ids_do_not_fit given=%d block_tokens=%d "
-                "reason='routers hear only of blocks with block_tokens ids'", len(odd), count,
+                "reason='routers hear only of blocks with block_tokens ids'", len(odd) // 4, count,
             )  # fmt: skip
 
     def _place(self, open_at: OpenPlace) -> OpenAt:

@@ -103,7 +103,7 @@ class _SealContext:
         return sealed_bytes_max(
             plain_bytes,
             chunk_bytes=self.namespace.chunk_bytes,
-            meta_tokens=len(job.block.meta.token_ids),
+            meta_tokens=len(job.block.meta.token_ids_u32le) // 4,
             engine_key_bytes=len(job.block.item.engine_key),
         )
 
@@ -114,7 +114,7 @@ def plan_rounds(blocks: Sequence[Storable], bytes_max: int) -> list[list[Storabl
     held = frame = 0
     for block in blocks:
         size = len(block.plain)
-        entry = _ITEM_BYTES + 4 * len(block.item.token_ids)
+        entry = _ITEM_BYTES + len(block.item.token_ids_u32le)
         full = (
             len(rounds[-1]) >= limits.BLOCKS_PER_PUT_MAX
             or held + size > bytes_max

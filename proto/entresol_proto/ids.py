@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NewType
 
@@ -280,6 +281,17 @@ def placement_hash(descriptor_digest: bytes, engine_key: EngineKey, shard: bytes
         engine_key + shard, digest_size=8, key=descriptor_digest, person=b"entresol-place"
     ).digest()
     return int.from_bytes(raw, "little")
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as they are kept everywhere: 4 bytes little-endian each, a ninth of what a tuple
+    of them takes. Raises: struct.error outside 0..2^32-1."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_token_ids(token_ids_u32le: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_token_ids`."""
+    return struct.unpack(f"<{len(token_ids_u32le) // 4}I", token_ids_u32le)
 
 
 def short(raw: bytes) -> str:

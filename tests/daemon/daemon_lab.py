@@ -250,7 +250,7 @@ class Raw:
 
 def put_item(namespace: NamespaceOpened, engine_key: bytes, length_bytes: int) -> PutItem:
     return PutItem(
-        wire_key(namespace.secret, EngineKey(engine_key)), engine_key, length_bytes, 0, b"", ()
+        wire_key(namespace.secret, EngineKey(engine_key)), engine_key, length_bytes, 0, b"", b""
     )
 
 

@@ -42,7 +42,7 @@ from entresol_client.results import RequestFailedError
 from entresol_client.tenant_key import HostSeal, KeyFile, TenantKey
 from entresol_daemon.events.types import Kind
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
-from entresol_proto.ids import EngineKey, wire_key
+from entresol_proto.ids import EngineKey, pack_token_ids, wire_key
 from entresol_proto.limits import KIB
 from entresol_proto.seal.block import (
     BlockIdentity,
@@ -246,7 +246,7 @@ class Host:
         """Seal, let `spoil` have its way with the bytes, commit."""
         masked = self.seal.mask(EngineKey(key))
         name = wire_key(self.opened.secret, masked)
-        item = PutItem(name, masked, len(plain), 0, b"", ())
+        item = PutItem(name, masked, len(plain), 0, b"", b"")
         (answer,) = (await self.raw.reserve(self.opened.handle, [item])).items
         if answer.status is not Status.OK:
             return answer.status  # type: ignore[no-any-return]
@@ -258,7 +258,8 @@ class Host:
         memory = bytearray(sealed_bytes_max(len(plain) + 64, meta_tokens=2_048))
         header = seal_into(
             memoryview(memory), memoryview(plain), identity=replace(identity, **change),
-            block_key=block_key, salt=salt, codec_id=0, meta=BlockMeta(b"", 0, 16, TOKENS[:3]),
+            block_key=block_key, salt=salt, codec_id=0,
+            meta=BlockMeta(b"", 0, 16, pack_token_ids(TOKENS[:3])),
         )  # fmt: skip
         if spoil is not None:
             spoil(memory, header)
@@ -297,7 +298,7 @@ async def test_the_daemon_checks_what_it_can_without_a_key(
         # The flag must not pass in a namespace whose keys the daemon has, either.
         opened = await raw.namespace()
         name = wire_key(opened.secret, EngineKey(key_of(2)))
-        item = PutItem(name, key_of(2), SIZE, 0, b"", ())
+        item = PutItem(name, key_of(2), SIZE, 0, b"", b"")
         (grant,) = (await raw.reserve(opened.handle, [item])).items
         memory = bytearray(sealed_bytes_max(SIZE))
         header = seal_into(

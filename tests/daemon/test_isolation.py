@@ -379,7 +379,7 @@ class Forger:
             block_key=key,
             salt=wrong.get("salt", grant.salt),
             codec_id=self.namespace.codec_id,
-            meta=BlockMeta(b"", 0, DESCRIPTOR.block_tokens, ()),
+            meta=BlockMeta(b"", 0, DESCRIPTOR.block_tokens, b""),
             chunk_bytes=self.namespace.chunk_bytes,
         )
         return header.sealed_bytes

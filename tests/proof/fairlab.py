@@ -614,7 +614,7 @@ class Guest:
         """Store blocks of nothing in particular."""
         names = [wire_key(self.secret, EngineKey(key)) for key in keys]
         items = tuple(
-            data.PutItem(name, key, block_bytes, at, b"", ())
+            data.PutItem(name, key, block_bytes, at, b"", b"")
             for at, (name, key) in enumerate(zip(names, keys, strict=True))
         )
         plain = memoryview(bytearray(block_bytes))

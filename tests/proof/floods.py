@@ -199,7 +199,7 @@ class Reserves(Flood):
 
     async def attack(self, guest: Guest) -> None:
         items = tuple(
-            data.PutItem(guest.names([key])[:16], key, BLOCK_BYTES, at, b"", ())
+            data.PutItem(guest.names([key])[:16], key, BLOCK_BYTES, at, b"", b"")
             for at, key in enumerate(key_of(FLOODER, next(self.numbers)) for _ in range(1_000))
         )
         message = data.Reserve(guest.handle, data.Ack.ACCEPTED, SECOND_NS, items)

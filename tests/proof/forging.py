@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from entresol_proto.ids import EngineKey, wire_key
+from entresol_proto.ids import EngineKey, pack_token_ids, wire_key
 from entresol_proto.seal import codecs, header
 from entresol_proto.seal.block import (
     BlockIdentity,
@@ -114,7 +114,8 @@ def genuine(
     made = seal_into(
         room, memoryview(plain),
         identity=BlockIdentity(home.namespace_id, name, engine_key, DType.BF16, home.dek_version),
-        block_key=key, salt=salt, codec_id=codec, meta=BlockMeta(b"", 0, 16, (1, 2, 3, 4)),
+        block_key=key, salt=salt, codec_id=codec,
+        meta=BlockMeta(b"", 0, 16, pack_token_ids((1, 2, 3, 4))),
         chunk_bytes=CHUNK_BYTES,
     )  # fmt: skip
     return Genuine(home, engine_key, name, key, plain, bytes(room[: made.sealed_bytes]))

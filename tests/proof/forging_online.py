@@ -129,7 +129,7 @@ async def spaces(room: Room, case: Case) -> Shown:
 async def handles(room: Room, case: Case) -> Shown:
     """Namespace handles that were never given, in every message that takes one."""
     session, own = room.other.shm, room.own.shm
-    item = data.PutItem(case.names[:16], case.keys[0], BLOCK_BYTES, 0, b"", ())
+    item = data.PutItem(case.names[:16], case.keys[0], BLOCK_BYTES, 0, b"", b"")
 
     def messages(handle: int, run: bytes) -> list[Any]:
         return [
@@ -173,7 +173,7 @@ async def put_ids(room: Room, case: Case) -> Shown:
 async def _reserve(session: Session, blocks: Sequence[PutBlock]) -> data.Reserved:
     items = tuple(
         data.PutItem(wire_key(session.space.secret, EngineKey(block.key)), block.key, BLOCK_BYTES,
-                     block.position, block.parent_key or b"", ())
+                     block.position, block.parent_key or b"", b"")
         for block in blocks
     )  # fmt: skip
     handle = session.space.handle
@@ -375,7 +375,7 @@ def _sealed(session: Session, block: PutBlock, grant: Any) -> bytes:
             block.key, DType.from_name(DESCRIPTOR.dtype), grant.dek_version,
         ),
         block_key=BlockKey(grant.key, grant.commitment), salt=grant.salt, codec_id=0,
-        meta=BlockMeta(block.parent_key or b"", block.position, 16, ()),
+        meta=BlockMeta(block.parent_key or b"", block.position, 16, b""),
         chunk_bytes=session.space.chunk_bytes,
     )  # fmt: skip
     return bytes(room[: made.sealed_bytes])

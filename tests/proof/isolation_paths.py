@@ -193,7 +193,7 @@ async def reserve(room: Room, batch: Batch) -> Asked:
 
 async def _reserved(session: Session, batch: Batch, names: bytes) -> Reserved:
     items = tuple(
-        PutItem(name, block.key, BLOCK_BYTES, block.position, block.parent_key or b"", ())
+        PutItem(name, block.key, BLOCK_BYTES, block.position, block.parent_key or b"", b"")
         for name, block in zip(split_keys(names), batch.blocks, strict=True)
     )
     reply = await session.ask(Reserve(session.space.handle, Ack.ACCEPTED, DEADLINE_NS, items))

@@ -117,7 +117,7 @@ async def put_bytes(folder: Path, seed: int) -> None:
         guest = await guest_of(place)
         keys = [key_of("ann", number) for number in range(6)]
         items = tuple(
-            data.PutItem(guest.names([key]), key, BLOCK_BYTES, at, b"", ())
+            data.PutItem(guest.names([key]), key, BLOCK_BYTES, at, b"", b"")
             for at, key in enumerate(keys)
         )
         message = data.Reserve(guest.handle, data.Ack.ACCEPTED, SECOND_NS, items)

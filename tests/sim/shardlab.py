@@ -39,7 +39,7 @@ from entresol_proto.fabric.base import (
     ReadOp,
     RemoteSpan,
 )
-from entresol_proto.ids import EngineKey, NamespaceDescriptor, TenantName, wire_key
+from entresol_proto.ids import EngineKey, NamespaceDescriptor, TenantName, pack_token_ids, wire_key
 from entresol_proto.seal import block
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import EntresolError, ProtocolError, Status
@@ -458,8 +458,9 @@ class Host:
         """Store the content of keys, in order."""
         oracle = self.world.oracle
         contents = [oracle.content(self.tenant, key) for key in keys]
+        tokens = pack_token_ids((1, 2, 3))
         items = tuple(
-            data.PutItem(name, key, len(plain), at, keys[at - 1] if at else b"", (1, 2, 3))
+            data.PutItem(name, key, len(plain), at, keys[at - 1] if at else b"", tokens)
             for at, (name, key, plain) in enumerate(
                 zip(self._names(keys), keys, contents, strict=True)
             )
@@ -505,7 +506,7 @@ class Host:
                 block_key=block.BlockKey(answer.key, answer.commitment),
                 salt=answer.salt,
                 codec_id=self.rng.choice((0, 1, 2)),
-                meta=block.BlockMeta(item.parent, item.position, 16, item.token_ids),
+                meta=block.BlockMeta(item.parent, item.position, 16, item.token_ids_u32le),
             )
             raw = room[: header.sealed_bytes]
         exposure = await self.wire.host.expose(raw)

@@ -50,7 +50,7 @@ def test_a_put_that_nobody_could_join_does_not_wait_for_its_group(tmp_path: Path
 
 async def reserve(host: Host, key: bytes) -> int:
     """A put id, for which nothing is stored."""
-    item = data.PutItem(names(host, [key])[:16], key, 4_096, 0, b"", ())
+    item = data.PutItem(names(host, [key])[:16], key, 4_096, 0, b"", b"")
     reserved = await host._call(data.Reserve(host.handle, Ack.ACCEPTED, 60 * SECOND_NS, (item,)))
     assert [answer.status for answer in reserved.items] == [Status.OK]
     return int(reserved.items[0].put_id)

@@ -151,7 +151,7 @@ def test_decoding_a_long_reserve_is_paid_for(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host, reads = await listening(world)
         contend(world)
-        items = (data.PutItem(bytes(16), b"k" * 8, 1, 0, b"", ()),) * 1_000
+        items = (data.PutItem(bytes(16), b"k" * 8, 1, 0, b"", b""),) * 1_000
         host._handler.receive(host._machine.send(data.Reserve(99, Ack.ACCEPTED, 10**9, items))[1])
         assert reads == [False]
         await asyncio.sleep(1)

@@ -75,7 +75,7 @@ def remembered(world: World) -> list[bytes]:
 
 async def reserve(host: Host, key: bytes) -> int:
     """One block; the id of what may be committed."""
-    item = data.PutItem(host._names([key])[0], key, 4096, 0, b"", ())
+    item = data.PutItem(host._names([key])[0], key, 4096, 0, b"", b"")
     reply = await host._call(data.Reserve(host.handle, Ack.DURABLE, 5 * SECOND_NS, (item,)))
     (answer,) = reply.items
     assert answer.status is Status.OK

@@ -1,12 +1,15 @@
-"""RESERVEs at a put budget that is full: each item is answered for itself."""
+"""RESERVEs at a put budget that is nearly full: what is held is what is charged, and each item is
+answered for itself."""
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from entresol_proto import limits
+from entresol_proto.ids import pack_token_ids
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import Ack
@@ -21,20 +24,38 @@ async def reserved(host: Host, items: list[data.PutItem]) -> list[Status]:
     return [item.status for item in answer.items]
 
 
-def item(
-    host: Host, key: bytes, size_bytes: int = 1, token_ids: tuple[int, ...] = ()
-) -> data.PutItem:
+def item(host: Host, key: bytes, size_bytes: int = 1, token_ids: bytes = b"") -> data.PutItem:
     (name,) = host._names([key])
     return data.PutItem(name, key, size_bytes, 0, b"", token_ids)
 
 
-async def fill(host: Host, token_ids: tuple[int, ...] = ()) -> int:
+async def fill(host: Host, token_ids: bytes = b"") -> int:
     """Reserve until nothing more has room; how many there are."""
     for at in range(0, len(HOG_KEYS), 100):
         some = [item(host, key, 1, token_ids) for key in HOG_KEYS[at : at + 100]]
         if Status.BUSY in await reserved(host, some):
             return len(host.world.shard.puts._reserving.open)
     raise AssertionError("the put budget was never full")
+
+
+def test_reservations_hold_no_more_memory_than_is_charged(tmp_path: Path) -> None:
+    """With as many token ids as a block may have, which a host need not send any block for."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        budget = world.shard.parts.put_budget
+        some = [world.rng.randrange(2**32) for _ in range(limits.TOKENS_PER_BLOCK_MAX)]
+        tracemalloc.start()
+        try:
+            before_bytes = tracemalloc.get_traced_memory()[0]
+            count = await fill(host, pack_token_ids(some))
+            held_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
+        finally:
+            tracemalloc.stop()
+        assert count > 200
+        assert held_bytes < budget.used_bytes, (held_bytes / count, budget.used_bytes / count)
+
+    simulate(tmp_path, story)
 
 
 @pytest.mark.parametrize(

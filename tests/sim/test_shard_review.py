@@ -24,7 +24,7 @@ from entresol_daemon.shard.dispatch import (
 from entresol_daemon.shard.reports import REPORTED_MAX
 from entresol_proto import limits
 from entresol_proto.fabric.base import Exposure, ReadOp
-from entresol_proto.ids import NamespaceDescriptor, TenantName, engine_key_digest
+from entresol_proto.ids import NamespaceDescriptor, TenantName, engine_key_digest, pack_token_ids
 from entresol_proto.status import EntresolError, FabricError, Status
 from entresol_proto.wire import data, opening
 from entresol_proto.wire.data import Ack, OpenAt
@@ -435,7 +435,7 @@ def test_a_snapshot_tells_of_blocks_with_long_meta_and_of_blocks_being_read(tmp_
         tokens = tuple(range(limits.TOKENS_PER_BLOCK_MAX))
         (name,) = host._names(KEYS[:1])
         plain = b"x" * 50_000
-        item = data.PutItem(name, KEYS[0], len(plain), 0, b"", tokens)
+        item = data.PutItem(name, KEYS[0], len(plain), 0, b"", pack_token_ids(tokens))
         reserve = data.Reserve(host.handle, Ack.DURABLE, SECOND_NS, (item,))
         (answer,) = (await host._call(reserve)).items
         span = await host._expose(item, answer, plain)
@@ -716,7 +716,7 @@ def test_reservations_that_are_never_committed_do_not_lock_others_out(tmp_path: 
         hog, other = await joined(world), await joined(world, tenant="beta")
         size = world.config.limits.block_bytes_max
         items = tuple(
-            data.PutItem(name, key, size, at, b"", ())
+            data.PutItem(name, key, size, at, b"", b"")
             for at, (name, key) in enumerate(zip(hog._names(KEYS), KEYS, strict=True))
         )
         reserve = data.Reserve(hog.handle, Ack.ACCEPTED, limits.DEADLINE_NS_MAX, items)
@@ -724,7 +724,7 @@ def test_reservations_that_are_never_committed_do_not_lock_others_out(tmp_path: 
         assert Status.OK in {item.status for item in taken.items}
         more = [b"filling-%09d" % number for number in range(64)]
         small = tuple(
-            data.PutItem(name, key, 1, 0, b"", ())
+            data.PutItem(name, key, 1, 0, b"", b"")
             for name, key in zip(hog._names(more), more, strict=True)
         )
         await hog._call(data.Reserve(hog.handle, Ack.ACCEPTED, limits.DEADLINE_NS_MAX, small))

@@ -138,7 +138,7 @@ def test_a_host_that_does_not_answer_stops_nobody_elses_puts(
         hog.wire.daemon.read = silent  # type: ignore[method-assign]
         commits = []
         for at in range(4):
-            item = data.PutItem(hog._names(KEYS)[at], KEYS[at], size, 0, b"", ())
+            item = data.PutItem(hog._names(KEYS)[at], KEYS[at], size, 0, b"", b"")
             taken = await hog._call(data.Reserve(hog.handle, Ack.ACCEPTED, deadline_ns, (item,)))
             put_id = taken.items[0].put_id
             commit = data.Commit(((put_id, RemoteSpan(1, 0, size)),))

@@ -17,7 +17,7 @@ from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
 from entresol_client import AsyncClient, Namespace, PutBlock, UsageError, connection, namespace
 from entresol_proto.fabric.base import FabricKind, Offer
-from entresol_proto.ids import BadKeyError, EngineKey, wire_key
+from entresol_proto.ids import BadKeyError, EngineKey, pack_token_ids, wire_key
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import Reason, Tier
@@ -150,7 +150,7 @@ async def test_the_daemon_learns_what_routers_need(tmp_path: Path) -> None:
         first, second = reserve.items
         assert (first.parent, second.parent) == (b"", key(0))
         assert (first.position, second.position) == (0, 1)
-        assert second.token_ids == tuple(range(1, 17))
+        assert second.token_ids_u32le == pack_token_ids(range(1, 17))
         assert second.engine_key == key(1)
         assert second.key == wire_key(SECRET, key(1))
         assert peer.header_of(second.key).meta_bytes > 0

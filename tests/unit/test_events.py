@@ -25,9 +25,8 @@ from entresol_daemon.events.types import (
     Medium,
     Position,
     Reason,
-    pack_token_ids,
 )
-from entresol_proto.ids import TenantName
+from entresol_proto.ids import TenantName, pack_token_ids
 from entresol_proto.status import EntresolError, QuotaError, Status
 
 A, B = TenantName("a"), TenantName("b")

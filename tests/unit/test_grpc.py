@@ -47,9 +47,8 @@ from entresol_daemon.events.types import (
     Medium,
     Position,
     Reason,
-    pack_token_ids,
 )
-from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName
+from entresol_proto.ids import NamespaceDescriptor, NamespaceId, TenantName, pack_token_ids
 from entresol_proto.status import ConfigError, EntresolError, Status
 from entresol_proto.v1 import entresol_pb2 as pb
 from entresol_proto.v1 import entresol_pb2_grpc as pbg

@@ -17,6 +17,7 @@ from wire_messages import CARRYING, EXAMPLES, STRATEGIES, decode
 
 from entresol_proto import limits
 from entresol_proto.fabric.base import FabricKind, Offer, RemoteSpan
+from entresol_proto.ids import pack_token_ids
 from entresol_proto.status import ProtocolError, Status
 from entresol_proto.wire import data, opening, session
 from entresol_proto.wire.cursor import text16
@@ -340,13 +341,13 @@ def test_key_runs_are_whole_and_not_empty(kind: FrameType) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 65, 255])
 def test_engine_keys_of_other_length(size: int) -> None:
-    item = data.PutItem(bytes(16), bytes(size), 1, 0, b"", ())
+    item = data.PutItem(bytes(16), bytes(size), 1, 0, b"", b"")
     with pytest.raises(ProtocolError):
         data.Reserve.decode(data.Reserve(1, data.Ack.DURABLE, 1, (item,)).encode())
     with pytest.raises(ProtocolError):
         data.Explain.decode(data.Explain(1, (bytes(size),)).encode())
     if size:  # a parent may be absent
-        item = data.PutItem(bytes(16), bytes(8), 1, 0, bytes(size), ())
+        item = data.PutItem(bytes(16), bytes(8), 1, 0, bytes(size), b"")
         with pytest.raises(ProtocolError):
             data.Reserve.decode(data.Reserve(1, data.Ack.DURABLE, 1, (item,)).encode())
 
@@ -400,8 +401,9 @@ def test_keys_and_secrets_stay_out_of_the_repr() -> None:
     granted = data.Grant(True, 1, 1, 1, (item,), ())
     reserved = data.Reserved((data.Reserved.Item(Status.OK, 1, 1, secret, secret, secret[:16]),))
     opened = opening.NamespaceOpened(1, bytes(16), secret, 0, True, 1)
+    tokens = pack_token_ids((0xA5A5, 0xA5A6)) + secret
     put = data.Reserve(
-        1, data.Ack.ACCEPTED, 1, (data.PutItem(bytes(16), bytes(8), 1, 0, b"", (0xA5A5, 0xA5A6)),)
+        1, data.Ack.ACCEPTED, 1, (data.PutItem(bytes(16), bytes(8), 1, 0, b"", tokens),)
     )
     for message in (
         granted, reserved, opened, put, opening.OpenNamespace(secret), opening.Attach(1, secret),

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entresol_proto import limits
+from entresol_proto.ids import pack_token_ids
 from entresol_proto.seal import block, codecs, header
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import SealError, Status
@@ -29,7 +30,7 @@ NAMESPACE = b"n" * 16
 WIRE_KEY = b"w" * 16
 ENGINE_KEY = b"engine key of 24 bytes.."
 IDENTITY = block.BlockIdentity(NAMESPACE, WIRE_KEY, ENGINE_KEY, DType.BF16, 3)
-META = block.BlockMeta(b"p" * 16, 512, 16, tuple(range(16)))
+META = block.BlockMeta(b"p" * 16, 512, 16, pack_token_ids(range(16)))
 CRC_BYTES = 4
 
 
@@ -149,7 +150,7 @@ def test_round_trip_of_anything(
     tokens: list[int],
 ) -> None:
     identity = block.BlockIdentity(NAMESPACE, WIRE_KEY, engine_key, dtype, dek_version)
-    meta = block.BlockMeta(WIRE_KEY, 7, 16, tuple(tokens))
+    meta = block.BlockMeta(WIRE_KEY, 7, 16, pack_token_ids(tokens))
     sealed = Sealed(plain * repeat, codec_id, identity=identity, meta=meta)
     assert sealed.open() is Status.OK
     parsed = block.SealedHeader.parse(sealed.raw)
@@ -329,7 +330,7 @@ def test_headers_swapped_between_blocks() -> None:
 
 def test_data_and_meta_cannot_stand_in_for_each_other() -> None:
     """The kind in the nonce separates the meta from a chunk of the same length and number."""
-    tokens = tuple(range(16))
+    tokens = pack_token_ids(range(16))
     meta = block.BlockMeta(bytes(16), 1, 16, tokens)
     sealed = Sealed(meta.encode(), meta=meta)
     start, size = sealed.header.chunk_span(0)
@@ -408,7 +409,7 @@ def test_check_header() -> None:
 def test_sealed_bytes_max_is_reached_and_never_passed() -> None:
     for size in (1, CHUNK, CHUNK + 1, 5 * CHUNK + 3):
         for tokens in (0, 1, 2048):
-            meta = block.BlockMeta(bytes(16), 0, 16, tuple(range(tokens)))
+            meta = block.BlockMeta(bytes(16), 0, 16, pack_token_ids(range(tokens)))
             sealed = Sealed(random.Random(size).randbytes(size), meta=meta)
             room = block.sealed_bytes_max(size, chunk_bytes=CHUNK, meta_tokens=tokens)
             assert sealed.header.sealed_bytes == room
@@ -468,8 +469,8 @@ def test_seal_refuses_what_it_cannot_seal() -> None:
         (plain, {"codec_id": 77}, Status.CORRUPT),
         (plain, {"chunk_bytes": 1}, Status.BAD_REQUEST),
         (plain, {"meta": replace(META, position=-1)}, Status.BAD_REQUEST),
-        (plain, {"meta": replace(META, token_ids=(2**32,))}, Status.BAD_REQUEST),
-        (plain, {"meta": replace(META, token_ids=(0,) * 2049)}, Status.TOO_LARGE),
+        (plain, {"meta": replace(META, token_ids_u32le=b"odd")}, Status.BAD_REQUEST),
+        (plain, {"meta": replace(META, token_ids_u32le=bytes(4 * 2049))}, Status.TOO_LARGE),
         (plain, {"meta": replace(META, parent=b"short")}, Status.BAD_REQUEST),
     ):
         with pytest.raises(SealError) as caught:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from entresol_proto.ids import pack_token_ids
 from entresol_proto.seal import block, codecs
 from entresol_proto.seal.dtypes import DType
 
@@ -53,7 +54,7 @@ def inputs(case: dict[str, Any]) -> dict[str, Any]:
     meta = None
     if case["name"] != "raw":
         tokens = tuple(range(1000, 1016))
-        meta = block.BlockMeta(digest("parent", 32), 256, 16, tokens)
+        meta = block.BlockMeta(digest("parent", 32), 256, 16, pack_token_ids(tokens))
     identity = block.BlockIdentity(
         namespace_id=digest("namespace", 16),
         wire_key=digest("wire key", 16),

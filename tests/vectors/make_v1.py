@@ -43,7 +43,6 @@ from entresol_daemon.events.types import (
     Medium,
     Position,
     Reason,
-    pack_token_ids,
 )
 from entresol_daemon.flash.engine import EngineOptions
 from entresol_daemon.flash.sim import SimDevice
@@ -54,6 +53,7 @@ from entresol_proto.ids import (
     TenantName,
     host_sealed_namespace,
     masked_engine_key,
+    pack_token_ids,
 )
 from entresol_proto.seal.block import (
     HOST_KEY_LABEL,
@@ -141,7 +141,7 @@ def host_sealed() -> tuple[bytes, dict[str, str]]:
     out = bytearray(sealed_bytes_max(len(plain), chunk_bytes=4096, meta_tokens=3))
     header = seal_into(
         memoryview(out), memoryview(plain), identity=identity, block_key=key, salt=salt, codec_id=0,
-        meta=BlockMeta(b"p" * 32, 7, 16, (1, 2, 3)), chunk_bytes=4096,
+        meta=BlockMeta(b"p" * 32, 7, 16, pack_token_ids((1, 2, 3))), chunk_bytes=4096,
     )  # fmt: skip
     return bytes(out[: header.sealed_bytes]), {
         "namespace": namespace.canonical().hex(),

@@ -25,9 +25,8 @@ from entresol_daemon.events.types import (
     Medium,
     Position,
     Reason,
-    pack_token_ids,
 )
-from entresol_proto.ids import HostSealedNamespace, TenantName
+from entresol_proto.ids import HostSealedNamespace, TenantName, pack_token_ids
 from entresol_proto.v1 import entresol_pb2 as pb
 
 REPLY_BYTES_MAX = 1024 * 1024  # of events in one reply, unless one event alone is larger

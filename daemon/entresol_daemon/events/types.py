@@ -8,11 +8,10 @@ events that it already contains gives the same result (daemon/EVENTS.md).
 from __future__ import annotations
 
 import enum
-import struct
 from dataclasses import dataclass
 
 from entresol_proto import limits
-from entresol_proto.ids import TenantName
+from entresol_proto.ids import TenantName, unpack_token_ids
 
 
 class Kind(enum.IntEnum):
@@ -168,7 +167,7 @@ class Event:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Token ids as integers (unpacked on every call)."""
-        return struct.unpack(f"<{len(self.token_ids_u32le) // 4}I", self.token_ids_u32le)
+        return unpack_token_ids(self.token_ids_u32le)
 
     @property
     def cost_bytes(self) -> int:
@@ -181,11 +180,6 @@ class Event:
             + sum(map(len, engine))
             + len(self.token_ids_u32le)
         )
-
-
-def pack_token_ids(token_ids: tuple[int, ...] | list[int]) -> bytes:
-    """Token ids as `Event.token_ids_u32le`. Raises: struct.error outside 0..2^32-1."""
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -419,7 +419,7 @@ class ShardAdmin:
             parent=meta.parent,
             position=meta.position,
             block_tokens=meta.block_tokens,
-            token_ids_u32le=events.pack_token_ids(meta.token_ids),
+            token_ids_u32le=meta.token_ids_u32le,
             medium=events.Medium.MEMORY if resident is not None else events.Medium.FLASH,
             size_bytes=header.sealed_bytes,
         )
@@ -430,7 +430,7 @@ class ShardAdmin:
         """What routers may know; of a host-sealed block only its place. Raises: SealError."""
         if header.host_sealed:
             described = self._shard.parts.keyring.descriptor_of(header.namespace_id)
-            return BlockMeta(b"", position, described.block_tokens if described else 0, ())
+            return BlockMeta(b"", position, described.block_tokens if described else 0, b"")
         dek = self._shard.parts.keyring.get(tenant).dek(header.dek_version)
         return (
             None if dek is None else open_meta(sealed, header, derive_block_key(dek, header.salt))

@@ -55,7 +55,7 @@ def reading_cost_of(message: Any) -> int:
     if kind is data.Fetch:
         return 0
     if kind is data.Reserve:
-        tokens = sum(len(item.token_ids) for item in message.items)
+        tokens = sum(len(item.token_ids_u32le) for item in message.items) // 4
         return len(message.items) * DECODE_ITEM_COST + (tokens >> DECODE_TOKENS_SHIFT)
     if kind is data.Release:
         return MESSAGE_COST + len(message.lease_ids) + 2 * len(message.reports)
@@ -67,4 +67,7 @@ def reading_cost_of(message: Any) -> int:
 def size_of(message: Any) -> int:
     """About how much memory a request takes while it waits."""
     keys, items = getattr(message, "keys", b""), getattr(message, "items", ())
-    return 512 + len(keys) + 512 * len(items) + 128 * len(getattr(message, "engine_keys", ()))
+    size = 512 + len(keys) + 512 * len(items) + 128 * len(getattr(message, "engine_keys", ()))
+    if isinstance(message, data.Reserve):
+        size += sum([len(item.token_ids_u32le) for item in message.items])
+    return size

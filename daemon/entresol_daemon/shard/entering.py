@@ -171,7 +171,7 @@ class Entering:
             parent=item.parent,
             position=item.position,
             block_tokens=namespace.block_tokens,
-            token_ids_u32le=events.pack_token_ids(item.token_ids),
+            token_ids_u32le=item.token_ids_u32le,
             medium=events.Medium.MEMORY,
             size_bytes=sealed_bytes,
         )

@@ -109,7 +109,7 @@ def sealing(pull: Pull, chunk_bytes: int) -> Sealing:
         parent=item.parent,
         position=item.position,
         block_tokens=namespace.block_tokens,
-        token_ids=item.token_ids,
+        token_ids_u32le=item.token_ids_u32le,
     )
     identity = BlockIdentity(
         namespace.namespace_id, item.key, item.engine_key, namespace.dtype,

@@ -220,8 +220,9 @@ class Reserving:
 
     def _record_bytes(self, namespace: OpenedNamespace, item: PutItem) -> int:
         """The longest record that a block can become."""
-        # What a host sealed under its own key may carry token ids that nobody was told of.
-        tokens = limits.TOKENS_PER_BLOCK_MAX if namespace.host_sealed else len(item.token_ids)
+        tokens = len(item.token_ids_u32le) // 4
+        if namespace.host_sealed:  # and may carry token ids that nobody was told of
+            tokens = limits.TOKENS_PER_BLOCK_MAX
         chunk_bytes = self._parts.config.sealing.chunk_bytes
         return _record_bytes_max(item.plain_bytes, chunk_bytes, tokens, len(item.engine_key))
 

@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from entresol_proto import limits
+from entresol_proto.ids import unpack_token_ids
 from entresol_proto.seal import codecs
 from entresol_proto.seal.dtypes import DType
 from entresol_proto.seal.keys import COMMITMENT_BYTES, SALT_BYTES
@@ -73,22 +74,29 @@ class BlockMeta:
     parent: bytes  # engine key of the block before it, 8 to 64 bytes; empty at the root
     position: int  # index of the block in its sequence
     block_tokens: int
-    token_ids: tuple[int, ...] = field(repr=False)
+    token_ids_u32le: bytes = field(repr=False)  # `ids.pack_token_ids`
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids as integers (unpacked on every call)."""
+        return unpack_token_ids(self.token_ids_u32le)
 
     def encode(self) -> bytes:
         """The plain bytes of the meta.
 
         Raises: SealError (BAD_REQUEST, TOO_LARGE) when a field is out of range.
         """
-        count = len(self.token_ids)
+        count, odd = divmod(len(self.token_ids_u32le), 4)
         size = len(self.parent)
         if size and not limits.ENGINE_KEY_BYTES_MIN <= size <= limits.ENGINE_KEY_BYTES_MAX:
             raise SealError(f"parent key is {size} bytes", status=Status.BAD_REQUEST)
         if count > limits.TOKENS_PER_BLOCK_MAX:
             raise SealError(f"{count} token ids in one block", status=Status.TOO_LARGE)
+        if odd:
+            raise SealError("token ids are not 4 bytes each", status=Status.BAD_REQUEST)
         try:
             fixed = _META_FIXED.pack(size, self.position, self.block_tokens, count, self.parent)
-            return fixed + struct.pack(f"<{count}I", *self.token_ids)
+            return fixed + self.token_ids_u32le
         except struct.error:
             raise SealError("block meta is out of range", status=Status.BAD_REQUEST) from None
 
@@ -107,8 +115,7 @@ class BlockMeta:
             raise SealError("block meta has a malformed parent key")
         if len(raw) != META_BYTES_FIXED + 4 * count:
             raise SealError("block meta has a wrong token count")
-        token_ids = struct.unpack_from(f"<{count}I", raw, META_BYTES_FIXED)
-        return cls(parent, position, block_tokens, token_ids)
+        return cls(parent, position, block_tokens, bytes(raw[META_BYTES_FIXED:]))
 
 
 # Not frozen, because one is made per opening of a block: a frozen one takes a microsecond more.

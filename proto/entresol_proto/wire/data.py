@@ -259,7 +259,7 @@ class PutItem:
     """One block a host wants to store.
 
     `parent` is the engine key of the block before it, empty at the root; `position` is the block's
-    index in its sequence.
+    index in its sequence; `token_ids_u32le` are 4 bytes each (`ids.pack_token_ids`).
     """
 
     key: bytes  # 16-byte wire key
@@ -267,7 +267,7 @@ class PutItem:
     plain_bytes: int
     position: int
     parent: bytes
-    token_ids: tuple[int, ...] = field(repr=False)
+    token_ids_u32le: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +286,15 @@ class Reserve:
     def encode(self) -> bytes:
         parts = [self._FIXED.pack(self.handle, self.ack, 0, len(self.items), self.deadline_ns)]
         for i in self.items:
-            tokens = len(i.token_ids)
+            tokens, odd = divmod(len(i.token_ids_u32le), 4)
+            assert not odd, "token ids are packed u32"
             parts.append(
                 self._ITEM.pack(
                     i.key, i.plain_bytes, i.position, tokens, len(i.engine_key), len(i.parent)
                 )
                 + i.engine_key
                 + i.parent
-                + struct.pack(f"<{tokens}I", *i.token_ids)
+                + i.token_ids_u32le
             )
         return b"".join(parts)
 
@@ -316,8 +317,7 @@ class Reserve:
                 raise ProtocolError(f"parent key of {parent_bytes} bytes")
             engine_key = cursor.take(key_bytes)
             parent = cursor.take(parent_bytes)
-            ids = struct.unpack(f"<{tokens}I", cursor.take(4 * tokens))
-            items.append(PutItem(key, engine_key, plain, position, parent, ids))
+            items.append(PutItem(key, engine_key, plain, position, parent, cursor.take(4 * tokens)))
         cursor.done()
         if ack > Ack.DURABLE:
             raise ProtocolError(f"unknown acknowledgement {ack}")

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 
 from entresol_proto import limits, native
+from entresol_proto.ids import pack_token_ids
 from entresol_proto.seal import block as sealing
 from entresol_proto.seal import codecs, header
 from entresol_proto.seal.codecs import ladder, ladder_twin, plane, zstd
@@ -43,7 +44,7 @@ def sealed_blocks() -> tuple[bytes, ...]:
     """One per codec and length; one chunk, a cut last chunk; with and without
     meta."""
     found = []
-    meta = BlockMeta(b"parent-key", 3, 4, (1, 2, 3, 4))
+    meta = BlockMeta(b"parent-key", 3, 4, pack_token_ids((1, 2, 3, 4)))
     for codec_id in (codecs.RAW, codecs.ZSTD, codecs.PLANE, codecs.FAST, codecs.DENSE):
         for size, with_meta in ((600, True), (5_001, False)):
             out = bytearray(20_000)
@@ -103,9 +104,9 @@ def header_parser() -> Parser:
 def meta_seeds() -> list[bytes]:
     """With and without a parent, with and without tokens."""
     return [
-        BlockMeta(b"", 0, 0, ()).encode(),
-        BlockMeta(b"p" * 8, 1, 16, tuple(range(16))).encode(),
-        BlockMeta(b"p" * 64, 2**32 - 1, 2**32 - 1, (2**32 - 1,) * 64).encode(),
+        BlockMeta(b"", 0, 0, b"").encode(),
+        BlockMeta(b"p" * 8, 1, 16, pack_token_ids(range(16))).encode(),
+        BlockMeta(b"p" * 64, 2**32 - 1, 2**32 - 1, pack_token_ids((2**32 - 1,) * 64)).encode(),
     ]
 
 
@@ -163,7 +164,8 @@ def _meta_of(raw: bytes) -> str:
         meta = sealing.open_meta(memoryview(raw), found, KEY)
     except SealError as error:
         return error.status.label
-    assert meta == BlockMeta(b"parent-key", 3, 4, (1, 2, 3, 4)), "a meta that was never sealed"
+    sealed = BlockMeta(b"parent-key", 3, 4, pack_token_ids((1, 2, 3, 4)))
+    assert meta == sealed, "a meta that was never sealed"
     return "meta"
 
 
@@ -288,7 +290,7 @@ def _without_lengths() -> AbstractContextManager[object]:
 
 def _meta_without_padding_check(raw: bytes) -> BlockMeta:
     size, position, tokens, count, padded = header._META_FIXED.unpack_from(raw)
-    ids = struct.unpack_from(f"<{count}I", raw, header.META_BYTES_FIXED)
+    ids = raw[header.META_BYTES_FIXED : header.META_BYTES_FIXED + 4 * count]
     return BlockMeta(padded[:size], position, tokens, ids)
 
 

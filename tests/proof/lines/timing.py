@@ -234,7 +234,7 @@ async def _explain(asker: Asker, keys: Sequence[bytes]) -> int:
 
 async def _reserve(asker: Asker, keys: Sequence[bytes]) -> int:
     items = tuple(
-        data.PutItem(wire_key(asker.space.secret, EngineKey(key)), key, BLOCK_BYTES, 0, b"", ())
+        data.PutItem(wire_key(asker.space.secret, EngineKey(key)), key, BLOCK_BYTES, 0, b"", b"")
         for key in keys
     )
     message = data.Reserve(asker.space.handle, data.Ack.ACCEPTED, DEADLINE_NS, items)
