@@ -12,7 +12,6 @@ from entresol_daemon.shard.turns import (
     BLOCK_COST,
     COMMIT_COST,
     DECODE_ITEM_COST,
-    DECODE_TOKENS_SHIFT,
     ITEM_COST,
     KEY_COST_SHIFT,
     LOOP_TURN_COST,
@@ -55,8 +54,7 @@ def reading_cost_of(message: Any) -> int:
     if kind is data.Fetch:
         return 0
     if kind is data.Reserve:
-        tokens = sum(len(item.token_ids_u32le) for item in message.items) // 4
-        return len(message.items) * DECODE_ITEM_COST + (tokens >> DECODE_TOKENS_SHIFT)
+        return len(message.items) * DECODE_ITEM_COST  # its tokens cost what any bytes read do
     if kind is data.Release:
         return MESSAGE_COST + len(message.lease_ids) + 2 * len(message.reports)
     if isinstance(message, opening.Ping | opening.Goodbye):

@@ -75,8 +75,7 @@ WHY_COST = 10  # a key explained
 WHY_ELSEWHERE_COST = 3  # and looked for in one namespace more
 NAMESPACE_COST = 40  # what one stands for, read from its record
 MESSAGE_COST = 20  # read, and answered at once or not at all
-DECODE_ITEM_COST = 8  # an item of a RESERVE read, without its tokens
-DECODE_TOKENS_SHIFT = 4  # a token of it: a sixteenth
+DECODE_ITEM_COST = 8  # an item of a RESERVE read, beside its bytes
 EVENT_COST = 10  # an event written to one watcher
 
 
