@@ -295,3 +295,36 @@ class SharedPool:
 
 POOL = SharedPool()
 os.register_at_fork(after_in_child=POOL.__init__)  # type: ignore[misc]  # its threads are not there
+
+
+Users = Sequence[tuple[int, PeerRegion]]
+"""Which span of a borrowing is in which region."""
+
+
+class InPlace:
+    """See `base.Borrowed`. Invariant: its regions stay mapped until it is given back."""
+
+    def __init__(
+        self,
+        views: list[memoryview | Status],
+        users: Users,
+        end: Callable[[Users], dict[int, Status]],
+    ) -> None:
+        """`end` lets go of the regions and says what became of them meanwhile."""
+        self.views = views
+        self._users = users
+        self._end = end
+        self._ended = False
+
+    def give_back(self) -> list[Status]:
+        """See `base.Borrowed.give_back`."""
+        assert not self._ended, "given back twice"
+        self._ended = True
+        for view in self.views:
+            if isinstance(view, memoryview):
+                view.release()
+        ended = self._end(self._users)
+        return [
+            view if isinstance(view, Status) else ended.get(number, Status.OK)
+            for number, view in enumerate(self.views)
+        ]

@@ -37,6 +37,7 @@ from entresol_proto.fabric.regions import (
     POOL,
     POPULATE_BYTES,
     CopyJob,
+    InPlace,
     PeerRegion,
     Piece,
     map_region,
@@ -54,34 +55,6 @@ _MAPPED_HINT = (
     "[fabric] shm_mapped_bytes_max there"
 )
 UNMAP_AT_ONCE_BYTES = 4 * limits.MIB  # about 50 us of the loop, while the peer keeps its pages
-
-
-class InPlace:
-    """See `base.Borrowed`. Invariant: its regions stay mapped until it is given back."""
-
-    def __init__(
-        self,
-        endpoint: ShmEndpoint,
-        views: list[memoryview | Status],
-        users: list[tuple[int, PeerRegion]],
-    ) -> None:
-        self.views = views
-        self._endpoint = endpoint
-        self._users = users
-        self._ended = False
-
-    def give_back(self) -> list[Status]:
-        """See `base.Borrowed.give_back`."""
-        assert not self._ended, "given back twice"
-        self._ended = True
-        for view in self.views:
-            if isinstance(view, memoryview):
-                view.release()
-        ended = self._endpoint.end(self._users)
-        return [
-            view if isinstance(view, Status) else ended.get(number, Status.OK)
-            for number, view in enumerate(self.views)
-        ]
 
 
 class ShmEndpoint:
@@ -390,7 +363,7 @@ class ShmEndpoint:
                 region.users += 1
                 users.append((number, region))
         POOL.acquire()  # its threads unmap what is in use when this closes
-        return InPlace(self, views, users)
+        return InPlace(views, users, self.end)
 
     # -- reading ------------------------------------------------------------------------------
 
