@@ -240,9 +240,10 @@ class _Put:
             # It may have been BUSY a round ago: from here on its outcome is what COMMIT says.
             self._tally.statuses[block.position] = None
             jobs.append(job)
+        most, at_host = self._link.staging_bytes // 4, self._context.at_host
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group in _groups(jobs, _group_bytes(jobs, self._link.staging_bytes // 4)):
+                for group in _groups(jobs, _group_bytes(jobs, most, at_host=at_host)):
                     tasks.create_task(self._group(group, uncommitted))
         finally:
             self._session.connection.give_up(sorted(uncommitted))
@@ -321,12 +322,13 @@ class _Put:
                 self._tally.wire_bytes += span.length_bytes
 
 
-def _group_bytes(jobs: Sequence[_Job], bytes_max: int) -> int:
+def _group_bytes(jobs: Sequence[_Job], bytes_max: int, *, at_host: bool) -> int:
     """Two groups, where they are not too long or too short: one is prepared here while the daemon
-    has the other. Each costs both sides the same, however much is in it."""
+    has the other. Each costs both sides the same, however much is in it. Where blocks are sealed
+    here they are short: nothing of one is on its way before all of it is sealed."""
     sizes = [len(job.block.plain) for job in jobs]
     middle = -(-len(sizes) // 2)
-    half = max(sum(sizes[:middle]), sum(sizes[middle:]))
+    half = 0 if at_host else max(sum(sizes[:middle]), sum(sizes[middle:]))
     return min(max(half, GROUP_BYTES_MIN), GROUP_BYTES_MAX, bytes_max)
 
 

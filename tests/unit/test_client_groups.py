@@ -192,6 +192,8 @@ def test_a_put_leaves_in_two_groups_that_are_neither_short_nor_long(
 ) -> None:
     plain = memoryview(bytes(MIB))
     jobs = [cast(Any, SimpleNamespace(block=SimpleNamespace(plain=plain))) for _ in range(blocks)]
-    groups = storing._groups(jobs, storing._group_bytes(jobs, staging_mib * MIB // 4))
+    bytes_max = staging_mib * MIB // 4
+    groups = storing._groups(jobs, storing._group_bytes(jobs, bytes_max, at_host=False))
     assert [len(group) for group in groups] == wanted
+    assert storing._group_bytes(jobs, bytes_max, at_host=True) == 4 * MIB, "sent once it is sealed"
     assert [job for group in groups for job in group] == jobs
