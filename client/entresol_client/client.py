@@ -9,12 +9,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from entresol_client import exits
 from entresol_client.buffers import UsageError
 from entresol_client.config import ClientConfig
 from entresol_client.namespace import KEYS_PER_CALL_MAX, Namespace
@@ -36,7 +38,9 @@ __all__ = ["KEYS_PER_CALL_MAX", "AsyncClient", "Namespace"]
 
 
 class AsyncClient:
-    """All shards of a config behind one object; belongs to the event loop that opened it.
+    """All shards of a config behind one object; belongs to the event loop that opened it, and to
+    its process: elsewhere, as after fork, its calls raise UsageError. Close it, or have its loop
+    end, before the interpreter does; where its loop still runs then, it is closed there.
 
     async with await AsyncClient.open(ClientConfig.find()) as client:
         ns = await client.namespace(NamespaceDescriptor(model="llama-3.1-8b"))
@@ -71,6 +75,9 @@ class AsyncClient:
         self._placement = Placement([(shard.name, shard.weight) for shard in config.shards])
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None  # set by `open`
+        self._guest: exits.Guest | None = None
         self._workers = around.make_workers(config.open_threads)
         self._links: list[ShardLink] = []
         try:  # its threads are there, and nobody else could end them
@@ -100,9 +107,17 @@ class AsyncClient:
         background, for ever; `shards()` tells how each stands. `rng` only spreads retries; `around`
         replaces threads and data paths.
 
-        Raises: ConfigError, IdentityError, KeyringError. Never for an outage.
+        Raises: ConfigError, IdentityError, KeyringError; UsageError when the interpreter ends.
+        Never for an outage.
         """
         client = cls(config or ClientConfig.find(), rng=rng, around=around)
+        client._loop = asyncio.get_running_loop()
+        client._guest = exits.Guest(client.close)
+        try:
+            client._guest.keep()
+        except UsageError:
+            await client.close()
+            raise
         for link in client._links:
             link.start()
         waits = [asyncio.ensure_future(link.settled_once.wait()) for link in client._links]
@@ -168,8 +183,13 @@ class AsyncClient:
     async def close(self) -> None:
         """End all sessions and threads. Calls under way end as DISCONNECTED. Idempotent.
 
-        A caller that is cancelled leaves early; the client is closed all the same.
+        A caller that is cancelled leaves early; the client is closed all the same. In a forked
+        child nothing is done. Raises: UsageError on another event loop.
         """
+        if os.getpid() != self._pid:
+            return
+        if self._loop is not None and (self._closing is None or not self._closing.done()):
+            self._check_place()
         if self._closing is None:
             self._closed = True
             self._closing = asyncio.get_running_loop().create_task(self._close())
@@ -180,6 +200,8 @@ class AsyncClient:
             await asyncio.gather(*(link.close() for link in self._links))
         finally:
             self._workers.close()
+            if self._guest is not None:
+                exits.let_go(self._guest)
             if self._tracing is not None:
                 await self._tracing.aclose()
 
@@ -195,5 +217,20 @@ class AsyncClient:
         await self.close()
 
     def _check_open(self) -> None:
+        """Raises: UsageError."""
         if self._closed:
             raise UsageError("the client is closed")
+        self._check_place()
+
+    def _check_place(self) -> None:
+        """A call elsewhere would break the session that the owner uses. Raises: UsageError."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "the client was opened before fork", hint="open one in the child process"
+            )
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                return
+        except RuntimeError:  # no loop runs here
+            pass
+        raise UsageError("the client belongs to another event loop", hint="open one on each loop")

@@ -2,26 +2,26 @@
 
 Invariants: a `call` that returns, raises or is interrupted has ended on the loop first; `stop`
 leaves none waiting. Not usable after fork: the thread does not exist in the child, which gets an
-error instead of a hang. A thread that nobody stopped is stopped when the interpreter ends: uvloop
-calls into it from a timer or a socket, and where it is gone the process ends with SIGSEGV.
+error instead of a hang; no lock is asked for there, as a thread of the parent's may have held it. A
+signal handler may call and stop what it interrupts. A thread that nobody stopped is stopped when
+the interpreter ends (`exits`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import functools
+import ctypes
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import uvloop
 
+from entresol_client import exits
 from entresol_client.buffers import UsageError
 
 R = TypeVar("R")
@@ -30,34 +30,69 @@ log = logging.getLogger("entresol.client")
 
 THREAD_NAME = "entresol-client"
 END_S = 1.0  # `stop` lets what is under way end by itself for so long, then cancels it
-EXIT_S = 3.0  # how long the end of the interpreter waits for a loop that nobody stopped
 
-_running: set[LoopThread] = set()
+
+class Gate:
+    """What one thread opens, once, and others wait for. Unlike an Event it has no lock that whoever
+    waits may hold while a signal handler runs, and whoever opens would wait for."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def open(self) -> None:
+        """By one thread. Idempotent."""
+        if not self.is_open:
+            self.is_open = True
+            self._closed.release()
+
+    def wait(self, wait_s: float | None = None) -> bool:
+        """Until it is open, or for so long; whether it is."""
+        if not self.is_open and self._closed.acquire(timeout=-1 if wait_s is None else wait_s):
+            self._closed.release()
+        return self.is_open
 
 
 class LoopThread:
-    """An event loop on its own thread, and calls into it from others."""
+    """An event loop on its own thread, and calls into it from others.
+
+    Raises: UsageError when the interpreter ends.
+    """
 
     def __init__(self) -> None:
-        # Called on the loop first, where the interpreter ends and nobody stopped it before.
+        # Called on the loop first, once this is to end.
         self.at_exit: Callable[[], Coroutine[Any, Any, object]] | None = None
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # between what is handed over and `stop`
+        self._lock = threading.RLock()  # between what is handed over and `stop`
         self._stopping = False
+        self._ending: asyncio.Task[None] | None = None
+        self._exiting = False
+        self._ended = Gate()  # nothing runs on the loop any more
         self._calls: set[asyncio.Task[Any]] = set()  # whose callers wait
+        exits.check()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-        _running.add(self)
+        try:
+            exits.keep(self, self._thread.start)
+        except BaseException:
+            if self._thread.ident is None:  # it did not start
+                self._loop.close()
+            raise
 
     @property
     def forked(self) -> bool:
         return os.getpid() != self._pid
 
     @property
-    def ended(self) -> bool:
-        """It was told to end, perhaps by the end of the interpreter: no call is taken any more."""
-        return self._stopping
+    def is_current(self) -> bool:
+        """Whether this is called on its loop."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def gone(self) -> bool:
+        """Nothing runs on its loop any more, and nothing will."""
+        return self._ended.is_open
 
     def call(self, make: Callable[[], Coroutine[Any, Any, R]]) -> R:
         """Run a coroutine to its end and give its result; an interrupt cancels it and waits, and a
@@ -69,9 +104,9 @@ class LoopThread:
             raise UsageError(
                 "the client was opened before fork", hint="open one in the child process"
             )
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             raise UsageError("the client is called from its own thread")
-        done = threading.Event()
+        done = Gate()
         tasks: list[asyncio.Task[R]] = []
 
         async def run() -> R:
@@ -81,26 +116,26 @@ class LoopThread:
             task = self._loop.create_task(run())
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
-            task.add_done_callback(lambda _: done.set())
+            task.add_done_callback(lambda _: done.open())
             tasks.append(task)
 
         def stop() -> None:
             if tasks:
                 tasks[0].cancel()
             else:  # interrupted before it was handed over
-                done.set()
+                done.open()
 
         interrupt: BaseException | None = None
         step: Callable[[], object] | None = start  # to be handed over
         ending = False
-        while not done.is_set():
+        while not done.is_open:
             try:
                 if step is not None:
                     chosen, step = step, None
                     ending = not self._hand_over(chosen)
                 if ending:
                     if interrupt is not None:  # it may have begun, and ends with the thread
-                        self._thread.join()
+                        self._ended.wait()
                     break
                 done.wait()
             except BaseException as error:
@@ -114,51 +149,82 @@ class LoopThread:
 
     def _hand_over(self, step: Callable[[], object], *, last: bool = False) -> bool:
         """Have this called on the loop; False after the last one."""
-        with self._lock:
+        # What is handed over on the loop comes before the end, and there nobody may wait: who holds
+        # the lock may have been interrupted by a handler that waits for the loop.
+        with contextlib.nullcontext() if self.is_current else self._lock:
             if self._stopping:
                 return False
-            self._loop.call_soon_threadsafe(step)
+            try:
+                self._loop.call_soon_threadsafe(step)
+            except RuntimeError:  # a signal handler came in between, and the loop is closed
+                return False
             self._stopping = last
             return True
 
-    def submit(self, work: Coroutine[Any, Any, R]) -> Future[R]:
-        """Start a coroutine and give its future at once; cancelling that cancels the coroutine.
+    def begin(
+        self, work: Coroutine[Any, Any, R], ended: Callable[[asyncio.Task[R]], object]
+    ) -> None:
+        """Start a coroutine; `ended` is called on the loop with its task, also where that was
+        cancelled before its first step. Waits for nothing that the loop may have to wait for.
 
         Raises: UsageError when the loop has ended, or after fork (the coroutine is closed then).
         """
-        if not self.forked:  # there another thread may have held the lock
-            with self._lock:
-                if not self._stopping:
-                    return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise UsageError("the client is closed, or was opened before fork")
+
+        def start() -> None:
+            self._loop.create_task(work).add_done_callback(ended)
+
+        if self.forked or not self._hand_over(start):
+            work.close()
+            raise UsageError("the client is closed, or was opened before fork")
 
     def stop(self) -> None:
-        """End the loop and the thread, after everything that runs there: calls under way have END_S
-        to end, then they raise UsageError. Idempotent; in a forked child only the memory is
-        dropped."""
-        if not self.forked:
-            self._tell_end(self._end)
-        self._join(None)
+        """End the loop and the thread, after everything that runs there: first `at_exit`, then
+        calls under way have END_S to end, then they raise UsageError. Idempotent, and every caller
+        waits, but for a second interrupt; in a forked child only the memory is dropped.
 
-    def _tell_end(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._hand_over(lambda: self._loop.create_task(end()), last=True)
+        Raises: UsageError on the loop, which would wait for itself.
+        """
+        if self.forked:
+            exits.let_go(self)
+            return
+        if self.is_current:
+            raise UsageError("the client is closed from its own thread")
+        try:
+            self._stop()
+        except BaseException:  # the thread ends all the same, and buffers are in use until then
+            self._stop()
+            raise
 
-    def _join(self, wait_s: float | None) -> None:
-        """Wait for the thread, also where another one has told it to end."""
-        if not self.forked:
-            self._thread.join(wait_s)
-            if self._thread.is_alive():
-                return
-            self._loop.close()
-        _running.discard(self)
+    def _stop(self) -> None:
+        self._tell(self._end)
+        self._ended.wait()
+        self._thread.join(END_S)  # its last steps; bounded, as a handler's may be within another
 
-    def _join_until(self, until: float) -> None:
-        self._join(max(0.0, until - time.monotonic()))
+    def tell_end(self) -> None:
+        """See `exits.Ending`."""
+        self._exiting = True
+        self._tell(self._exit)
+
+    def await_end(self, until: float) -> None:
+        """See `exits.Ending`."""
+        if self._ended.wait(max(0.0, until - time.monotonic())):
+            self._thread.join(END_S)
+
+    def _tell(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        def begin() -> None:
+            if self._ending is None:  # who is interrupted here may come twice
+                self._ending = self._loop.create_task(end())
+
+        self._hand_over(begin, last=True)
 
     async def _end(self) -> None:
         """On the loop: nobody hands anything over any more."""
         try:
+            if self.at_exit is not None:
+                try:
+                    await self.at_exit()
+                except Exception as error:
+                    log.error("event=closing_failed", exc_info=error)
             await self._cancel(END_S)
             while self._calls:  # which write to buffers until they end
                 await asyncio.wait(self._calls)
@@ -166,7 +232,8 @@ class LoopThread:
             self._loop.stop()
 
     async def _exit(self) -> None:
-        """On the loop: the interpreter ends, and waits no longer than EXIT_S, whatever goes on."""
+        """On the loop: the interpreter ends, and waits no longer than `exits.EXIT_S`, whatever goes
+        on."""
         try:
             if self.at_exit is not None:
                 closing = self._loop.create_task(self.at_exit())
@@ -190,32 +257,18 @@ class LoopThread:
             await asyncio.wait(left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _run(self) -> None:
+        exits.tend_this_thread()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
             with contextlib.suppress(RuntimeError):  # at the end no thread is begun, to end others
                 self._loop.run_until_complete(self._loop.shutdown_default_executor())
-
-
-@atexit.register
-def _stop_all() -> None:
-    """The interpreter ends: clients that nobody closed are closed, or what they do is cancelled.
-    All at once, and whoever interrupts this is heard when no loop is left, or EXIT_S are over."""
-    until = time.monotonic() + EXIT_S
-    interrupt: BaseException | None = None
-    threads = [thread for thread in list(_running) if not thread.forked]
-    steps: list[Callable[[], None]] = []
-    steps += [functools.partial(thread._tell_end, thread._exit) for thread in threads]
-    steps += [functools.partial(thread._join_until, until) for thread in threads]
-    for step in steps:
-        again = True
-        while again:
-            try:
-                step()
-                again = False
-            except BaseException as error:
-                interrupt = interrupt or error
-                again = time.monotonic() < until
-    if interrupt is not None:
-        raise interrupt
+            if self._exiting:
+                # Closing waits for names that are being resolved, and would hear of them when the
+                # interpreter is gone. Neither closed nor ever freed it hears of nothing.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._loop))
+            else:
+                self._loop.close()
+            exits.let_go(self)
+            self._ended.open()

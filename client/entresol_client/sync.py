@@ -2,12 +2,12 @@
 
 Invariant: a call that returns, raises or is interrupted has ended on the loop first, so nobody
 writes into its buffers any more. Safe to use from several threads at once. Not usable after fork:
-the thread does not exist in the child, which gets an error instead of a hang.
+the thread does not exist in the child, which gets an error instead of a hang. A signal handler may
+call and close a client that it interrupts.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -45,14 +45,22 @@ class Client:
         self._open = False
         found = config or ClientConfig.find()
         self._thread = LoopThread()
+        self._client: AsyncClient
         try:
-            self._client: AsyncClient = self._thread.call(lambda: AsyncClient.open(found))
+            self._thread.call(lambda: self._begin(found))
         except BaseException:
             self._thread.stop()
             raise
-        self._thread.at_exit = self._client.close
         self._open = True
-        self._closing = threading.Lock()
+
+    async def _begin(self, config: ClientConfig) -> None:
+        """On the loop, so that it is known there before an interrupt may come in between."""
+        opened = self._client = await AsyncClient.open(config)
+
+        async def end() -> None:  # which must not hold this: nobody would hear that it is forgotten
+            await opened.close()
+
+        self._thread.at_exit = end
 
     def namespace(self, descriptor: NamespaceDescriptor) -> SyncNamespace:
         """See `AsyncClient.namespace`."""
@@ -78,16 +86,8 @@ class Client:
 
     def close(self) -> None:
         """End all sessions and threads. Idempotent, also after fork (the child's copy is inert)."""
-        with self._closing:
-            if not self._open:
-                return
-            self._open = False
-            if not self._thread.forked:
-                try:
-                    if not self._thread.ended:  # by the end of the interpreter, which closes it
-                        self._thread.call(self._client.close)
-                finally:  # also after Ctrl-C, which does not end the client's own closing
-                    self._thread.stop()
+        self._open = False
+        self._thread.stop()  # which closes the client first
 
     def __enter__(self) -> Client:
         return self

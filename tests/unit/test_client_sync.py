@@ -20,7 +20,7 @@ import leaks
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, serving
 
-from entresol_client import Client, ClientConfig, PutBlock, UsageError, loopthread
+from entresol_client import Client, ClientConfig, PutBlock, UsageError, exits, loopthread
 from entresol_client.loopthread import LoopThread
 from entresol_client.results import RequestFailedError
 from entresol_client.workers import ThreadWorkers
@@ -251,7 +251,7 @@ def test_a_call_that_does_not_end_is_cancelled_at_the_end(
     thread.stop()
     caller.join(20)
     assert ended == ["work", "call"]
-    for refused in (thread.call, lambda make: thread.submit(make())):
+    for refused in (thread.call, lambda make: thread.begin(make(), print)):
         with pytest.raises(UsageError, match="closed"):
             refused(work)
     thread.stop()
@@ -286,7 +286,7 @@ async def close():
     print("closed", flush=True)
 
 thread, pool = LoopThread(), Pool(1, "worker")
-thread.submit(work())
+thread.begin(work(), print)
 thread.call(lambda: pool.run(time.sleep, 0.05))
 thread.at_exit = close
 libc = ctypes.CDLL(None)  # the process goes on when the interpreter is gone: others' destructors do
@@ -328,10 +328,10 @@ atexit.register(print, "ends", flush=True)
 def test_the_end_of_the_interpreter_waits_for_all_loops_at_once_interrupted_or_not() -> None:
     with ending(STUBBORN_AT_EXIT) as (process, stdin, _, stderr):
         began = time.monotonic()
-        time.sleep(loopthread.EXIT_S + 1)
+        time.sleep(exits.EXIT_S + 1)
         stdin.close()
         assert process.wait(20) == 0
-        assert time.monotonic() - began < 3 * loopthread.EXIT_S
+        assert time.monotonic() - began < 3 * exits.EXIT_S
         assert b"KeyboardInterrupt" in stderr.read()
 
 
