@@ -3,12 +3,15 @@
 Invariants:
 - a lookup is answered within its deadline, whatever the daemon does: an outage is "absent";
 - a load's future is done only when nothing can land in its buffers any more;
-- stores wait in a bounded backlog and are shed beyond it; loads never queue behind them.
+- stores wait in a bounded backlog and are shed beyond it; loads never queue behind them;
+- once the loop has ended, or after fork, everything is absent and nothing is waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -18,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from entresol_client.buffers import UsageError
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
 from entresol_client.engines.choosing import DEADLINE_PART, Chooser, Run
@@ -33,6 +37,8 @@ log = logging.getLogger("entresol.engine")
 R = TypeVar("R")
 MS_NS = 1_000_000
 CLOSE_SECONDS_MAX = 10.0
+LOOK_S = 0.5  # how often to look whether the loop has ended, where nothing else would tell
+ENDS_LOOK_S = 0.01  # how often the end looks whether all jobs have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,16 @@ class EngineStore:
     def __init__(self, settings: EngineSettings, *, config_path: str | None = None) -> None:
         """`config_path` overrides `settings.config` (another tenant's)."""
         self.settings = settings
+        self._lock = threading.RLock()  # over these, but for the loop, which has its own
+        self._counts: Counter[str] = Counter()
+        self._counts_on_loop: Counter[str] = Counter()
+        self._backlog_bytes = 0  # taken, and given back elsewhere than on the loop
+        self._backlog_bytes_on_loop = 0  # given back there: negative
+        self._pending: set[Future[Any]] = set()
+        self._registered: list[RegisteredMemory] = []
+        self._numbers = itertools.count(1)  # of stores, so that a drain knows which were waiting
+        self._stores_given_up = 0  # stores up to this number that have not begun are shed
+        self._closed = False
         self._thread = LoopThread()
         try:
             config = ClientConfig.find(config_path or settings.config or None)
@@ -93,23 +109,16 @@ class EngineStore:
                     "open_at is daemon, and with tenant_key no daemon can open a block",
                     hint='use open_at = "host", or a client configuration without tenant_key',
                 )
-            self._client = self._thread.call(lambda: AsyncClient.open(config))
-            self._thread.at_exit = self._client.close
-            self._slots = self._thread.call(self._make_slots)
+            self._thread.call(lambda: self._begin(config))
         except BaseException:
             self._thread.stop()
             raise
-        self._lock = threading.Lock()  # over what follows
-        self._counts: Counter[str] = Counter()
-        self._backlog_bytes = 0
-        self._pending: set[Future[Any]] = set()
-        self._registered: list[RegisteredMemory] = []
-        self._stores_begun = 0  # numbers stores, so that a drain knows which were waiting
-        self._stores_given_up = 0  # stores up to this number that have not begun are shed
-        self._closed = False
 
-    async def _make_slots(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(self.settings.stores_in_flight_max)
+    async def _begin(self, config: ClientConfig) -> None:
+        """On the loop, so that it is known there before an interrupt may come in between."""
+        self._client = await AsyncClient.open(config)
+        self._thread.at_exit = self._end
+        self._slots = asyncio.Semaphore(self.settings.stores_in_flight_max)
 
     def space(self, descriptor: NamespaceDescriptor) -> Space:
         """The blocks of one descriptor. Asks nobody; opened on the first use."""
@@ -135,33 +144,37 @@ class EngineStore:
         Stores that after `seconds` still wait for their turn are shed. What is under way is waited
         for; its own deadline ends it.
         """
-        with self._lock:
-            waiting = list(self._pending)
-            newest = self._stores_begun
+        if self._thread.forked:
+            return
+        waiting = list(self._pending)
+        newest = next(self._numbers)
         until = time.monotonic() + seconds
         for future in waiting:
             try:
                 future.exception(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
-                with self._lock:
-                    self._stores_given_up = max(self._stores_given_up, newest)
-                future.exception()
+                self._stores_given_up = max(self._stores_given_up, newest)
+                self._await(future)
+
+    def _await(self, future: Future[Any]) -> None:
+        """However long it takes, unless nothing runs any more that could end it."""
+        while not future.done() and not self._thread.gone:
+            with contextlib.suppress(TimeoutError):
+                future.exception(timeout=LOOK_S)
 
     def begin_store(self) -> int:
         """The number of a new store."""
-        with self._lock:
-            self._stores_begun += 1
-            return self._stores_begun
+        return next(self._numbers)
 
     def given_up(self, number: int) -> bool:
         """True when a drain no longer waits for this store to begin."""
-        with self._lock:
-            return number <= self._stores_given_up
+        return number <= self._stores_given_up
 
     def stats(self) -> dict[str, int]:
         """Counters since the start; names end in what they count. `backlog_bytes` is a level."""
-        with self._lock:
-            return {**self._counts, "backlog_bytes": self._backlog_bytes}
+        found = Counter(self._counts)
+        found.update(self._counts_on_loop.copy())
+        return {**found, "backlog_bytes": self._backlog_bytes + self._backlog_bytes_on_loop}
 
     def connected(self) -> bool:
         """True when at least one shard is connected now."""
@@ -177,11 +190,10 @@ class EngineStore:
 
     def close(self, drain_seconds: float = CLOSE_SECONDS_MAX) -> None:
         """Wait for work under way at most `drain_seconds`, then end the sessions. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            waiting = list(self._pending)
+        if self._thread.forked:
+            return
+        self._closed = True
+        waiting = list(self._pending)
         until = time.monotonic() + drain_seconds
         for future in waiting:
             try:
@@ -189,16 +201,14 @@ class EngineStore:
             except TimeoutError:
                 log.warning("event=store_drain_timeout jobs=%d", len(waiting))
                 break
-        if self._thread.forked:
-            return
-        if not self._thread.ended:  # by the end of the interpreter, which closes the client
-            self._thread.call(self._client.close)  # what is left ends as DISCONNECTED
-            for future in waiting:
-                future.exception(timeout=CLOSE_SECONDS_MAX)
-            self._thread.call(self._unregister)
-        self._thread.stop()
+        self._thread.stop()  # which closes the client first
 
-    async def _unregister(self) -> None:
+    async def _end(self) -> None:
+        """On the loop, before it ends."""
+        await self._client.close()  # what is left ends as DISCONNECTED
+        until = time.monotonic() + CLOSE_SECONDS_MAX
+        while self._pending and time.monotonic() < until:
+            await asyncio.sleep(ENDS_LOOK_S)
         for memory in self._registered:
             memory.close()
 
@@ -206,16 +216,38 @@ class EngineStore:
 
     def count(self, **amounts: int) -> None:
         """Add to the counters (from any thread)."""
-        with self._lock:
+        if self._thread.is_current:
+            self._counts_on_loop.update(amounts)
+            return
+        with self._guard():
             self._counts.update(amounts)
 
-    def start(self, work: Coroutine[Any, Any, R], failed: Callable[[Exception], R]) -> Future[R]:
+    def _guard(self) -> contextlib.AbstractContextManager[object]:
+        """The lock; after fork none: a thread that is not here may have held it."""
+        return contextlib.nullcontext() if self._thread.forked else self._lock
+
+    def start(
+        self,
+        work: Coroutine[Any, Any, R],
+        failed: Callable[[Exception], R],
+        over: Callable[[], object] = lambda: None,
+    ) -> Future[R]:
         """Run `work` on the loop. The future cannot be cancelled: it tells when `work` has ended.
 
-        `failed` turns an error into the answer it means; the future never raises.
+        `failed` turns an error into the answer it means; the future never raises. `over` is called
+        when `work` has ended, before the future is done.
         """
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
+
+        def settle(answer: R) -> None:
+            self._pending.discard(future)
+            over()
+            future.set_result(answer)
+
+        def give_up() -> None:
+            work.close()
+            settle(failed(EntresolError("closed", status=Status.DISCONNECTED)))
 
         async def run() -> None:
             try:
@@ -224,34 +256,37 @@ class EngineStore:
                 answer = failed(error)
             except asyncio.CancelledError:  # the loop is being stopped
                 answer = failed(EntresolError("closed", status=Status.DISCONNECTED))
-            self._settle(future, answer)
+            settle(answer)
 
-        with self._lock:
+        def ended(_: object) -> None:
+            if not future.done():  # the loop was stopped before the first step
+                give_up()
+
+        self._pending.add(future)  # so that whoever closes from now on sees it
+        try:
             if not self._closed:
-                self._pending.add(future)
-                self._thread.submit(run())
+                self._thread.begin(run(), ended)
                 return future
-        work.close()
-        future.set_result(failed(EntresolError("closed", status=Status.DISCONNECTED)))
+        except UsageError:  # the loop has ended, or this is a forked child
+            pass
+        give_up()
         return future
-
-    def _settle(self, future: Future[R], answer: R) -> None:
-        with self._lock:
-            self._pending.discard(future)
-        future.set_result(answer)
 
     def take_backlog(self, length_bytes: int) -> bool:
         """Account for a store; False when it must be shed. One store always fits."""
-        with self._lock:
-            full = self._backlog_bytes + length_bytes > self.settings.store_backlog_bytes_max
-            if full and self._backlog_bytes:
+        with self._guard():
+            taken_bytes = self._backlog_bytes + self._backlog_bytes_on_loop
+            if taken_bytes and taken_bytes + length_bytes > self.settings.store_backlog_bytes_max:
                 return False
             self._backlog_bytes += length_bytes
             return True
 
     def give_backlog(self, length_bytes: int) -> None:
         """The store is over."""
-        with self._lock:
+        if self._thread.is_current:
+            self._backlog_bytes_on_loop -= length_bytes
+            return
+        with self._guard():
             self._backlog_bytes -= length_bytes
 
 
@@ -391,9 +426,7 @@ class Space:
             _tell("store", error)
             return counted([_status_of(error)] * len(wanted), 0)
 
-        future = store.start(work(), failed)
-        future.add_done_callback(lambda _: store.give_backlog(length_bytes))
-        return future
+        return store.start(work(), failed, lambda: store.give_backlog(length_bytes))
 
     def touch(self, keys: Sequence[bytes]) -> Future[int]:
         """Keep blocks recent that the engine found in a nearer tier; the number that were here."""
