@@ -11,7 +11,7 @@ import logging
 import os
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from entresol_client.certificates import own_problem
 from entresol_client.config import ClientConfig, ShardAddress
@@ -70,10 +70,9 @@ async def connect(
     connection: Connection | None = None
     try:
         async with asyncio.timeout(config.connect_deadline_ns / 1e9):
-            _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, address.host, address.port, ssl=context
-            )
-            return await _open(connection, address, config, context, around, deadline_ns)
+            where, connection = await _reach(address, context, around)
+            found = replace(address, host=where)  # the data path goes there too, and asks nobody
+            return await _open(connection, found, config, context, around, deadline_ns)
     except TimeoutError:
         error = RequestFailedError(Status.DEADLINE, "no answer in time")
     except ssl.SSLError as cause:
@@ -86,9 +85,7 @@ async def connect(
     except UnicodeError:  # what a label of a name may be, the idna codec says
         error = RequestFailedError(Status.DISCONNECTED, f"{address.host!r} is no host name")
     except OSError as cause:
-        number = cause.errno or 0  # of a name that does not resolve: negative
-        reason = os.strerror(number) if number > 0 else cause.strerror or str(cause)
-        error = RequestFailedError(Status.DISCONNECTED, reason)
+        error = RequestFailedError(Status.DISCONNECTED, _reason(cause))
     except RequestFailedError as cause:
         error = cause
     except BaseException:
@@ -98,6 +95,35 @@ async def connect(
     if connection is not None:
         connection.drop(str(error))
     raise error
+
+
+async def _reach(
+    address: ShardAddress, context: ssl.SSLContext, around: Surroundings
+) -> tuple[str, Connection]:
+    """A connection to the first address of the shard's host that takes one, and that address.
+
+    Raises: OSError; ssl.SSLError of the first that was reached; UnicodeError.
+    """
+    loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
+    for where in await around.resolve(address.host, address.port):
+        try:
+            _, connection = await loop.create_connection(
+                Connection, where, address.port, ssl=context, server_hostname=address.host
+            )
+            return where, connection
+        except ssl.SSLError:
+            raise
+        except OSError as error:
+            errors[where] = error
+    if len({_reason(error) for error in errors.values()}) == 1:
+        raise next(iter(errors.values()))
+    told = (f"{where}: {_reason(error)}" for where, error in errors.items())
+    raise OSError("; ".join(told) or "the host has no address")
+
+
+def _reason(error: OSError) -> str:
+    number = error.errno or 0  # of a name that does not resolve: negative
+    return os.strerror(number) if number > 0 else error.strerror or str(error)
 
 
 async def _open(

@@ -1,4 +1,4 @@
-"""What a client is given of the world beside its event loop: threads, data paths, who it is.
+"""What a client is given of the world beside its event loop: threads, data paths, names, who it is.
 
 Invariant: the client reaches fabrics and threads only through these parts, so a program that brings
 its own (no threads, another data path) runs the same code as everybody else.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from entresol_client.resolving import addresses
 from entresol_client.workers import ThreadWorkers, Workers
 from entresol_proto.fabric import registry
 from entresol_proto.fabric.base import ConnectOptions, Endpoint, Offer
@@ -44,6 +45,7 @@ class Surroundings:
 
     make_workers: Callable[[int], Workers] = ThreadWorkers  # takes the number of threads
     connect_fabric: ConnectFabric = registry.connect
+    resolve: Callable[[str, int], Awaitable[list[str]]] = addresses  # of a host, for a port
     host_id: Callable[[], bytes] = this_host
     process_name: Callable[[], str] = _this_process  # told in HELLO, for people
     on_session: Callable[[str, OpenSession], None] | None = None  # told of every one: shard's name

@@ -107,6 +107,11 @@ class _Watched:
     what: str
 
 
+async def _as_it_is(host: str, port: int) -> list[str]:
+    """The simulated network has names."""
+    return [host]
+
+
 class SimHost:
     """One host of a tenant."""
 
@@ -129,6 +134,7 @@ class SimHost:
         self._around = Surroundings(
             make_workers=InlineWorkers,
             connect_fabric=fabrics.connector(name),
+            resolve=_as_it_is,
             host_id=lambda: host_id,
             process_name=lambda: f"sim/{name}",
         )

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import leaks
 import pytest
 from client_peer import DESCRIPTOR, serving
+from gated_kernel import build
 from test_client_sync import PeerThread, key
 
 from entresol_client import AsyncClient, Client, ClientConfig, UsageError, exits
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore
 from entresol_client.loopthread import LoopThread
+from entresol_client.surroundings import Surroundings
 
 LATEST_S = 30.0  # liveness only
 
@@ -455,3 +461,78 @@ time.sleep(0.1)
 def test_a_signal_handler_may_call_the_store_that_it_interrupts(config_file: Path) -> None:
     done = run(STORE_CALLED_BY_A_HANDLER, config_file)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
+
+
+# Names --------------------------------------------------------------------------------------------
+
+RESOLVES = """
+from dataclasses import replace
+from entresol_client import AsyncClient, Client, UsageError
+def named(host, **changes):
+    made = config()
+    return replace(made, shards=(replace(made.shards[0], host=host),), **changes)
+"""
+
+A_RESOLVER_THAT_HANGS = """
+began = time.monotonic()
+with Client(named("slow.test", connect_deadline_ns=200_000_000)) as client:
+    print(client.shards()[0].last_error)
+print(time.monotonic() - began < 8)
+left = Client(named("slow.test", connect_deadline_ns=200_000_000))
+time.sleep(1)
+print(sum(thread.name == "entresol-resolve" for thread in threading.enumerate()))
+print("ends", flush=True)
+"""
+
+A_NAME_OF_TWO_ADDRESSES = """
+with Client(named("two", fabric="tcp")) as client:
+    (shard,) = client.shards()
+    print(shard.connected, shard.address.split(":")[0], shard.fabric)
+    print(threading.active_count() <= 4)
+"""
+
+
+@pytest.fixture(scope="module")
+def slow_names(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("names"), "slow_names")
+
+
+def test_nothing_waits_for_a_resolver_that_hangs(config_file: Path, slow_names: Path) -> None:
+    """Neither `close` nor the interpreter's end."""
+    began = time.monotonic()
+    done = run(RESOLVES + A_RESOLVER_THAT_HANGS, config_file, LD_PRELOAD=str(slow_names))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert done.stdout == "no answer in time\nTrue\n2\nends\n"  # one of each client's loop
+    assert time.monotonic() - began < 15
+
+
+def test_the_addresses_of_a_name_are_tried_in_turn(config_file: Path, slow_names: Path) -> None:
+    done = run(RESOLVES + A_NAME_OF_TWO_ADDRESSES, config_file, LD_PRELOAD=str(slow_names))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "True two tcp\nTrue\n"
+
+
+@pytest.mark.parametrize("name", ["nowhere.invalid", "two.test"])
+async def test_why_a_name_leads_nowhere_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, fabric="tcp") as peer:
+        config = peer.config()  # whom nobody serves any more
+    config = replace(config, shards=(replace(config.shards[0], host=name),))
+    around, told = Surroundings(), "Name or service not known|Temporary failure|No address"
+    if name == "two.test":
+        loop = asyncio.get_running_loop()
+        connects = loop.create_connection
+
+        async def resolve(*_: object) -> list[str]:
+            return ["127.0.0.1", "::1"]
+
+        async def create_connection(*args: Any, **options: Any) -> Any:
+            if args[1] == "::1":
+                raise OSError(errno.EHOSTUNREACH, "")
+            return await connects(*args, **options)
+
+        monkeypatch.setattr(loop, "create_connection", create_connection)
+        around, told = Surroundings(resolve=resolve), "127.0.0.1: .* refused; ::1: No route to host"
+    async with await AsyncClient.open(config, around=around) as client:
+        assert re.search(told, client.shards()[0].last_error)
