@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import errno
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -117,11 +119,13 @@ class ClientConfig:
         """Read a TOML file; paths in it are relative to its folder. Raises: ConfigError."""
         source = Path(path)
         try:
-            raw = source.read_bytes()
+            raw = _read_file(source)
         except OSError as error:
             raise ConfigError(
                 f"cannot read client config {str(source)!r}: {error.strerror}"
             ) from None
+        except ValueError as error:  # of a path with a NUL
+            raise ConfigError(f"cannot read client config {str(source)!r}: {error}") from None
         if len(raw) > CONFIG_FILE_BYTES_MAX:
             raise ConfigError(f"{source}: larger than {CONFIG_FILE_BYTES_MAX} bytes")
         try:
@@ -173,6 +177,18 @@ class ClientConfig:
             "no client config found; looked at " + ", ".join(map(str, default_paths())),
             hint=f"start `entresold --dev`, which writes one, or set {CONFIG_ENV} to its path",
         )
+
+
+def _read_file(source: Path) -> bytes:
+    """At most CONFIG_FILE_BYTES_MAX and one more; of a file only: a pipe may never end, nor begin.
+
+    Raises: OSError, ValueError.
+    """
+    fd = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return file.read(CONFIG_FILE_BYTES_MAX + 1)
 
 
 def default_paths() -> list[Path]:

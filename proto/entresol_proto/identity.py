@@ -95,7 +95,7 @@ def parse_spiffe_id(uri: str, trust_domain: str) -> SpiffeId:
     if domain != trust_domain:
         raise IdentityError(
             f"the certificate belongs to trust domain {domain!r}, this side to {trust_domain!r}",
-            hint="use a certificate of this trust domain, or set [tls] trust_domain",
+            hint="use a certificate of this trust domain, or set trust_domain (a daemon: of [tls])",
         )
     role, second, name = path.partition("/")
     if not slash or not second or role not in (ROLE_TENANT, ROLE_SHARD):
@@ -236,8 +236,9 @@ def _check_file(path: str | Path) -> None:
     if not found:
         raise IdentityError(
             f"there is no file {str(path)!r}",
-            hint="[tls] cert, key and ca name PEM files; for one machine `entresold --config FILE "
-            "prepare` makes a daemon's, `certify` a tenant's, and `entresold --dev` its own",
+            hint="cert, key and ca (a daemon's: of [tls]) name PEM files; for one machine "
+            "`entresold --config FILE prepare` makes a daemon's, `certify` a tenant's, and "
+            "`entresold --dev` its own",
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
 from entresol_client.config import (
     CONFIG_ENV,
+    CONFIG_FILE_BYTES_MAX,
     BreakerSettings,
     ClientConfig,
     ShardAddress,
@@ -229,3 +231,31 @@ def test_what_had_ended_in_a_traceback(tmp_path: Path, extra: str) -> None:
 def test_a_weight_beyond_any_float_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="64 bits"):
         ClientConfig.load(write(tmp_path, MINIMAL + "weight = " + "9" * 400 + "\n"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("fifo", "not a regular file"),
+        ("endless", "not a regular file"),
+        ("folder", "directory|not a regular file"),
+        ("nul", "null byte|null character"),
+        ("long", "larger than"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "client.toml"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "nul":
+        path = tmp_path / "client\0.toml"
+    else:
+        path.write_bytes(b"#" * (CONFIG_FILE_BYTES_MAX + 1))
+    with pytest.raises(ConfigError, match=told):
+        ClientConfig.load(path)
