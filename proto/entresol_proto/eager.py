@@ -6,7 +6,7 @@ there before, takes it from there.
 
 Invariant: a coroutine is stepped by one caller at a time, and what it ended with is told once. One
 that could not be begun is begun by its task. A task that is cancelled before its first step cancels
-what was begun where it waits.
+what was begun where it waits, as any other does: it cancels what that waits for, and waits on.
 """
 
 from __future__ import annotations
@@ -79,10 +79,13 @@ class Eager(Coroutine[Any, Any, R]):
     def throw(self, error: Any, value: Any = None, traceback: Any = None) -> Any:
         """Raise something where it waits; what it ended with before nobody hears."""
         waits, self._waits = self._waits, None
+        thrown = error if value is None else value
         if self._held and getattr(waits, "_asyncio_future_blocking", False):
+            if isinstance(thrown, asyncio.CancelledError) and waits.cancel(*thrown.args[:1]):
+                self._held = False
+                return waits  # whose end its task waits for now, and tells
             waits._asyncio_future_blocking = False  # no task waits for it any more
         self._held, self._error, self._result = False, None, None
-        thrown = error if value is None else value
         if self._ended:
             raise thrown
         return self._coroutine.throw(thrown)

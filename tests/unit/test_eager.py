@@ -152,6 +152,75 @@ async def test_a_task_that_is_cancelled_before_its_first_step_cancels_what_was_b
     assert not gate._asyncio_future_blocking
 
 
+@pytest.mark.parametrize("eager", [True, False])
+async def test_such_a_task_cancels_what_it_waits_for_and_waits_until_that_has_ended(
+    eager: bool,
+) -> None:
+    """As one does that has made its first step."""
+    seen: list[str] = []
+
+    async def inner() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError as error:
+            seen.append(f"inner: {error}")
+            await asyncio.sleep(0.01)
+            seen.append("inner has ended")
+            raise
+
+    child = asyncio.create_task(inner())
+    await asyncio.sleep(0)
+
+    async def work() -> None:
+        try:
+            await child
+        finally:
+            seen.append("work")
+
+    if eager:
+        made = Eager(work())
+        task = asyncio.create_task(made)
+        made.begin()
+    else:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+    task.cancel("why")
+    with pytest.raises(asyncio.CancelledError, match="why"):
+        await task
+    assert seen == ["inner: why", "inner has ended", "work"]
+    assert child.cancelled()
+
+
+async def test_such_a_task_that_waits_for_what_is_shielded_leaves_that_alone() -> None:
+    gate = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        await asyncio.shield(gate)
+
+    made = Eager(work())
+    task = asyncio.create_task(made)
+    made.begin()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not gate.done()
+
+
+async def test_such_a_task_that_waits_for_what_is_done_is_cancelled_all_the_same() -> None:
+    gate = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        await gate
+
+    made = Eager(work())
+    task = asyncio.create_task(made)
+    made.begin()
+    gate.set_result(7)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_task_that_is_cancelled_before_it_hears_of_the_end_is_cancelled() -> None:
     ended: list[bool] = []
 
