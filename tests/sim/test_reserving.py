@@ -3,11 +3,13 @@ answered for itself."""
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from entresol_daemon.shard import reserving
 from entresol_proto import limits
 from entresol_proto.ids import pack_token_ids
 from entresol_proto.status import Status
@@ -88,5 +90,39 @@ def test_an_impossible_item_that_is_being_stored_is_not_what_room_is_waited_for(
         await fill(host)
         items = [item(host, HOG_KEYS[0], 2**32 - 1), item(host, KEYS[0])]
         assert await reserved(host, items) == [Status.BUSY, Status.BUSY]
+
+    simulate(tmp_path, story)
+
+
+def test_only_so_many_reserves_are_kept_waiting_and_none_because_of_another_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a host's hundreds of requests may have megabytes of token ids."""
+    monkeypatch.setattr(reserving, "WAITING_BYTES_MAX", 256 * limits.KIB)
+
+    async def story(world: World) -> None:
+        hog, other = await joined(world), await joined(world, tenant="beta")
+        reserving_ = world.shard.puts._reserving
+        await fill(hog)
+        await fill(other)
+        begun_ns, ids = hog._now(), bytes(4 * limits.TOKENS_PER_BLOCK_MAX)
+        waited_ns = []
+
+        async def ask(host: Host, key: bytes) -> None:
+            assert await reserved(host, [item(host, key, 200_000, ids)]) == [Status.BUSY]
+            waited_ns.append(host._now() - begun_ns)
+
+        tasks = [asyncio.create_task(ask(hog, key)) for key in KEYS[:40]]
+        await asyncio.sleep(0.5)
+        kept = sum(not task.done() for task in tasks)
+        assert 10 < kept < 20, "half of what there is, where another tenant is"
+        assert sum(reserving_._waiting.values()) <= 128 * limits.KIB
+        assert max(waited_ns) < SECOND_NS, "the others were told at once"
+        theirs = asyncio.create_task(ask(other, KEYS[50]))
+        await asyncio.sleep(0.5)
+        assert not theirs.done(), "it waits for room, as ever"
+        await asyncio.gather(*tasks, theirs)
+        assert not reserving_._waiting
+        assert not reserving_._all_waiting.used
 
     simulate(tmp_path, story)

@@ -14,9 +14,11 @@ import heapq
 from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass, field
 
+from entresol_daemon.core.accounts import Account, Shared
 from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.flash.segment import extent_bytes
 from entresol_daemon.shard import turns
+from entresol_daemon.shard.costing import size_of
 from entresol_daemon.shard.keycare import KeyCare
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.pulls import Reservation
@@ -30,6 +32,7 @@ from entresol_proto.wire.data import Ack, PutItem, Reason, Reserve, Reserved
 
 COMMIT_WAIT_NS_MAX = 30_000_000_000  # a reservation waits so long for its COMMIT, at most
 PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
+WAITING_BYTES_MAX = 64 * limits.MIB  # of RESERVEs that wait, for room or for a flush
 STALE_DEADLINES_MAX = 1_024  # beyond as many as there are reservations; then they are swept out
 _BUSY = Reserved.Item(Status.BUSY)
 
@@ -42,6 +45,11 @@ class _Decided:
     answers: list[Reserved.Item] = field(default_factory=list)
     waits: list[tuple[int, asyncio.Future[Status]]] = field(default_factory=list)
     no_room_bytes: int = 0
+
+    @property
+    def is_starved(self) -> bool:
+        """Nothing was reserved, for want of room."""
+        return bool(self.no_room_bytes) and not any(a.status is Status.OK for a in self.answers)
 
 
 class Reserving:
@@ -72,6 +80,8 @@ class Reserving:
         self.wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._of_session: dict[int, dict[int, Reservation]] = {}
         self._deadlines: list[tuple[int, int]] = []
+        self._all_waiting = Shared(WAITING_BYTES_MAX)
+        self._waiting: dict[bytes, int] = {}  # of that, by tenant
         self._next_id = 1
 
     async def reserve(self, session: Session, request: Reserve) -> Reserved:
@@ -80,6 +90,7 @@ class Reserving:
         A key that is stored but not yet durable is waited for when the put asks for `durable`, or
         when flash may hold an older block of that name.
         Items beyond the put budget are BUSY; a RESERVE of which nothing fits waits for room first.
+        Where as much waits already as may (WAITING_BYTES_MAX), none does: it is BUSY at once.
         Raises: KeyringError, QuotaError where a new namespace cannot be written down; EntresolError
         (BAD_REQUEST) for a handle that was not opened.
         """
@@ -93,25 +104,53 @@ class Reserving:
             self._remembering.let_go(namespace_id)
 
     async def _reserve(self, session: Session, request: Reserve) -> Reserved:
-        parts = self._parts
-        deadline_ns = parts.now_ns() + request.deadline_ns
-        patience_ns = min(deadline_ns, parts.now_ns() + PUT_ROOM_WAIT_NS)
+        account, deadline_ns = session.account, self._parts.now_ns() + request.deadline_ns
         decided = await self._decide(session, request, deadline_ns)
-        while not any(answer.status is Status.OK for answer in decided.answers):
+        if decided.is_starved or decided.waits:
+            length_bytes = size_of(request)
+            if self._may_wait(account, length_bytes):
+                self._wait_with(account, length_bytes)
+                try:
+                    decided = await self._waited(session, request, decided, deadline_ns)
+                finally:
+                    self._wait_with(account, -length_bytes)
+            else:
+                for place, _ in decided.waits:
+                    decided.answers[place] = _BUSY
+        answers = decided.answers
+        refused = [answer.status for answer in answers if answer.status is not Status.OK]
+        self._parts.meters.puts_ended(account.name, refused)
+        return Reserved(tuple(answers))
+
+    async def _waited(
+        self, session: Session, request: Reserve, decided: _Decided, deadline_ns: int
+    ) -> _Decided:
+        """What is decided once there was room, if there was; and what was flushed meanwhile."""
+        patience_ns = min(deadline_ns, self._parts.now_ns() + PUT_ROOM_WAIT_NS)
+        while decided.is_starved:
             # Nothing to commit that would make room: wait for what others have under way.
-            if not decided.no_room_bytes:
-                break
             if not await self._room_for_one(session, decided.no_room_bytes, patience_ns):
                 break
             decided = await self._decide(session, request, deadline_ns)
-        answers = decided.answers
-        held = sum(answer.status is Status.OK for answer in answers)
+        held = sum(answer.status is Status.OK for answer in decided.answers)
         for place, flushing in decided.waits:
             if await self._await_durable(session, flushing, deadline_ns, held) is not Status.OK:
-                answers[place] = _BUSY
-        refused = [answer.status for answer in answers if answer.status is not Status.OK]
-        parts.meters.puts_ended(session.account.name, refused)
-        return Reserved(tuple(answers))
+                decided.answers[place] = _BUSY
+        return decided
+
+    def _may_wait(self, account: Account, length_bytes: int) -> bool:
+        """Whether a RESERVE may be kept while it waits: a host may have hundreds under way."""
+        held, of_free = self._waiting.get(account.stream, 0), self._parts.accounts.of_free(account)
+        return self._all_waiting.admits(held, length_bytes, 0, of_free)
+
+    def _wait_with(self, account: Account, length_bytes: int) -> None:
+        """So much is kept from now on; below 0: no longer."""
+        self._all_waiting.take(length_bytes)
+        left = self._waiting.get(account.stream, 0) + length_bytes
+        if left:
+            self._waiting[account.stream] = left
+        else:
+            del self._waiting[account.stream]
 
     async def _room_for_one(self, session: Session, record_bytes: int, until_ns: int) -> bool:
         """Wait until the put budget would take a record; False when `until_ns` comes first."""
