@@ -65,14 +65,15 @@ def check() -> None:
 def keep(one: Ending, begin: Callable[[], object] | None = None) -> None:
     """Begin it, unless the interpreter ends, and end it then, unless it is let go before.
 
-    Raises: UsageError when the interpreter ends, and nothing has begun; what `begin` raises.
+    Raises: UsageError when the interpreter ends, and nothing has begun; what `begin` raises, and
+    then it is kept all the same: the caller knows whether it has begun.
     """
     with _lock:
         check()
+        _kept.difference_update([each for each in list(_kept) if each.gone])
+        _kept.add(one)  # first: whatever interrupts what follows, it may have begun
         if begin is not None:
             begin()
-        _kept.difference_update([each for each in _kept if each.gone])
-        _kept.add(one)
 
 
 def let_go(one: Ending) -> None:
@@ -146,7 +147,7 @@ def _end_all() -> None:
         global _over
         with _lock:
             _over = True
-            left[:] = [one for one in _kept if not one.forked]
+            left[:] = [one for one in list(_kept) if not one.forked]
 
     interrupt = _insist(begin, until)
     for one in left:

@@ -7,6 +7,7 @@ trust domain, and no fabric is used that this host was not offered inside that s
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import ssl
@@ -70,7 +71,8 @@ async def connect(
     connection: Connection | None = None
     try:
         async with asyncio.timeout(config.connect_deadline_ns / 1e9):
-            where, connection = await _reach(address, context, around)
+            until = asyncio.get_running_loop().time() + config.connect_deadline_ns / 1e9
+            where, connection = await _reach(address, context, around, until)
             found = replace(address, host=where)  # the data path goes there too, and asks nobody
             return await _open(connection, found, config, context, around, deadline_ns)
     except TimeoutError:
@@ -98,21 +100,28 @@ async def connect(
 
 
 async def _reach(
-    address: ShardAddress, context: ssl.SSLContext, around: Surroundings
+    address: ShardAddress, context: ssl.SSLContext, around: Surroundings, until: float
 ) -> tuple[str, Connection]:
-    """A connection to the first address of the shard's host that takes one, and that address.
+    """A connection to the first address of the shard's host that takes one, and that address. Each
+    has its part of the loop's time until `until`: one that never answers is not all there is.
 
     Raises: OSError; ssl.SSLError of the first that was reached; UnicodeError.
     """
     loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
-    for where in await around.resolve(address.host, address.port):
+    found = await around.resolve(address.host, address.port)
+    for left, where in zip(range(len(found), 0, -1), found, strict=True):
         try:
-            _, connection = await loop.create_connection(
-                Connection, where, address.port, ssl=context, server_hostname=address.host
-            )
+            async with asyncio.timeout_at(loop.time() + (until - loop.time()) / left):
+                _, connection = await loop.create_connection(
+                    Connection, where, address.port, ssl=context, server_hostname=address.host
+                )
             return where, connection
         except ssl.SSLError:
             raise
+        except TimeoutError:
+            if left == 1:
+                raise
+            errors[where] = OSError(errno.ETIMEDOUT, "no answer in time")
         except OSError as error:
             errors[where] = error
     if len({_reason(error) for error in errors.values()}) == 1:

@@ -29,6 +29,7 @@ R = TypeVar("R")
 log = logging.getLogger("entresol.client")
 
 THREAD_NAME = "entresol-client"
+LOOK_S = 0.5  # who waits looks so often whether it missed something
 END_S = 1.0  # `stop` lets what is under way end by itself for so long, then cancels it
 
 
@@ -49,8 +50,14 @@ class Gate:
 
     def wait(self, wait_s: float | None = None) -> bool:
         """Until it is open, or for so long; whether it is."""
-        if not self.is_open and self._closed.acquire(timeout=-1 if wait_s is None else wait_s):
-            self._closed.release()
+        until = None if wait_s is None else time.monotonic() + wait_s
+        while not self.is_open:
+            # In slices: who is interrupted between these two keeps it from the others.
+            left_s = LOOK_S if until is None else min(LOOK_S, until - time.monotonic())
+            if left_s <= 0:
+                break
+            if self._closed.acquire(timeout=left_s):
+                self._closed.release()
         return self.is_open
 
 
@@ -75,9 +82,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         try:
             exits.keep(self, self._thread.start)
-        except BaseException:
-            if self._thread.ident is None:  # it did not start
-                self._loop.close()
+        except (RuntimeError, UsageError):  # it did not start
+            exits.let_go(self)
+            self._loop.close()
+            raise
+        except BaseException:  # interrupted, and it may have: it ends by itself
+            self._tell(self._end)
             raise
 
     @property

@@ -62,8 +62,10 @@ def _ask(
             found = list(dict.fromkeys(str(row[4][0]) for row in rows))
         except Exception as error:
             found = error
-        with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+        try:
             loop.call_soon_threadsafe(settle, found)
+        except RuntimeError:  # nobody waits any more: the loop is closed
+            _asked.pop(loop, None)
 
     try:
         threading.Thread(target=work, name=THREAD_NAME, daemon=True).start()

@@ -198,7 +198,7 @@ class FabricConfig:
     )
     shm_mapped_bytes_max: int = setting(
         proto_limits.SHM_MAPPED_BYTES_MAX,
-        "Hosts' memory mapped over shm; no tenant of several has more of it than is free.",
+        "Hosts' memory mapped over shm; no tenant has more of it than is free, also one alone.",
         low=GIB,
     )
     streams: int = setting(

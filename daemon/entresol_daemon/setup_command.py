@@ -128,7 +128,8 @@ def _check_kek(config: Config) -> None:
 
     kek = config.keys.kek_file
     if kek is None:
-        print("note: [keys] kek_file names no key-encryption key: the daemon starts locked")
+        first = "" if config.flash_path.exists() else ", and a first start needs one"
+        print(f"note: [keys] kek_file names no key-encryption key: the daemon starts locked{first}")
         return
     if is_credential(kek) and "CREDENTIALS_DIRECTORY" not in os.environ:
         return  # only the unit's process is shown it
@@ -201,7 +202,9 @@ def _prepare(config: Config, kek: Path | None, beside: str, group: str | None) -
     number = None if group is None else _group_number(group)  # before anything is made
     named = config.keys.kek_file
     if named is None:
-        print(f"{kek or 'a KEK'}: not made, [keys] kek_file names none: the daemon starts locked")
+        first = "" if config.flash_path.exists() else ", and a first start needs one"
+        why = "[keys] kek_file names none"
+        print(f"{kek or 'a KEK'}: not made, {why}: the daemon starts locked{first}")
     elif kek is None and is_credential(named):
         print(f"{named}: a credential of the unit; --kek FILE, as in its LoadCredential=, makes it")
     else:

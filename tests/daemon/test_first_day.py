@@ -181,7 +181,7 @@ def test_a_quota_below_what_is_used_asks_first(
 def test_a_forgotten_unit_is_refused(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("quota", "add"):
         assert cli_main.main(["tenant", verb, "dev", "--flash", "3"]) == 2
-        assert "write 3GiB, or 3B" in capsys.readouterr().err
+        assert "such as 3GiB, or 3B" in capsys.readouterr().err
 
 
 # -- failures that a script reads, and small ones

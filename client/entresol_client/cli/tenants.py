@@ -120,7 +120,7 @@ def _add_quota(parser: argparse.ArgumentParser) -> None:
     for name, _, what in SIZES:
         parser.add_argument(
             f"--{name}",
-            type=_limit,
+            type=_flash_limit if name == "flash" else _limit,
             metavar="SIZE|none",
             help=f"how much {what}, such as 64GiB; none: no limit of its own",
         )
@@ -160,9 +160,15 @@ def _limit(text: str) -> int:
     found = options.parse_size(text)
     if not found:
         raise argparse.ArgumentTypeError("a limit of 0 would mean none; write none")
-    if found < SEGMENT_BYTES and units.is_bare(text):
+    return found
+
+
+def _flash_limit(text: str) -> int:
+    found = _limit(text)
+    if 0 < found < SEGMENT_BYTES and units.is_bare(text):
         raise argparse.ArgumentTypeError(
-            f"{text} would be bytes, less than one segment of flash; write {text}GiB, or {text}B"
+            f"{text} would be bytes, less than one segment of flash; write its unit, "
+            f"such as {text if len(text) < 5 else 4}GiB, or {text}B"
         )
     return found
 
