@@ -116,31 +116,30 @@ class GrantSink:
 
 class Line:
     """Callers in the order they came; the first goes on once `free` says so. Whoever makes room
-    calls `move`."""
+    calls `move`. It keeps no `free`, which belongs to whoever has the line."""
 
-    def __init__(self, free: Callable[[], bool]) -> None:
-        self._free = free
+    def __init__(self) -> None:
         self._waiting: deque[asyncio.Event] = deque()
 
-    async def wait(self, deadline_ns: int) -> bool:
+    async def wait(self, free: Callable[[], bool], deadline_ns: int) -> bool:
         """Until it is the caller's turn, who then uses it at once; False at the deadline."""
-        if not self._waiting and self._free():
+        if not self._waiting and free():
             return True
         mine = asyncio.Event()
         self._waiting.append(mine)
         try:
             async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
-                while self._waiting[0] is not mine or not self._free():
+                while self._waiting[0] is not mine or not free():
                     mine.clear()
                     await mine.wait()
         except TimeoutError:
             return False
         finally:
             self._waiting.remove(mine)
-            self.move()
+            self.move(free)
         return True
 
-    def move(self) -> None:
+    def move(self, free: Callable[[], bool]) -> None:
         """There may be room: wake the first."""
-        if self._waiting and self._free():
+        if self._waiting and free():
             self._waiting[0].set()

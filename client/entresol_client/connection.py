@@ -74,7 +74,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pending: dict[int, Call | GrantSink] = {}
         self._writable = asyncio.Event()
         self._writable.set()
-        self._places = Line(self._has_place)
+        self._places = Line()
         self._unused: list[int] = []  # reservations to give up
         self._namespaces: dict[bytes, asyncio.Task[NamespaceOpened]] = {}
         self._release_ids: list[int] = []
@@ -110,14 +110,14 @@ class Connection(asyncio.BufferedProtocol):
             self.drop(f"{PROTOCOL_BROKEN}: {error}")
             return
         self._return_unused()
-        self._places.move()
+        self._places.move(self._has_place)
 
     def pause_writing(self) -> None:
         self._writable.clear()
 
     def resume_writing(self) -> None:
         self._writable.set()
-        self._places.move()
+        self._places.move(self._has_place)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc else self._why_closed)
@@ -293,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         for entry in pending.values():
             entry.fail(RequestFailedError(Status.DISCONNECTED, reason))
         self._unused.clear()
-        self._places.move()
+        self._places.move(self._has_place)
 
     # Inside ----------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Connection(asyncio.BufferedProtocol):
         Raises: RequestFailedError at the deadline: DEADLINE, or BUSY where every place is taken.
         """
         if not isinstance(message, Ping):
-            if await self._places.wait(deadline_ns):
+            if await self._places.wait(self._has_place, deadline_ns):
                 return
             if self._writable.is_set():
                 raise RequestFailedError(Status.BUSY, "too many requests in flight")
