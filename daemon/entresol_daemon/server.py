@@ -187,8 +187,8 @@ class Daemon:
         if not self.config.flash_path.exists():
             raise KeyringError(
                 f"{why}, and there is no {self.config.flash_path}: without the key none is made",
-                hint="name a key-encryption key in [keys] kek_file; before a first start `entresold "
-                "--config FILE prepare` makes it; where there was one, bring it back",
+                hint="name a key-encryption key in [keys] kek_file; before a first start "
+                "`entresold --config FILE prepare` makes it; where there was one, bring it back",
             )
         log.warning("event=locked reason=%r hint='see `entresol unlock`'", why)
         return None
