@@ -28,6 +28,7 @@ from entresol_proto.status import Status
 pytestmark = pytest.mark.daemon
 
 START_SECONDS_MAX = 60.0
+LIVES_MAX = 4
 
 
 class Terminal:
@@ -171,7 +172,14 @@ def test_the_pointer_stays_with_the_daemon_that_runs(terminal: Terminal) -> None
 async def test_an_open_client_finds_a_kept_folders_daemon_again(
     tmp_path: Path, terminal: Terminal
 ) -> None:
-    words = dev(tmp_path / "kept")
+    for attempt in range(LIVES_MAX):  # somebody else of this machine may take a port in between
+        if await found_again(dev(tmp_path / f"kept-{attempt}"), terminal):
+            return
+    raise AssertionError("the ports of a last life were never free")
+
+
+async def found_again(words: list[str], terminal: Terminal) -> bool:
+    """False where one of the ports was somebody else's, and told to be."""
     first = terminal.start(*words).ready()
     config = replace(ClientConfig.load(first.folder / "client.toml"), deadline_ns=20 * 10**9)
     async with await AsyncClient.open(config) as client:
@@ -182,10 +190,13 @@ async def test_an_open_client_finds_a_kept_folders_daemon_again(
         first.process.wait()
         await eventually(lambda: not client.shards()[0].connected, seconds=30)
         second = terminal.start(*words).ready()
-        if "of its last life is taken" in second.said:
-            pytest.skip("not run here: somebody else of this machine has one of its ports")
+        if "note:" in second.said:
+            assert "of its last life is taken" in second.said
+            second.stop()
+            return False
         await eventually(lambda: client.shards()[0].connected, seconds=60)
         assert all_are(await get(space, keys_of(4), 64 * KIB), Status.OK)
+    return True
 
 
 def test_a_port_that_is_taken_meanwhile_is_told(tmp_path: Path, terminal: Terminal) -> None:
