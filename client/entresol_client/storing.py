@@ -45,7 +45,8 @@ RESERVE_FRAME_BYTES_MAX = 1 * limits.MIB
 _ITEM_BYTES = 160  # of a RESERVE item beside its token ids, rounded up
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class Storable:
     """One block of a put on its shard."""
 
@@ -72,7 +73,8 @@ class PutTally:
                 self.statuses[position] = status.as_failure
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class _Job:
     """A block the daemon wants, and under what it is to be sealed."""
 

@@ -18,7 +18,8 @@ T = TypeVar("T")
 STALE_DEADLINES_MAX = 1_024  # beyond as many as there are living leases; then they are swept out
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because several are made per request: a frozen one takes several times as long.
+@dataclass(slots=True)
 class Lease(Generic[T]):
     """Right of one session to read `payload` until `expires_ns` (monotonic)."""
 

@@ -138,7 +138,8 @@ _KEY_OVERHEAD_BYTES = 41  # a bytes object without its content, and its place in
 _WIRE_KEY_COST_BYTES = _KEY_OVERHEAD_BYTES + limits.WIRE_KEY_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class Event:
     """One entry of one tenant's log. All bytes are owned by the event (immutable).
 

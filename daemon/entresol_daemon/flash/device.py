@@ -41,7 +41,8 @@ def aligned_buffer(length_bytes: int) -> memoryview:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class IoOp:
     """One transfer between `view` and the device at `offset_bytes`; both multiples of BLOCK.
 

@@ -234,7 +234,8 @@ def _table_check(superblock: Superblock, sequence: int, table: bytes) -> bytes:
 # -- records
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class RecordHeader:
     """First RECORD_HEADER_BYTES of a record. `offset` counts blocks from the segment's start."""
 

@@ -38,7 +38,8 @@ META_BYTES_FIXED = _META_FIXED.size
 META_BYTES_MAX = _META_FIXED.size + 4 * limits.TOKENS_PER_BLOCK_MAX
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class BlockIdentity:
     """What a block is, as its header states and every tag authenticates."""
 
@@ -67,7 +68,8 @@ def _is_engine_key(padded: bytes, size: int) -> bool:
     return _engine_key_bytes_ok(size) and padded.endswith(_PADDING[size:])
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because one is made per block: a frozen one takes several times as long.
+@dataclass(slots=True)
 class BlockMeta:
     """What routers need to know about a block. Sealed, because token ids are the prompt."""
 

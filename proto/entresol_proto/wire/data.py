@@ -1,7 +1,7 @@
 """Messages that move and manage blocks inside an open session.
 
-Same rules as `opening`: frozen dataclasses (but for the items of a GRANT), one encoding, named
-limits, ProtocolError for the rest.
+Same rules as `opening`: one encoding, named limits, ProtocolError for the rest. But what a get or a
+put is made of is not frozen: a frozen dataclass takes several times as long to make.
 Keys travel as one run of 16-byte wire keys (`keys`), in prefix order.
 """
 
@@ -76,7 +76,7 @@ def open_at_of(value: int) -> OpenAt:
     return OpenAt(value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fetch:
     """Host: lease me these blocks. `deadline_ns` counts from receipt. `prefix` stops at a gap.
 
@@ -110,7 +110,6 @@ class Fetch:
         return cls(handle, open_at_of(open_at), flag(prefix), deadline_ns, keys, flag(carry))
 
 
-# Not frozen, because one is made per block: a frozen one takes three times as long.
 @dataclass(slots=True)
 class GrantItem:
     """One leased block: where to read it and, for host-opened reads, its single-use key.
@@ -130,7 +129,7 @@ class GrantItem:
         return f"GrantItem(index={self.index}, tier={self.tier.label})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grant:
     """Daemon: some answers of a FETCH; `final` on the last frame of the request.
 
@@ -222,7 +221,7 @@ def _tier(value: int) -> Tier:
     return _TIERS[value]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Release:
     """Host: done with these leases; `reports` names blocks that could not be read or verified.
 
@@ -254,7 +253,7 @@ class Release:
         return cls(ids, found)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PutItem:
     """One block a host wants to store.
 
@@ -270,7 +269,7 @@ class PutItem:
     token_ids_u32le: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reserve:
     """Host: which of these do you want? Items are in prefix order."""
 
@@ -324,14 +323,14 @@ class Reserve:
         return cls(handle, Ack(ack), deadline_ns, tuple(items))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reserved:
     """Daemon: one answer per item. OK carries a put id and, for host sealing, a single-use key."""
 
     TYPE: ClassVar[FrameType] = FrameType.RESERVED
     _ITEM: ClassVar[struct.Struct] = struct.Struct("<IIQ32s32s16s")
 
-    @dataclass(frozen=True, slots=True)
+    @dataclass(slots=True)
     class Item:
         status: Status
         dek_version: int = 0
@@ -366,7 +365,7 @@ class Reserved:
         return cls(items)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """Host: the reserved blocks lie ready to be read there. A zero length gives a reservation up.
 
@@ -395,7 +394,7 @@ class Commit:
         return cls(items)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PutDone:
     """Daemon: outcomes of a COMMIT, in its order; the host's memory is its own again."""
 

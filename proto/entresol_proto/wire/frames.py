@@ -59,7 +59,8 @@ class FrameType(enum.IntEnum):
 _TYPES = {int(item): item for item in FrameType}
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because several are made per request: a frozen one takes several times as long.
+@dataclass(slots=True)
 class Frame:
     """One frame. `payload` is owned by the receiver (a private copy)."""
 

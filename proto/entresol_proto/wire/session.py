@@ -109,7 +109,8 @@ DAEMON_FRAMES: dict[tuple[State, FrameType], State] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because several are made per request: a frozen one takes several times as long.
+@dataclass(slots=True)
 class Received:
     """One decoded message of the peer. `message` is a dataclass of opening, data or quote."""
 
