@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +96,11 @@ def replay(asker: zmq.Socket[bytes], one: Publisher, asked: int) -> tuple[list[l
     return got[:-1], news
 
 
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
 def send(one: Publisher, *names: str) -> None:
     for name in names:
         one.publish(lambda _, name=name: name.encode())  # type: ignore[misc]
@@ -159,7 +166,7 @@ def test_the_buffer_is_bounded_in_bytes_too(lab: Lab, monkeypatch: pytest.Monkey
     one = lab.publisher()
     send(one, "four", "more", "last")
     outlet = one.outlets[0]
-    assert [payload for _, payload in outlet.buffer] == [b"more", b"last"]
+    assert [bytes(payload) for _, payload in outlet.buffer] == [b"more", b"last"]
     assert outlet.buffer_bytes == 8
 
 
@@ -176,6 +183,22 @@ def test_requests_that_are_none_are_counted_and_change_nothing(
     asker.send_multipart(request_frames)
     until(one, lambda _: one.counts["replay_refused"])
     assert replay(asker, one, 0)[0][0][-1] == b"a"
+
+
+def test_askers_that_do_not_read_take_no_memory(lab: Lab) -> None:
+    one = lab.publisher()
+    for _ in range(100):
+        one.publish(lambda _: bytes(200_000))
+    asker = lab.socket(zmq.DEALER)
+    asker.setsockopt(zmq.RCVHWM, 1)
+    asker.connect(one.endpoints(one.outlets[0])[1])
+    before = resident_bytes()
+    for _ in range(30):
+        asker.send_multipart([b"", seq_frame(0)])
+    until(one, lambda _: one.counts["replays"] + one.counts["replay_refused"] == 30)
+    assert one.counts["replays"] > 5, "its queue has room for more than the buffer"
+    grown, held = resident_bytes() - before, one.outlets[0].buffer_bytes
+    assert grown < 2 * held, "what is asked for often is there once"
 
 
 def test_an_asker_that_is_gone_does_no_harm(lab: Lab) -> None:

@@ -3,6 +3,7 @@
 Invariants:
 - publishing never waits: a reader that does not keep up loses messages, sees it by their numbers,
   and can ask for what the bounded buffer still holds;
+- who asks for replays and reads none takes no memory: payloads in queues are those of the buffer;
 - numbers of one endpoint only grow, also over restarts of the relay: they begin at the time of the
   start in microseconds. A reader that saw higher ones would drop all that is new.
 
@@ -62,7 +63,8 @@ class Outlet:
     Attributes:
         next_seq: number of the next message.
         started_at: number of the first message of this relay.
-        buffer: (number, payload), oldest first: what a replay can give.
+        buffer: (number, payload), oldest first: what a replay can give. A payload is a frame of
+            ZeroMQ, which is one in memory for all readers whose queues it is in.
     """
 
     worker: Worker
@@ -71,7 +73,7 @@ class Outlet:
     router: Any
     next_seq: int
     started_at: int
-    buffer: deque[tuple[int, bytes]] = field(default_factory=deque)
+    buffer: deque[tuple[int, Any]] = field(default_factory=deque)
     buffer_bytes: int = 0
     readers: int = 0  # subscriptions now
 
@@ -171,9 +173,11 @@ class Publisher:
     def _send(self, outlet: Outlet, payload: bytes) -> None:
         seq = outlet.next_seq
         outlet.next_seq = seq + 1
-        outlet.pub.send_multipart((outlet.topic, seq_frame(seq), payload), copy=True)
+        with memoryview(payload) as given:  # ended, it keeps no second copy in memory
+            shared = self._zmq.Frame(given, copy=True)
+        outlet.pub.send_multipart((outlet.topic, seq_frame(seq), shared), copy=True)
         self.counts["messages"] += 1
-        outlet.buffer.append((seq, payload))
+        outlet.buffer.append((seq, shared))
         outlet.buffer_bytes += len(payload)
         while (
             len(outlet.buffer) > self._buffer_batches
