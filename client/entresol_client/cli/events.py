@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BACKOFF_S_MIN = 0.25
 BACKOFF_S_MAX = 5.0
 KEYS_SHOWN_MAX = 3
+PASSING = (Status.BUSY, Status.QUOTA, Status.LOCKED)  # refusals that end without the command
 
 EXAMPLES = """\
   entresol events                         what the daemon still remembers, then stop
@@ -48,7 +49,8 @@ position is written INCARNATION:NUMBER, and --since takes one, or a number of th
 When the daemon no longer holds what came after a position, it says so: a gap. With --follow the
 command then tells which numbers are missing, prints a snapshot (every block stored now, as `stored`
 events with number 0) and follows from there: what is printed is again the whole truth. Of
---all-tenants nothing is replayed: after a lost connection, numbers that were not seen are a gap.
+--all-tenants nothing is replayed: after a lost connection, or where this command was too slow,
+numbers that were not seen are a gap.
 
 --tenant NAME uses client-NAME.toml beside the configuration; where there is none, the admin socket.
 
@@ -253,9 +255,10 @@ class Watcher:
                     break
                 reason = "the daemon ended the stream"
                 backoff_s = BACKOFF_S_MIN
-            except Unreachable as error:
+            except CliError as error:
                 following = args.follow or args.all_tenants
-                if not following or not self._connected:
+                passes = isinstance(error, Unreachable) or error.status in PASSING
+                if not passes or not following or not self._connected:
                     raise
                 reason = Exception.__str__(error)
             if self._answered:  # what follows is another outage
@@ -304,7 +307,8 @@ class Watcher:
             stub = self._stubs.EventsStub(channel)
             try:
                 if args.all_tenants:
-                    self._follow(stub, None, until=None)
+                    while self._follow(stub, None, until=None):
+                        pass  # fell behind: on from now
                     return
                 if self.place is None:
                     self._check_known(channel, stub)
@@ -312,7 +316,7 @@ class Watcher:
                 if args.follow:
                     self._follow_through_gaps(stub)
                 elif not args.snapshot:
-                    self._follow(stub, self.place, until=self._now(stub))
+                    self._replay(stub, self._now(stub))
             except self._grpc.RpcError as error:
                 raise rpc.translate(error) from None
 
@@ -396,16 +400,28 @@ class Watcher:
         while self._follow(stub, self.place, until=None):
             self.place = self._snapshot(stub)
 
+    def _replay(self, stub: Any, until: Place) -> None:
+        """Print events up to a position. Raises: CliError for a gap, Unreachable."""
+        while self.place != until:
+            before = self.place
+            self._follow(stub, before, until=until)
+            if self.place == before:
+                raise Unreachable("the daemon ended the stream", hint="it is stopping; try again")
+            if self.place is not None and self.place.seq >= until.seq:
+                return
+            # A tenant's watch ends with its erasure, and it was added again since.
+
     def _follow(self, stub: Any, after: Place | None, *, until: Place | None) -> bool:
         """Print events after a position; True when it ended with a gap.
 
         Stops behind `until`. Raises: CliError for a gap when not following.
         """
         following = self._args.follow
-        if until is not None and until == after:
-            return False
         for reply in self._watch(stub, after):
             if reply.HasField("gap"):
+                if self._args.all_tenants:
+                    self._tell_lost(reply)
+                    return True
                 text = self._printer.gap(reply.gap, following=following)
                 if not following:
                     raise CliError(
@@ -433,6 +449,13 @@ class Watcher:
                 self._printer.missed(event.tenant, 1, event.seq - 1, "incarnation")
             elif event.seq > last.seq + 1:
                 self._printer.missed(event.tenant, last.seq + 1, event.seq - 1, "reconnected")
+
+    def _tell_lost(self, reply: Any) -> None:
+        """Of all tenants: we were slower than one of them. Of others, numbers tell it later."""
+        gap = reply.gap
+        reason = self._printer.label("GapReason", gap.reason)
+        self._printer.missed(gap.tenant, gap.asked_seq + 1, gap.last_seq, reason)
+        self._seen[gap.tenant] = Place(reply.incarnation, gap.last_seq)
 
     def _print(self, events: Iterable[Any]) -> None:
         for event in events:
