@@ -9,7 +9,7 @@ import socket
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_grpc import describe, refusal, running
+from test_grpc import A, describe, read, refusal, running, store
 
 from entresol_proto.ids import TenantName
 from entresol_proto.v1 import entresol_pb2 as pb
@@ -115,3 +115,18 @@ async def test_a_connection_without_calls_ends(tmp_path):
             while channel.get_state() is grpc.ChannelConnectivity.READY:
                 await asyncio.sleep(0.05)
         assert (await describe(channel)).tenant == "a", "and comes back with the next one"
+
+
+async def test_the_operators_connection_has_no_maximum_age(tmp_path):
+    """It has no certificate, and what happened while it came back would be lost: nothing is
+    replayed of all tenants."""
+    async with (
+        running(tmp_path, connection_age_max_s=0.3, connection_age_grace_s=0.3) as pod,
+        pod.operator() as channel,
+    ):
+        watch = pbg.EventsStub(channel).Watch(pb.WatchRequest())
+        await read(watch, 1)
+        await asyncio.sleep(1.5)
+        store(pod.backend, A, 1)
+        (reply,) = await read(watch, 1)
+        assert [event.seq for event in reply.events] == [1]

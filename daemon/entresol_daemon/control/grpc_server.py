@@ -2,7 +2,8 @@
 
 Invariants owned here:
 - TCP: no call without a verified client certificate; certificates are those in force at each
-  handshake; connections end after `connection_age_max_s`, so a revoked certificate ends too.
+  handshake; connections end after `connection_age_max_s`, so a revoked certificate ends too. The
+  operator's do not: nothing is replayed to a watch of all tenants.
 - Admin is registered on the unix socket only, which has mode 0600 in a folder that nobody else
   can enter.
 - After `close` no call, task or socket of ours is left.
@@ -57,7 +58,7 @@ class GrpcLimits:
     streams_per_connection_max: int = 64
     handshake_deadline_s: float = 5.0
     request_deadline_s: float = 10.0  # of a call's request, after its headers
-    connection_age_max_s: float = 3_600.0
+    connection_age_max_s: float = 3_600.0  # over TCP
     connection_age_grace_s: float = 10.0  # a watch gets this long to end by itself
     keepalive_s: float = 30.0
     keepalive_timeout_s: float = 10.0
@@ -113,7 +114,12 @@ class GrpcServer:
             raise
 
     async def _start_tcp(self, tls: Callable[[], PemBundle]) -> None:
-        server = self._server(tenant_of_certificate(self._trust_domain))
+        most = self._limits
+        age = [
+            ("grpc.max_connection_age_ms", int(most.connection_age_max_s * 1_000)),
+            ("grpc.max_connection_age_grace_ms", int(most.connection_age_grace_s * 1_000)),
+        ]
+        server = self._server(tenant_of_certificate(self._trust_domain), age)
         first = tls()
         self._generation = first.generation
         credentials = grpc.dynamic_ssl_server_credentials(
@@ -132,7 +138,7 @@ class GrpcServer:
 
     async def _start_unix(self, path: Path) -> None:
         _prepare_folder(path)
-        server = self._server(operator)
+        server = self._server(operator, [])
         entresol_pb2_grpc.add_AdminServicer_to_server(AdminService(self._backend), server)
         mask = os.umask(0o177)  # the socket is private from its first moment on
         try:
@@ -148,10 +154,12 @@ class GrpcServer:
         await server.start()
         log.info("event=grpc_admin_listening path=%s", path)
 
-    def _server(self, identify: Identify) -> Any:
-        """A server with what both have in common; it is closed by `close` from here on."""
+    def _server(self, identify: Identify, more: list[tuple[str, int]]) -> Any:
+        """A server with what both have in common, and `more` options; it is closed by `close` from
+        here on."""
         server = grpc.aio.server(
-            options=_options(self._limits), maximum_concurrent_rpcs=self._limits.calls_max,
+            options=[*_options(self._limits), *more],
+            maximum_concurrent_rpcs=self._limits.calls_max,
             interceptors=(
                 StrictRequests(
                     identify, self._turn, calls_max=self._limits.calls_max,
@@ -226,8 +234,6 @@ def _options(grpc_limits: GrpcLimits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", grpc_limits.connections_max),
         ("grpc.max_connection_idle_ms", int(grpc_limits.connection_idle_max_s * 1_000)),
         ("grpc.server_handshake_timeout_ms", int(grpc_limits.handshake_deadline_s * 1_000)),
-        ("grpc.max_connection_age_ms", int(grpc_limits.connection_age_max_s * 1_000)),
-        ("grpc.max_connection_age_grace_ms", int(grpc_limits.connection_age_grace_s * 1_000)),
         ("grpc.keepalive_time_ms", int(grpc_limits.keepalive_s * 1_000)),
         ("grpc.keepalive_timeout_ms", int(grpc_limits.keepalive_timeout_s * 1_000)),
         # Else gRPC allows one ping in five minutes where no data flows, as on a quiet watch.
