@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from entresol_daemon.events.types import Medium
+from entresol_daemon.flash.sim import Fault
 from entresol_daemon.shard import admin as admin_module
 from entresol_daemon.shard.choosing import PLACES_MAX
 from entresol_daemon.shard.keycare import LOOK_NS
 from entresol_proto.ids import NamespaceDescriptor, TenantName
 from tests.sim.shardlab import World
-from tests.sim.test_shard_review import KEYS, joined, simulate, stored
+from tests.sim.test_shard_review import KEYS, forget_memory, joined, simulate, stored
 from tests.sim.test_tenant_changes import admin_of
 
 ALPHA, BETA = TenantName("alpha"), TenantName("beta")
@@ -79,6 +81,24 @@ def test_a_snapshot_looks_through_the_index_in_pieces(
         pieces = [event async for event in admin_of(world).snapshot(ALPHA)]
         assert [each.wire_keys for each in pieces] == [each.wire_keys for each in whole]
         assert len(whole) == len(KEYS) - 20
+
+    simulate(tmp_path, story)
+
+
+def test_a_snapshot_lists_blocks_that_the_device_does_not_give_just_now(tmp_path: Path) -> None:
+    """Left out, they were gone for whoever follows: no event says that they are back."""
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:4])
+        whole = [event async for event in admin_of(world).snapshot(ALPHA)]
+        forget_memory(world)
+        world.device.plan.rates = {Fault.READ_EIO: 1.0}
+        found = [event async for event in admin_of(world).snapshot(ALPHA)]
+        world.device.plan.rates = {}
+        assert [each.wire_keys for each in found] == [each.wire_keys for each in whole]
+        assert {each.medium for each in found} == {Medium.FLASH}
+        assert [each.position for each in found] == [each.position for each in whole]
+        assert not any(each.engine_keys or each.parent or each.token_ids for each in found)
 
     simulate(tmp_path, story)
 

@@ -516,3 +516,20 @@ def test_an_event_whose_keys_do_not_match_is_counted_and_left() -> None:
     mirror.stored("s", name, [b"w" * 16], [b"e" * 32, b"f" * 32], b"", 0, 0, [])
     assert mirror.counts["malformed_blocks"] == 1
     assert mirror.take() == []
+
+
+def test_a_block_that_a_snapshot_cannot_name_stays_what_it_was(mirror: Mirror) -> None:
+    """Flash may not give its head for a moment; nothing would have brought it back."""
+    info = space()
+    put(mirror, info, KEYS[:3])
+    told(mirror)
+    mirror.begin_snapshot("s")
+    put(mirror, info, KEYS[:1])
+    for key in (KEYS[1], KEYS[5]):  # the second was put meanwhile
+        wire_key = wire_of(info.shard, info.rank, key)
+        mirror.stored("s", info.namespace_id, [wire_key], [], b"", 1, 0, [])
+    mirror.end_snapshot("s", complete=True)
+    assert told(mirror) == [Removed([HASHES[2]])]
+    assert mirror.counts["nameless_blocks"] == 1
+    drop(mirror, info, [KEYS[1], KEYS[5]])
+    assert told(mirror) == [Removed([HASHES[1]])]

@@ -200,6 +200,9 @@ class Mirror:
         space = self._spaces.get((shard, namespace_id))
         if space is None:
             return
+        if not engine_keys:
+            self._nameless(space, wire_keys)
+            return
         if len(wire_keys) != len(engine_keys):  # no event of ours: which is whose cannot be told
             self.counts["malformed_blocks"] += len(wire_keys)
             return
@@ -307,6 +310,14 @@ class Mirror:
         chain.blocks[block_hash] = chain.blocks.get(block_hash, 0) + space.copy
         if block_hash in chain.waiting:
             self._announce_from(chain, block_hash)
+
+    def _nameless(self, space: _Space, wire_keys: Iterable[bytes]) -> None:
+        """The shard has them, and could not read now what they are: those known before are kept."""
+        for wire_key in wire_keys:
+            if space.before is not None and wire_key in space.before:
+                self._present(space, wire_key, space.before[wire_key])
+            elif wire_key not in space.blocks:
+                self.counts["nameless_blocks"] += 1
 
     def _absent(self, space: _Space, block_hash: Hash) -> None:
         """A rank lost a copy of it."""

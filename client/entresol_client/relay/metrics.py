@@ -31,7 +31,9 @@ METRICS = (
     ("entresol_relay_replays_total", "", "replay requests answered"),
     ("entresol_relay_replay_refused_total", "", "replay requests malformed, or not read"),
 )
-SKIPPED = ("tokenless", "parentless", "other_size", "salted", "dropped_waiting", "malformed")
+SKIPPED = (
+    "tokenless", "parentless", "other_size", "salted", "dropped_waiting", "malformed", "nameless",
+)  # fmt: skip
 
 
 def values(relay: Relay) -> dict[str, dict[str, float]]:
