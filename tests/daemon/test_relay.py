@@ -170,6 +170,20 @@ async def test_an_erased_tenant_is_withdrawn(tmp_path: Path) -> None:
         assert "erased" in relay.shards["dev"].reason
 
 
+async def test_a_tenant_erased_while_the_relay_is_away_is_withdrawn_at_once(tmp_path: Path) -> None:
+    """It does not hear of the erasure, only that the daemon refuses it since."""
+    async with lab(tmp_path) as (running, space, _, router):
+        one = chain(5)
+        assert (await space.put(one, ack="durable")).ok
+        await router.scores(one, 5)
+        assert running.daemon.grpc is not None
+        for service in running.daemon.grpc._events:
+            for stream in tuple(service._streams):
+                stream.close()
+        await running.daemon.admin.tenant_erase(TenantName("dev"))
+        await router.scores(one, 0)
+
+
 async def test_blocks_without_tokens_are_counted_and_not_published(tmp_path: Path) -> None:
     async with lab(tmp_path) as (_, space, relay, router):
         bare = [replace(block, token_ids=()) for block in chain(3, 1)]

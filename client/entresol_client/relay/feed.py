@@ -73,11 +73,13 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """The shard does not answer, or refuses; `fatal` when trying again cannot help."""
+    """The shard does not answer, or refuses; `fatal` when trying again cannot help. `erased`: it
+    says that the tenant was."""
 
     shard: str
     reason: str
     fatal: EntresolError | None = None
+    erased: bool = False
 
 
 Item = Spaces | Begin | End | Events | Up | Down
@@ -170,7 +172,8 @@ class ShardFeed(threading.Thread):
                 return
             except EntresolError as error:
                 fatal = error if _is_fatal(error) else None
-                self._put(Down(self.shard, Exception.__str__(error), fatal))
+                erased = error.status is Status.ERASED
+                self._put(Down(self.shard, Exception.__str__(error), fatal, erased))
             except Exception as error:
                 log.error("event=relay_feed_failed shard=%s", self.shard, exc_info=error)
                 self._put(Down(self.shard, f"{type(error).__name__}: {error}"))

@@ -77,6 +77,7 @@ class _Shard:
     synchronised: bool = False
     withdrawn: bool = False
     ever_up: bool = False
+    erased: bool = False  # its blocks are gone for good, and need no waiting for
 
     @property
     def settled(self) -> bool:
@@ -204,7 +205,7 @@ class Relay:
         else:
             if shard.state != "down":
                 shard.state, shard.since_s = "down", now_s
-            shard.reason = item.reason
+            shard.reason, shard.erased = item.reason, item.erased
             if item.fatal is not None and not any(one.ever_up for one in self.shards.values()):
                 raise item.fatal
 
@@ -239,8 +240,9 @@ class Relay:
 
     def _withdraw_absent(self, now_s: float) -> None:
         for name, shard in self.shards.items():
-            away = shard.state == "down" and now_s - shard.since_s > self.options.withdraw_after_s
-            if away and not shard.withdrawn:
+            if shard.state != "down" or shard.withdrawn:
+                continue
+            if shard.erased or now_s - shard.since_s > self.options.withdraw_after_s:
                 shard.withdrawn, shard.synchronised = True, False
                 self.mirror.cleared(name)
                 for one in self._feeds:
