@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 
 from entresol_daemon.events.types import Medium
 from entresol_daemon.flash.sim import Fault
-from entresol_daemon.shard import admin as admin_module
+from entresol_daemon.shard import listing
 from entresol_daemon.shard.choosing import PLACES_MAX
 from entresol_daemon.shard.keycare import LOOK_NS
 from entresol_proto.ids import NamespaceDescriptor, TenantName
@@ -77,10 +77,59 @@ def test_a_snapshot_looks_through_the_index_in_pieces(
         host = await joined(world)
         await host.forget(KEYS[10:30])
         whole = [event async for event in admin_of(world).snapshot(ALPHA)]
-        monkeypatch.setattr(admin_module, "SCAN_SLOTS", 7)
+        monkeypatch.setattr(listing, "SCAN_SLOTS", 7)
         pieces = [event async for event in admin_of(world).snapshot(ALPHA)]
         assert [each.wire_keys for each in pieces] == [each.wire_keys for each in whole]
         assert len(whole) == len(KEYS) - 20
+
+    simulate(tmp_path, story)
+
+
+def test_a_snapshot_reads_many_heads_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, the log of a busy tenant is full before its snapshot is over, time and again."""
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS)
+        whole = [event async for event in admin_of(world).snapshot(ALPHA)]
+        forget_memory(world)
+        reader, asked = world.shard.parts.engine._reader, list[int]()
+        honest = reader.heads
+
+        async def heads(slots: Sequence[int]) -> list[bytes]:
+            asked.append(len(slots))
+            return await honest(slots)
+
+        monkeypatch.setattr(reader, "heads", heads)
+        found = [event async for event in admin_of(world).snapshot(ALPHA)]
+        assert [replace(each, medium=Medium.MEMORY, time_unix_ns=0) for each in found] == [
+            replace(each, time_unix_ns=0) for each in whole
+        ]
+        assert len(asked) == -(-len(KEYS) // listing.HEADS_AT_ONCE)
+        assert max(asked) <= listing.HEADS_AT_ONCE
+
+    simulate(tmp_path, story)
+
+
+def test_a_snapshot_names_a_block_that_took_the_slot_of_one_read_ahead(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:8])
+        forget_memory(world)
+        index = world.shard.parts.engine.index
+        walk = admin_of(world).snapshot(ALPHA)
+        first = await anext(walk)
+        before = {index.key_of(slot): slot for slot in index.live_slots().tolist()}
+        await host.forget(KEYS[5:6])
+        await stored(host, KEYS[20:21])
+        forget_memory(world)
+        (new,) = (slot for slot in index.live_slots().tolist() if index.key_of(slot) not in before)
+        assert new in before.values(), "in the slot of the one that is gone"
+        found = [first, *[event async for event in walk]]
+        assert {key for each in found for key in each.engine_keys} >= {KEYS[20]}
+        assert KEYS[5] not in {key for each in found for key in each.engine_keys}
+        assert all(each.engine_keys for each in found)
 
     simulate(tmp_path, story)
 

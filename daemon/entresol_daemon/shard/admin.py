@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from entresol_daemon.control.admin import (
     DrainResult,
@@ -27,22 +25,17 @@ from entresol_daemon.control.admin import (
     TenantRecord,
 )
 from entresol_daemon.core.accounts import Account
-from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.events.log import EventLog
 from entresol_daemon.events.types import Event
-from entresol_daemon.flash.device import aligned_buffer
-from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.model import SegmentState
-from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.keys.receipts import Receipt, canonical
 from entresol_daemon.metric_codecs import name_of
 from entresol_daemon.shard import quotas
 from entresol_daemon.shard.keycare import wipe_from_memory
+from entresol_daemon.shard.listing import Listing
 from entresol_daemon.shard.shard import Shard
-from entresol_daemon.shard.staging import sealed_view
 from entresol_daemon.shard.turns import (
-    BLOCK_COST,
     EVENT_COST,
     NAMESPACE_COST,
     REQUEST_COST,
@@ -50,25 +43,14 @@ from entresol_daemon.shard.turns import (
 )
 from entresol_proto import __version__, limits
 from entresol_proto.ids import TenantName
-from entresol_proto.seal.block import (
-    HEADER_BYTES_MAX,
-    META_BYTES_MAX,
-    TAG_BYTES,
-    BlockMeta,
-    SealedHeader,
-    derive_block_key,
-    open_meta,
-)
 from entresol_proto.seal.wiping import wipe
-from entresol_proto.status import EntresolError, SealError, Status
+from entresol_proto.status import EntresolError, Status
 
 DRAIN_NS_DEFAULT = 30_000_000_000
 LOCKED = (
     "locked: no key-encryption key; put the file of [keys] kek_file in place, `entresol unlock`"
 )
 TENANTS_IN_STEP = 16  # of a list, before others have their turns
-SCAN_SLOTS, SCAN_COST = 65_536, 200  # of the index, looked through in one turn
-_HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
 
 log = logging.getLogger("entresol.admin")
 
@@ -350,113 +332,9 @@ class ShardAdmin:
             await stretches.spend(NAMESPACE_COST)
         return found
 
-    async def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
-        """Every stored block of a tenant as a STORED event, read from the record heads.
-
-        In order of position within a namespace: parents before what follows them.
-        """
-        parts = self._shard.parts
-        index = parts.engine.index
-        if parts.keyring.info(tenant) is None:
-            return  # admitted, but never seen: nothing is stored
-        for namespace_id in parts.keyring.namespaces_of(tenant):
-            slots = await self._slots_of(tenant, namespace_id)
-            for slot in slots[np.argsort(index.position[slots], kind="stable")].tolist():
-                await self.event_turn(tenant, BLOCK_COST // EVENT_COST)
-                event = await self._stored_event(tenant, namespace_id, slot)
-                if event is not None:
-                    yield event
-
-    async def _slots_of(self, tenant: TenantName, namespace_id: bytes) -> Slots:
-        """Of a namespace's blocks; the index is looked through in the tenant's turns."""
-        index = self._shard.parts.engine.index
-        found = [np.zeros(0, np.int64)]
-        first = 0
-        while index.has_namespace(namespace_id) and first < index.high:
-            await self.event_turn(tenant, SCAN_COST // EVENT_COST)
-            found.append(index.slots_of(namespace_id, first, first + SCAN_SLOTS))
-            first += SCAN_SLOTS
-        return np.concatenate(found)
-
-    async def _stored_event(
-        self, tenant: TenantName, namespace_id: bytes, slot: int
-    ) -> Event | None:
-        """None when it is gone. What cannot be read just now is listed by its key alone: left out,
-        it were gone for who follows, and no event would say that it is back."""
-        parts = self._shard.parts
-        index = parts.engine.index
-        if not index.is_live(slot) or index.namespace_of(slot) != namespace_id:
-            return None
-        if tenant not in parts.accounts.by_name:
-            return None
-        key = index.key_of(slot)
-        resident = parts.residency.get(slot)
-        in_memory = resident is not None and resident.state is ResidentState.READY
-        bare = Event(
-            seq=0,
-            time_unix_ns=parts.unix_ns(),
-            tenant=tenant,
-            kind=events.Kind.STORED,
-            namespace_id=namespace_id,
-            wire_keys=(key,),
-            position=index.m_position[slot],
-            medium=events.Medium.MEMORY if in_memory else events.Medium.FLASH,
-            size_bytes=index.m_sealed_bytes[slot],
-        )
-        try:
-            if resident is not None and in_memory:
-                sealed = memoryview(bytes(sealed_view(resident)[:_HEAD_BYTES_MAX]))
-            else:
-                sealed = await self._head_in_turn(tenant, slot)
-            header = SealedHeader.parse(sealed)
-            if header.wire_key == key and header.namespace_id == namespace_id:
-                meta = self._meta_of(tenant, sealed, header, bare.position)
-                if meta is not None:
-                    return replace(
-                        bare, engine_keys=(header.engine_key,), parent=meta.parent,
-                        position=meta.position, block_tokens=meta.block_tokens,
-                        token_ids_u32le=meta.token_ids_u32le, size_bytes=header.sealed_bytes,
-                    )  # fmt: skip
-        except SealError:
-            pass
-        here = index.is_live(slot) and index.namespace_of(slot) == namespace_id
-        return bare if here and index.key_of(slot) == key else None
-
-    async def _head_in_turn(self, tenant: TenantName, slot: int) -> memoryview:
-        """`_head_from_flash`, in a turn of the tenant's. Raises: QuotaError, SealError."""
-        parts = self._shard.parts
-        await parts.turns.flash.take(parts.accounts.by_name[tenant], limits.ALIGN_BYTES)
-        try:
-            return await self._head_from_flash(slot)
-        finally:
-            parts.turns.flash.give(limits.ALIGN_BYTES)
-
-    def _meta_of(
-        self, tenant: TenantName, sealed: memoryview, header: SealedHeader, position: int
-    ) -> BlockMeta | None:
-        """What routers may know; of a host-sealed block only its place. Raises: SealError."""
-        if header.host_sealed:
-            described = self._shard.parts.keyring.descriptor_of(header.namespace_id)
-            return BlockMeta(b"", position, described.block_tokens if described else 0, b"")
-        dek = self._shard.parts.keyring.get(tenant).dek(header.dek_version)
-        return (
-            None if dek is None else open_meta(sealed, header, derive_block_key(dek, header.salt))
-        )
-
-    async def _head_from_flash(self, slot: int) -> memoryview:
-        """The sealed bytes of a block, to the end of its meta; shorter where they cannot be had.
-
-        Raises: SealError when they begin with no header.
-        """
-        engine = self._shard.parts.engine
-        sealed = memoryview(await engine.read_head(slot))[RECORD_HEADER_BYTES:]
-        header = SealedHeader.parse(sealed)
-        if header.header_bytes + header.meta_bytes <= len(sealed) or not engine.index.is_live(slot):
-            return sealed
-        # A long meta. The slot may have become another block's meanwhile: then it is that one's.
-        record = aligned_buffer(extent_bytes(engine.index.m_sealed_bytes[slot]))
-        statuses = await engine.read([(slot, record)])
-        return record[RECORD_HEADER_BYTES:] if statuses == [Status.OK] else sealed
+    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
+        """Every stored block of a tenant as a STORED event; see `Listing`."""
+        return Listing(self._shard.parts, tenant).events()
 
     def _adopt(self, name: TenantName) -> Account:
         info = self._shard.parts.keyring.info(name)

@@ -1,0 +1,171 @@
+"""Snapshots: what a tenant has stored, as events, read from the heads of its blocks.
+
+Invariants: every block is listed that is stored from before the start to after the end; a tenant
+waits for its turns, of the loop and of flash, and others have theirs in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from entresol_daemon.core.residency import ResidentState
+from entresol_daemon.events import types as events
+from entresol_daemon.events.types import Event
+from entresol_daemon.flash.device import aligned_buffer
+from entresol_daemon.flash.index import Slots
+from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
+from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.staging import sealed_view
+from entresol_daemon.shard.turns import BLOCK_COST, REQUEST_COST
+from entresol_proto import limits
+from entresol_proto.ids import TenantName
+from entresol_proto.seal.block import (
+    HEADER_BYTES_MAX,
+    META_BYTES_MAX,
+    TAG_BYTES,
+    BlockMeta,
+    SealedHeader,
+    derive_block_key,
+    open_meta,
+)
+from entresol_proto.status import SealError, Status
+
+SCAN_SLOTS, SCAN_COST = 65_536, 200  # of the index, looked through in one turn
+HEADS_AT_ONCE = 32  # read from flash in one batch: who follows must be done before the log is full
+_HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
+
+
+class Listing:
+    """One snapshot of one tenant."""
+
+    def __init__(self, parts: Parts, tenant: TenantName) -> None:
+        self._parts = parts
+        self._tenant = tenant
+        self._heads: dict[int, bytes] = {}  # read ahead, by slot: perhaps of another block by now
+
+    async def events(self) -> AsyncIterator[Event]:
+        """In order of position within a namespace: parents before what follows them."""
+        parts = self._parts
+        index = parts.engine.index
+        if parts.keyring.info(self._tenant) is None:
+            return  # admitted, but never seen: nothing is stored
+        for namespace_id in parts.keyring.namespaces_of(self._tenant):
+            slots = await self._slots_of(namespace_id)
+            ordered = slots[np.argsort(index.position[slots], kind="stable")].tolist()
+            for at in range(0, len(ordered), HEADS_AT_ONCE):
+                some = ordered[at : at + HEADS_AT_ONCE]
+                await self._read_ahead(namespace_id, some)
+                for slot in some:
+                    await self._turn(BLOCK_COST)
+                    event = await self._stored_event(namespace_id, slot)
+                    if event is not None:
+                        yield event
+
+    async def _turn(self, cost: int) -> None:
+        account = self._parts.accounts.by_name.get(self._tenant)
+        if account is not None:
+            await self._parts.turns.loop.take(account, REQUEST_COST + cost)
+
+    async def _slots_of(self, namespace_id: bytes) -> Slots:
+        """Of a namespace's blocks; the index is looked through in the tenant's turns."""
+        index = self._parts.engine.index
+        found = [np.zeros(0, np.int64)]
+        first = 0
+        while index.has_namespace(namespace_id) and first < index.high:
+            await self._turn(SCAN_COST)
+            found.append(index.slots_of(namespace_id, first, first + SCAN_SLOTS))
+            first += SCAN_SLOTS
+        return np.concatenate(found)
+
+    def _is_here(self, namespace_id: bytes, slot: int) -> bool:
+        index = self._parts.engine.index
+        return index.is_live(slot) and index.namespace_of(slot) == namespace_id
+
+    async def _read_ahead(self, namespace_id: bytes, slots: Sequence[int]) -> None:
+        """The heads of those that are on flash only, together."""
+        resident = self._parts.residency.get
+        wanted = [
+            slot for slot in slots if resident(slot) is None and self._is_here(namespace_id, slot)
+        ]
+        self._heads = dict(zip(wanted, await self._read(wanted), strict=True)) if wanted else {}
+
+    async def _read(self, slots: list[int]) -> list[bytes]:
+        parts, cost = self._parts, limits.ALIGN_BYTES * len(slots)
+        account = parts.accounts.by_name.get(self._tenant)
+        if account is None:
+            return [b""] * len(slots)
+        await parts.turns.flash.take(account, cost)
+        try:
+            return await parts.engine.read_heads(slots)
+        finally:
+            parts.turns.flash.give(cost)
+
+    async def _stored_event(self, namespace_id: bytes, slot: int) -> Event | None:
+        """None when it is gone. What cannot be read just now is listed by its key alone: left out,
+        it were gone for who follows, and no event would say that it is back."""
+        parts, index = self._parts, self._parts.engine.index
+        if not self._is_here(namespace_id, slot) or self._tenant not in parts.accounts.by_name:
+            return None
+        key = index.key_of(slot)
+        resident = parts.residency.get(slot)
+        in_memory = resident is not None and resident.state is ResidentState.READY
+        bare = Event(
+            seq=0,
+            time_unix_ns=parts.unix_ns(),
+            tenant=self._tenant,
+            kind=events.Kind.STORED,
+            namespace_id=namespace_id,
+            wire_keys=(key,),
+            position=index.m_position[slot],
+            medium=events.Medium.MEMORY if in_memory else events.Medium.FLASH,
+            size_bytes=index.m_sealed_bytes[slot],
+        )
+        try:
+            if resident is not None and in_memory:
+                sealed = memoryview(bytes(sealed_view(resident)[:_HEAD_BYTES_MAX]))
+            else:
+                sealed = await self._sealed_head(slot, key)
+            header = SealedHeader.parse(sealed)
+            if header.wire_key == key and header.namespace_id == namespace_id:
+                meta = self._meta_of(sealed, header, bare.position)
+                if meta is not None:
+                    return replace(
+                        bare, engine_keys=(header.engine_key,), parent=meta.parent,
+                        position=meta.position, block_tokens=meta.block_tokens,
+                        token_ids_u32le=meta.token_ids_u32le, size_bytes=header.sealed_bytes,
+                    )  # fmt: skip
+        except SealError:
+            pass
+        return bare if self._is_here(namespace_id, slot) and index.key_of(slot) == key else None
+
+    def _meta_of(self, sealed: memoryview, header: SealedHeader, position: int) -> BlockMeta | None:
+        """What routers may know; of a host-sealed block only its place. Raises: SealError."""
+        keyring = self._parts.keyring
+        if header.host_sealed:
+            described = keyring.descriptor_of(header.namespace_id)
+            return BlockMeta(b"", position, described.block_tokens if described else 0, b"")
+        dek = keyring.get(self._tenant).dek(header.dek_version)
+        return (
+            None if dek is None else open_meta(sealed, header, derive_block_key(dek, header.salt))
+        )
+
+    async def _sealed_head(self, slot: int, key: bytes) -> memoryview:
+        """The sealed bytes of a block, to the end of its meta; shorter where they cannot be had.
+
+        Raises: SealError when they begin with no header.
+        """
+        engine = self._parts.engine
+        sealed = memoryview(self._heads.pop(slot, b""))[RECORD_HEADER_BYTES:]
+        if not sealed or SealedHeader.parse(sealed).wire_key != key:
+            (head,) = await self._read([slot])
+            sealed = memoryview(head)[RECORD_HEADER_BYTES:]
+        header = SealedHeader.parse(sealed)
+        if header.header_bytes + header.meta_bytes <= len(sealed) or not engine.index.is_live(slot):
+            return sealed
+        # A long meta. The slot may have become another block's meanwhile: then it is that one's.
+        record = aligned_buffer(extent_bytes(engine.index.m_sealed_bytes[slot]))
+        statuses = await engine.read([(slot, record)])
+        return record[RECORD_HEADER_BYTES:] if statuses == [Status.OK] else sealed
