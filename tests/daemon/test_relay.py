@@ -64,11 +64,20 @@ def prompt(blocks: list[PutBlock]) -> list[int]:
 class Router:
     """Reads one pod's endpoint into llm-d's index."""
 
-    def __init__(self, relay: Relay, at: int = 0) -> None:
+    def __init__(self) -> None:
         self.index = llmd.Index()
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
-        self.socket.connect(relay.publisher.endpoints(relay.publisher.outlets[at])[0])
+
+    @classmethod
+    def of(cls, relay: Relay, at: int = 0) -> Router:
+        return cls.at(relay.publisher.endpoints(relay.publisher.outlets[at])[0])
+
+    @classmethod
+    def at(cls, place: str, *, bind: bool = False) -> Router:
+        router = cls()
+        (router.socket.bind if bind else router.socket.connect)(place)
+        return router
 
     def blocks(self, one: list[PutBlock], pod: str = "pod0") -> float:
         """The pod's score for the prompt; a tier without a weight counts 1 for a block."""
@@ -90,12 +99,14 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def relaying(config: ClientConfig, **more: Any) -> AsyncIterator[tuple[Relay, Router]]:
-    """A relay in a thread, and a router that reads it from the start."""
+async def relaying(
+    config: ClientConfig, given: Router | None = None, **more: Any
+) -> AsyncIterator[tuple[Relay, Router]]:
+    """A relay in a thread, and a router that reads it from the start, or one `given`."""
     workers = (Worker("pod0", "tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),)
     options = Options(**{"workers": workers, "match": {"model": MODEL}, **more})
     relay = Relay(options, lambda: config, model=MODEL)
-    router = Router(relay)
+    router = given or Router.of(relay)
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -112,8 +123,9 @@ async def relaying(config: ClientConfig, **more: Any) -> AsyncIterator[tuple[Rel
     finally:
         relay.stop()
         await asyncio.to_thread(thread.join)
-        router.close()
-        zmq.Context.instance().term()
+        if given is None:
+            router.close()
+            zmq.Context.instance().term()
         assert not failed, failed
 
 
@@ -148,7 +160,7 @@ async def test_a_late_router_without_replay_is_told_everything(tmp_path: Path) -
         one = chain(8)
         assert (await space.put(one)).ok
         await router.scores(one, 8)
-        late = Router(relay)
+        late = Router.of(relay)
         try:
             await late.scores(one, 8)
             assert late.index.dropped == 0
@@ -168,6 +180,34 @@ async def test_an_erased_tenant_is_withdrawn(tmp_path: Path) -> None:
         assert relay.mirror.stored_blocks == 0
         await eventually(lambda: relay.shards["dev"].state == "down", seconds=SECONDS_MAX)
         assert "erased" in relay.shards["dev"].reason
+
+
+@pytest.mark.parametrize("connect", [False, True])
+async def test_what_went_while_no_relay_ran_is_taken_back_by_the_next(
+    tmp_path: Path, connect: bool
+) -> None:
+    """A router without replay hears nothing of what was published before it was back."""
+    (port,) = free_ports(1)
+    place = f"tcp://127.0.0.1:{port}"
+    workers = (Worker("pod0", place, connect=connect),)
+    async with running_daemon(tmp_path, shape()) as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        router = Router.at(place, bind=connect)
+        try:
+            one, two = chain(4, 1), chain(3, 2)
+            assert (await space.put(one)).ok
+            assert (await space.put(two)).ok
+            more: dict[str, Any] = {"workers": workers, "round_pause_s": 0.1}
+            async with relaying(running.client_config(), router, **more):
+                await router.scores(one, 4)
+                await router.scores(two, 3)
+            assert (await space.forget([one[1].key])).count == 1
+            assert router.blocks(one) == 4
+            async with relaying(running.client_config(), router, **more):
+                await router.scores(one, 1)
+                await router.scores(two, 3)
+        finally:
+            router.close()
 
 
 async def test_a_tenant_erased_while_the_relay_is_away_is_withdrawn_at_once(tmp_path: Path) -> None:
@@ -249,7 +289,7 @@ async def test_a_chain_over_two_shards_is_one(tmp_path: Path) -> None:
                 held = [len(each.daemon.shard.parts.engine.index) for each in (first, other)]
                 assert sum(held) == 40
                 assert min(held) > 5, "each has a part of the chain"
-                late = Router(relay)
+                late = Router.of(relay)
                 try:
                     await late.scores(one, 40)
                     assert router.index.dropped == late.index.dropped == 0

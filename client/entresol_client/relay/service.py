@@ -35,6 +35,7 @@ TICK_MS = 250
 STATUS_S = 0.2
 HELLO_AFTER_S = 0.1  # lets a subscription be complete before the first message
 ROUND_PAUSES = 4  # a full round at most every fifth of the time
+CLEAR_AGAIN_S = 60.0  # since the start: who comes in it may know what a relay before told
 ENDS = ("KIND_REMOVED", "KIND_EXPIRED", "KIND_CORRUPT")
 
 
@@ -122,6 +123,7 @@ class Relay:
         self._round_began_s = self._began_s
         self._round_done_s: float | None = None  # None: one is under way (the first)
         self._hello_at_s: float | None = None
+        self._clear_wanted = False
         self.events = 0
         self.rounds = 0
         self._kinds = rpc.modules()[1].Kind
@@ -266,6 +268,9 @@ class Relay:
         """A new reader gets an empty message, whose number shows it what it missed, and a round."""
         if news.joined:
             self._hello_at_s = now_s + HELLO_AFTER_S
+            # It was not there when the start took everything back.
+            recent = now_s - self._began_s < CLEAR_AGAIN_S
+            self._clear_wanted |= self.options.clear and recent
         if news.joined or news.behind:
             self._round_wanted = True
         if self._hello_at_s is not None and now_s >= self._hello_at_s:
@@ -287,6 +292,9 @@ class Relay:
         self._round_wanted = False
         self._round_began_s, self._round_done_s = now_s, None
         self.rounds += 1
+        if self._clear_wanted:
+            self._clear_wanted = False
+            self._publish([self._writer.cleared()])
         self.mirror.tell_again()
         for shard in self.shards.values():
             shard.synchronised = False
