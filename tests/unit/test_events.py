@@ -246,6 +246,17 @@ def test_no_tenant_is_starved_in_the_operators_view():
     assert B in tenants
 
 
+def test_a_gap_in_the_operators_view_takes_no_events_of_others_along():
+    log = EventLog(1, event_limits=EventLimits(tenant_events_max=3))
+    everything = log.subscribe(None)
+    store(log, A, 0)
+    for number in range(10):
+        store(log, B, number)
+    events, gap = drain(everything)
+    assert [(event.tenant, event.seq) for event in events] == [(A, 1)]
+    assert gap == Gap(B, GapReason.SLOW, asked_seq=0, first_seq=8, last_seq=10)
+
+
 def test_a_replay_over_all_tenants_is_refused():
     with pytest.raises(EntresolError, match="position") as caught:
         EventLog(1).subscribe(None, after=Position(1, 0))

@@ -448,6 +448,8 @@ class Subscription:
             room = self._log.limits.batch_events_max - len(batch)
             if room <= 0:
                 break
+            if batch and self._log._read(tenant, self._after.get(tenant, 0), 1) is None:
+                break  # its gap is the last that is given: first what was read of others
             got = self._poll_one(tenant, room)
             if isinstance(got, Gap):
                 return got
