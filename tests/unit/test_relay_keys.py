@@ -143,6 +143,19 @@ def test_a_salted_namespace_is_not_published() -> None:
     assert not chooser.admits(info(2, cache_salt="grain"))
 
 
+@pytest.mark.parametrize(
+    "place",
+    [{"tp_rank": 2}, {"pp_rank": 1}, {"tp_rank": 1 << 31}, {"tp_world": 4096, "pp_world": 4096}],
+)
+def test_a_rank_that_its_layout_does_not_have_is_not_published(place: dict[str, int]) -> None:
+    """A block's state has a place for every rank: one far out took gigabytes for two blocks."""
+    one = info(1, **{"tp_world": 2, **place})
+    chooser = Chooser()
+    chooser.choose([one])
+    assert not chooser.admits(one)
+    assert one.ranks > 2 or chooser.admits(info(1, tp_world=2, tp_rank=1))
+
+
 def test_patterns_narrow() -> None:
     chooser = Chooser({"model_revision": "v2*", "tp_world": "[24]"})
     chooser.choose([info(1), info(2, model_revision="v2.1", tp_world=4)])

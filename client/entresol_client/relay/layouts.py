@@ -18,6 +18,8 @@ MATCH_FIELDS = tuple(
     one.name for one in fields(NamespaceDescriptor) if one.name not in (*RANK_FIELDS, *OWN_FIELDS)
 )
 
+RANKS_MAX = 4_096  # of a layout; each takes 2 bytes of a relay's memory for every block
+
 Layout = tuple[str | int, ...]
 """Values of `MATCH_FIELDS`, in that order."""
 
@@ -48,6 +50,12 @@ class NamespaceInfo:
     def ranks(self) -> int:
         """How many ranks hold a part of each block."""
         return max(1, int(self.value("tp_world"))) * max(1, int(self.value("pp_world")))
+
+    @property
+    def has_place(self) -> bool:
+        """True for a rank that its layout has: hosts may write any number."""
+        of_tp, of_pp = (max(1, int(self.value(name))) for name in ("tp_world", "pp_world"))
+        return self.tp_rank < of_tp and self.pp_rank < of_pp and self.ranks <= RANKS_MAX
 
 
 def words(layout: Layout) -> dict[str, str | int]:
@@ -86,8 +94,10 @@ class Chooser:
         self.others.update(layout for layout in layouts if layout != self.chosen)
 
     def admits(self, one: NamespaceInfo) -> bool:
-        """True for a namespace that is published: of the chosen layout and without a salt."""
-        return one.layout == self.chosen and not one.salted and self.matches(one)
+        """True for a namespace that is published: of the chosen layout, one of its ranks, and
+        without a salt."""
+        ours = one.layout == self.chosen and one.has_place
+        return ours and not one.salted and self.matches(one)
 
     def matches(self, one: NamespaceInfo) -> bool:
         """True when every pattern fits."""
