@@ -19,7 +19,7 @@ from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.staging import sealed_view
-from entresol_daemon.shard.turns import BLOCK_COST, REQUEST_COST
+from entresol_daemon.shard.turns import BLOCK_COST, FLASH_ITEM_BYTES, REQUEST_COST
 from entresol_proto import limits
 from entresol_proto.ids import TenantName
 from entresol_proto.seal.block import (
@@ -93,7 +93,7 @@ class Listing:
         self._heads = dict(zip(wanted, await self._read(wanted), strict=True)) if wanted else {}
 
     async def _read(self, slots: list[int]) -> list[bytes]:
-        parts, cost = self._parts, limits.ALIGN_BYTES * len(slots)
+        parts, cost = self._parts, (limits.ALIGN_BYTES + FLASH_ITEM_BYTES) * len(slots)
         account = parts.accounts.by_name.get(self._tenant)
         if account is None:
             return [b""] * len(slots)
