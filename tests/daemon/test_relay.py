@@ -29,15 +29,17 @@ from daemon_lab import client_of, shape
 from harness import DaemonProcess, Running, eventually, running_daemon
 
 from bench.processes import free_ports
+from entresol_client.cli.errors import CliError
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig, ShardAddress, TlsFiles
-from entresol_client.relay import metrics
+from entresol_client.relay import feed, metrics
 from entresol_client.relay.service import Options, Relay
 from entresol_client.relay.workers import Worker
 from entresol_client.results import PutBlock
 from entresol_daemon.control import devcerts
 from entresol_proto.ids import NamespaceDescriptor, TenantName
 from entresol_proto.limits import KIB
+from entresol_proto.status import Status
 from tests.engines.routers import llmd
 
 MODEL = "lab/model"
@@ -335,6 +337,30 @@ def test_a_relay_may_be_stopped_while_it_ends() -> None:
     del relay
     gc.collect()
     assert gone() is None, "nothing keeps it and its descriptor"
+
+
+@pytest.mark.parametrize("other", [feed.Up("right"), feed.Down("right", "away")])
+def test_a_wrong_shard_ends_a_relay_only_when_no_other_is_right(other: feed.Item) -> None:
+    """Which of two shards answered first decided it."""
+    shards = (
+        ShardAddress("right", port=1, grpc_port=1),
+        ShardAddress("wrong", port=1, grpc_port=1),
+    )
+    config = ClientConfig(shards=shards, tls=TlsFiles(*[Path("none")] * 3))
+    relay = Relay(
+        Options(workers=(Worker("pod0", "tcp://127.0.0.1:0"),)), lambda: config, model=MODEL
+    )
+    refused = feed.Down("wrong", "another", CliError("another", status=Status.FORBIDDEN))
+    try:
+        relay._apply(refused, 0.0)  # the other one may be right
+        relay._apply(other, 0.0)
+        if isinstance(other, feed.Up):
+            relay._apply(refused, 0.0)
+        else:
+            with pytest.raises(CliError, match="another"):
+                relay._apply(refused, 0.0)
+    finally:
+        relay.close()
 
 
 # The command --------------------------------------------------------------------------------------

@@ -208,7 +208,8 @@ class Relay:
             if shard.state != "down":
                 shard.state, shard.since_s = "down", now_s
             shard.reason, shard.erased = item.reason, item.erased
-            if item.fatal is not None and not any(one.ever_up for one in self.shards.values()):
+            hopes = (one.ever_up or one.state == "connecting" for one in self.shards.values())
+            if item.fatal is not None and not any(hopes):
                 raise item.fatal
 
     def _take_spaces(self, item: feed.Spaces) -> None:
