@@ -52,6 +52,14 @@ class Shares(Generic[K, V]):
         for entries in self._owners.values():
             yield from entries.items()
 
+    def drop(self, owner: str, key: K) -> None:
+        """Drop an entry, if there is one."""
+        entries = self._owners.get(owner)
+        if entries is not None and entries.pop(key, None) is not None:
+            self._count -= 1
+            if not entries:
+                del self._owners[owner]
+
     def forget(self, owner: str) -> None:
         """Drop all that an owner has."""
         self._count -= len(self._owners.pop(owner, ()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.reports import REPORTED_MAX
 from entresol_daemon.shard.turns import LOOP_ROUND_COST, REMOVAL_COST
 from entresol_proto.ids import TenantName
+from entresol_proto.seal.bypass import TRIES, Bypass
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import Ack, OpenAt, Reason
@@ -197,5 +199,30 @@ def test_rows_of_forgotten_keys_are_their_tenants(tmp_path: Path) -> None:
         assert set(parts.history._owners) == {mine, theirs}
         kept = [parts.history.why(other.namespace_id, name)[0] for name in other._names(KEYS[:25])]
         assert kept == [Reason.EVICTED] * 25
+
+    simulate(tmp_path, story)
+
+
+def test_what_was_learned_of_a_tenant_is_not_pushed_out_by_namespaces_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Oracle, "content", lambda _self, _tenant, key: random.Random(key).randbytes(9000)
+    )
+
+    async def story(world: World) -> None:
+        world.shard.host_id, chooser = bytes(15) + b"1", world.shard.parts.codecs
+        chooser._link_bytes_per_s = 10**8  # a slow link to another host: blocks are compressed
+        bypass = chooser.bypass = Bypass(places_max=8)
+        host = await joined(world, private=True)  # the daemon seals
+        for key in KEYS[:TRIES]:
+            assert await host.put([key], Ack.DURABLE) == [Status.OK]
+        for number in range(20):
+            other = Host(world, "beta", private=True, careful=True)
+            await other.open(salt=f"{number}")
+            assert await other.put([KEYS[number]], Ack.DURABLE) == [Status.OK]
+        assert bypass.skipped == 0
+        assert await host.put([KEYS[TRIES]], Ack.DURABLE) == [Status.OK]
+        assert bypass.skipped == 1
 
     simulate(tmp_path, story)

@@ -91,6 +91,20 @@ def test_places_are_bounded_and_the_oldest_go() -> None:
     assert bypass.PLACES_MAX >= 256
 
 
+def test_namespaces_of_one_tenant_push_out_no_other_ones() -> None:
+    of = Bypass(places_max=8)
+    for _ in range(TRIES):
+        of.learn(SPACE, DType.BF16, codecs.FAST, codecs.RAW, "mine")
+    for number in range(100):
+        of.learn(number.to_bytes(16, "big"), DType.BF16, codecs.FAST, codecs.RAW, "theirs")
+    assert len(of._places) == 8
+    assert of.codec(SPACE, DType.BF16, codecs.FAST, "theirs") == codecs.FAST
+    assert of.codec(SPACE, DType.BF16, codecs.FAST, "mine") == codecs.RAW
+    of.forget("mine")
+    assert of.codec(SPACE, DType.BF16, codecs.FAST, "mine") == codecs.FAST
+    assert len(of._places) == 7
+
+
 @needs_kernel
 @pytest.mark.parametrize("name", ["fast", "dense"])
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16, DType.FP8_E4M3, DType.FP8_E5M2])

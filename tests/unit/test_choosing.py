@@ -211,11 +211,12 @@ def test_measured_sealing_speeds_count_once_there_is_enough() -> None:
         of.pressure.sample(Waiting(sealing=True), read_bytes_per_s=GB, write_bytes_per_s=GB)
     assert choose(of) == codecs.DENSE
     seconds = 1_000_000_000
-    of.sealed(SPACE, DType.BF16, codecs.DENSE, codecs.DENSE, choosing.LEARN_BYTES_MIN - 1, seconds)
+    place, dense = (ALPHA, SPACE, DType.BF16), codecs.DENSE
+    of.sealed(*place, dense, dense, choosing.LEARN_BYTES_MIN - 1, seconds)
     assert choose(of) == codecs.DENSE
-    of.sealed(SPACE, DType.BF16, codecs.DENSE, codecs.RAW, 100 * MIB, 60 * seconds)  # bypassed
+    of.sealed(*place, dense, codecs.RAW, 100 * MIB, 60 * seconds)  # bypassed
     assert choose(of) == codecs.DENSE
-    of.sealed(SPACE, DType.BF16, codecs.DENSE, codecs.DENSE, 100 * MIB, 5 * seconds)
+    of.sealed(*place, dense, dense, 100 * MIB, 5 * seconds)
     assert choose(of) == codecs.FAST  # 20 MB/s from one thread: this machine is not that one
 
 

@@ -40,3 +40,15 @@ def test_more_owners_than_entries() -> None:
     for owner in range(10):
         of.use(f"{owner}", 1)
     assert [owner for owner in range(10) if of.of(f"{owner}")] == [7, 8, 9]
+
+
+def test_a_dropped_entry_leaves_room_for_one() -> None:
+    of: Shares[int, list[int]] = Shares(2, list)
+    of.use("a", 1)
+    of.use("b", 1)
+    for _ in range(2):
+        of.drop("a", 1)
+        of.drop("nobody", 1)
+    assert (list(of.of("a")), list(of.of("b")), len(of)) == ([], [1], 1)
+    of.use("b", 2)
+    assert list(of.of("b")) == [1, 2]

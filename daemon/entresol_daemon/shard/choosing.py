@@ -118,16 +118,11 @@ class CodecChooser:
         totals[1] += stored_bytes
 
     def sealed(
-        self,
-        namespace_id: bytes,
-        dtype: DType,
-        tried: int,
-        became: int,
-        plain_bytes: int,
-        elapsed_ns: int,
-    ) -> None:
+        self, tenant: str, namespace_id: bytes, dtype: DType, tried: int, became: int,
+        plain_bytes: int, elapsed_ns: int,
+    ) -> None:  # fmt: skip
         """A block was sealed here, in so much time of one thread."""
-        self.bypass.learn(namespace_id, dtype, tried, became)
+        self.bypass.learn(namespace_id, dtype, tried, became, tenant)
         if tried == became:
             self._speeds.setdefault((dtype, tried), _Sealed()).add(plain_bytes, elapsed_ns)
 
@@ -172,6 +167,7 @@ class CodecChooser:
     def forget(self, tenant: str) -> None:
         """The tenant was erased."""
         self._places.forget(tenant)
+        self.bypass.forget(tenant)
 
     def _choose(
         self, tenant: str, namespace_id: bytes, dtype: DType, place: _Place | None,

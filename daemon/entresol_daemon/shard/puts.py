@@ -128,7 +128,8 @@ class PutPath:
             pull.status = Status.BAD_REQUEST
         else:
             bypass = self._parts.codecs.bypass
-            pull.codec_id = bypass.codec(of.namespace_id, of.dtype, of.choice.codec_id)
+            tenant = reservation.session.account.name
+            pull.codec_id = bypass.codec(of.namespace_id, of.dtype, of.choice.codec_id, tenant)
             endpoint = reservation.session.endpoint
             maps = endpoint is not None and endpoint.capabilities.maps
             pull.stays = maps and pull.codec_id == codecs.RAW
@@ -332,8 +333,8 @@ class PutPath:
                 continue
             header, pull.payload_hash = made.header, made.payload_hash
             parts.codecs.sealed(
-                job.identity.namespace_id, job.identity.dtype, job.codec_id, header.codec_id,
-                header.plain_bytes, made.sealing_ns,
+                account.name, job.identity.namespace_id, job.identity.dtype, job.codec_id,
+                header.codec_id, header.plain_bytes, made.sealing_ns,
             )  # fmt: skip
             pull.header = header
             pull.sealed_bytes = header.sealed_bytes

@@ -8,7 +8,8 @@ on.
 
 Invariant: of SKIPPED_MAX + 1 blocks in a row at least one is looked at, and one that shrinks ends
 the skipping: data that shrink again are noticed within so many blocks. At most `places_max`
-namespaces and dtypes are remembered, those that failed last.
+namespaces and dtypes are remembered, of each owner those that failed last; who has most of them
+forgets first, so that no tenant's blocks are looked at anew because of others (`shares`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 
 from entresol_proto.seal import codecs
 from entresol_proto.seal.dtypes import DType
+from entresol_proto.shares import Shares
 
 PLACES_MAX = 1024
 TRIES = 4
@@ -24,36 +26,42 @@ SKIPPED_MAX = 64
 
 
 class Bypass:
-    """Of one daemon's shard, or one host's. For use from any thread."""
+    """Of one daemon's shard, or one host's, which is its only owner. For use from any thread."""
 
     def __init__(self, *, places_max: int = PLACES_MAX) -> None:
-        self._places_max = places_max
         self._lock = threading.Lock()  # over what follows
-        self._places: dict[tuple[bytes, DType], list[int]] = {}  # failed in a row, to be skipped
+        # Failed in a row, to be skipped.
+        self._places: Shares[tuple[bytes, DType], list[int]] = Shares(places_max, lambda: [0, 0])
         self.skipped = 0  # blocks, ever
 
-    def codec(self, namespace_id: bytes, dtype: DType, codec_id: int) -> int:
+    def codec(self, namespace_id: bytes, dtype: DType, codec_id: int, owner: str = "") -> int:
         """What to seal the next block with where `codec_id` is asked for: that, or raw."""
         if codec_id == codecs.RAW or not self._places:
             return codec_id
         with self._lock:
-            place = self._places.get((namespace_id, dtype))
+            place = self._places.of(owner).get((namespace_id, dtype))
             if place is None or not place[1]:
                 return codec_id
             place[1] -= 1
             self.skipped += 1
             return codecs.RAW
 
-    def learn(self, namespace_id: bytes, dtype: DType, tried: int, became: int) -> None:
+    def learn(
+        self, namespace_id: bytes, dtype: DType, tried: int, became: int, owner: str = ""
+    ) -> None:
         """A block that was to be sealed with the codec `tried` was sealed as `became`."""
         if tried == codecs.RAW or (became != codecs.RAW and not self._places):
             return
         with self._lock:
-            failed, _ = self._places.pop((namespace_id, dtype), (0, 0))
             if became != codecs.RAW:
+                self._places.drop(owner, (namespace_id, dtype))
                 return
-            failed += 1
+            place = self._places.use(owner, (namespace_id, dtype))
+            failed = place[0] + 1
             skipped = min(1 << min(failed - TRIES, 16), SKIPPED_MAX) if failed >= TRIES else 0
-            self._places[namespace_id, dtype] = [failed, skipped]
-            if len(self._places) > self._places_max:
-                del self._places[next(iter(self._places))]
+            place[:] = failed, skipped
+
+    def forget(self, owner: str) -> None:
+        """The tenant was erased."""
+        with self._lock:
+            self._places.forget(owner)
