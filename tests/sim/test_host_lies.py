@@ -126,6 +126,59 @@ def test_what_a_host_sealed_wrongly_is_not_the_drives_doing(
     assert not lines(caplog, "corrupt")
 
 
+def test_blocks_that_do_not_open_are_dropped_in_turns(tmp_path: Path) -> None:
+    """A window of 64 held the loop for 7 ms."""
+
+    async def story(world: World) -> None:
+        spoiler, parts = Spoiler(world, "alpha", careful=True), world.shard.parts
+        await spoiler.open()
+        reader = await joined(world, private=True)
+        keys = KEYS[:64]
+        assert set(await spoiler.put(keys, Ack.DURABLE)) == {Status.OK}
+        turns = [0]  # how many were dropped in each
+        gone = parts.engine.remove
+
+        def remove(slot: int, reason: Any) -> None:
+            if not turns[-1]:
+                asyncio.get_running_loop().call_soon(turns.append, 0)
+            turns[-1] += 1
+            gone(slot, reason)
+
+        parts.engine.remove = remove  # type: ignore[method-assign]
+        assert set(await reader.get(keys, OpenAt.DAEMON)) == {Status.CORRUPT}
+        assert sum(turns) == len(keys)
+        assert max(turns) <= LOOP_ROUND_COST // REMOVAL_COST
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.parametrize("moment", [0, 3, 7, 11])
+def test_a_host_that_leaves_while_its_blocks_are_dropped_leaves_nothing(
+    tmp_path: Path, moment: int
+) -> None:
+    async def story(world: World) -> None:
+        spoiler, parts = Spoiler(world, "alpha", careful=True), world.shard.parts
+        await spoiler.open()
+        good, reader = await joined(world, private=True), await joined(world, private=True)
+        assert set(await good.put(KEYS[:8], Ack.DURABLE)) == {Status.OK}
+        assert set(await spoiler.put(KEYS[8:64], Ack.DURABLE)) == {Status.OK}
+        gone, removed = parts.engine.remove, itertools.count()
+
+        def remove(slot: int, reason: Any) -> None:
+            gone(slot, reason)
+            if next(removed) == 5 * moment:
+                reader.cut()
+
+        parts.engine.remove = remove  # type: ignore[method-assign]
+        assert Status.CORRUPT not in await reader.get(KEYS[:64], OpenAt.DAEMON)
+        parts.engine.remove = gone  # type: ignore[method-assign]
+        await reader.gone()
+        assert await good.get(KEYS[:8], OpenAt.DAEMON) == [Status.OK] * 8
+        assert set(await good.get(KEYS[8:64], OpenAt.DAEMON)) <= {Status.CORRUPT, Status.MISS}
+
+    simulate(tmp_path, story)  # which looks at pins and memory
+
+
 def test_damage_on_flash_is_the_drives_doing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,6 +119,7 @@ class OpenedBlocks:
             for _, _, block in jobs:
                 self._wipe(session, block)
             raise
+        wrong: list[Resident] = []
         for (index, resident, block), (status, digest) in zip(jobs, opened, strict=True):
             if status is Status.OK:
                 block.engine_key_digest = digest
@@ -127,9 +128,10 @@ class OpenedBlocks:
                 session.plain_blocks.setdefault(block.place, block)
             else:
                 self._wipe(session, block)
-                # Its bytes are those that were hashed for flash, or never left memory.
-                removal.corrupt(resident, where="seal")
+                wrong.append(resident)
                 failed.append((index, Status.CORRUPT))
+        if wrong:  # their bytes are those that were hashed for flash, or never left memory
+            await removal.sealed_wrongly(session.account, wrong)
         for resident in leased.sealed.values():
             parts.residency.unpin(resident)
         leased.sealed.clear()

@@ -10,6 +10,7 @@ Invariant: a block that left the index is never served again, from memory or fro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -39,7 +40,13 @@ from entresol_daemon.flash.model import Removed, RemoveReason
 from entresol_daemon.flash.tombstones import TOMBSTONE_BYTES
 from entresol_daemon.metrics import OF_HOSTS
 from entresol_daemon.shard.parts import Parts
-from entresol_daemon.shard.turns import DROP_COST, NAMESPACE_COST, Stretches
+from entresol_daemon.shard.turns import (
+    DROP_COST,
+    LOOP_TURN_COST,
+    NAMESPACE_COST,
+    REMOVAL_COST,
+    Stretches,
+)
 from entresol_proto import limits
 from entresol_proto.ids import TenantName, short
 from entresol_proto.status import DeviceError, QuotaError, Status
@@ -335,6 +342,15 @@ class Removal:
         elif where not in OF_HOSTS:
             log.error("event=corrupt where=%s namespace=%s block=%s", where, *place)
         self._drop_corrupt(resident.slot, where)
+
+    async def sealed_wrongly(self, account: Account, residents: Sequence[Resident]) -> None:
+        """Drop blocks of a tenant that do not open, which is its hosts' doing: in its turns."""
+        with contextlib.suppress(QuotaError):  # see `rest`
+            await self._parts.turns.loop.take(account, LOOP_TURN_COST)
+        stretches = self.stretches_of(account)
+        for resident in residents:
+            self.corrupt(resident, where="seal")
+            await self.rest(stretches, REMOVAL_COST)
 
     def _drop_corrupt(self, slot: int, where: str) -> None:
         self._found_at = where
