@@ -277,7 +277,7 @@ def test_fields_are_bounded_together(lines):
 def test_every_log_call_with_an_event_is_fields():
     """In JSON it is one string else, and nobody notices."""
     calls, wrong = 0, []
-    for folder in ("daemon/entresol_daemon", "proto/entresol_proto"):
+    for folder in ("daemon/entresol_daemon", "proto/entresol_proto", "client/entresol_client"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 texts = node.args if isinstance(node, ast.Call) else []

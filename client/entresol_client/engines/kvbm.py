@@ -223,7 +223,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
             return
         assert self._tenants is not None
         self._planner.lookup = self._tenants.lookup(list(descriptors.values()))
-        log.info("event=kvbm_tier_on %s", self._tenants.describe())
+        log.info("event=kvbm_tier_on shards=%r", self._tenants.describe())
 
     # Worker -------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class EntresolDynamoConnector(DynamoConnector):  # type: ignore[misc]
             self._worker_side.close()
         if self._tenants is not None:
             told = " ".join(f"{name}={value}" for name, value in sorted(self.stats().items()))
-            log.info("event=kvbm_tier_end role=%s %s", self.role.name.lower(), told)
+            log.info("event=kvbm_tier_end role=%s counts=%r", self.role.name.lower(), told)
             self._tenants.close()
         super().shutdown()
 

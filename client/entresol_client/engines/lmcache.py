@@ -119,7 +119,7 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
         self._loads: Board[Bitmap] = Board()
         if l1_memory_desc is not None:
             self._store.register(_memory(l1_memory_desc))
-        log.info("event=lmcache_adapter_open lmcache=%s %s", version, self._store.describe())
+        log.info("event=lmcache_adapter_open lmcache=%s shards=%r", version, self._store.describe())
 
     # Descriptors -------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class EntresolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no 
         self._loaded: deque[tuple[int, float]] = deque(maxlen=MEASUREMENTS_MAX)
         self._stored: deque[tuple[int, float]] = deque(maxlen=MEASUREMENTS_MAX)
         self._store = EngineStore(settings)
-        log.info("event=sglang_backend_open sglang=%s %s", version, self._store.describe())
+        log.info("event=sglang_backend_open sglang=%s shards=%r", version, self._store.describe())
 
     # Host pools --------------------------------------------------------------------------------
 

@@ -164,12 +164,12 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
                     self._stores.append(store)
                     store.register(self._view)
                     by_path[path] = store.space(self.descriptor)
-                    log.info("event=tier_open tenant=%r %s", tenant, store.describe())
+                    log.info("event=tier_open tenant=%r shards=%r", tenant, store.describe())
                 self._spaces[tenant] = by_path[path]
         except BaseException:
             self.shutdown()
             raise
-        log.info("event=tier_namespace chunk_bytes=%d %s",
+        log.info("event=tier_namespace chunk_bytes=%d namespace=%r",
                  self._chunk_bytes, as_words(self.descriptor))  # fmt: skip
 
     # Requests --------------------------------------------------------------------------------
