@@ -26,7 +26,7 @@ from entresol_daemon.config import Config
 from entresol_daemon.control.identity import (
     ROLE_SHARD,
     SpiffeId,
-    judge_certificate,
+    judge_files,
     server_ssl_context,
 )
 from entresol_daemon.drives import drives_below, read_wear
@@ -78,15 +78,16 @@ def _tls(config: Config) -> Rows:
     if tls.cert is None or tls.key is None or tls.ca is None:
         yield FAIL, "no certificate: [tls] cert, key and ca are not all set", "name the PEM files"
         return
-    server_ssl_context(tls.cert, tls.key, tls.ca)
+    context = server_ssl_context(tls.cert, tls.key, tls.ca)
     shard = SpiffeId(tls.trust_domain, ROLE_SHARD, config.shard.name)
-    validity, now_s = judge_certificate(tls.cert.read_bytes(), shard), time.time()
-    error = validity.problem(now_s)
+    dates, now_s = judge_files(context, tls.cert.read_bytes(), shard), time.time()
+    error = dates.problem(now_s)
     if error is not None:
         raise error
-    last = datetime.datetime.fromtimestamp(validity.not_after_s, datetime.UTC)
-    if validity.not_after_s - now_s < EXPIRY_WARN_DAYS * 86_400:
-        yield WARN, f"the certificate ends on {last:%Y-%m-%d}", "renew it; it is taken over running"
+    last = datetime.datetime.fromtimestamp(dates.not_after_s, datetime.UTC)
+    if dates.not_after_s - now_s < EXPIRY_WARN_DAYS * 86_400:
+        ends = "certificate" if dates.not_after_s == dates.certificate.not_after_s else "last CA"
+        yield WARN, f"the {ends} ends on {last:%Y-%m-%d}", "renew it; it is taken over running"
     else:
         yield OK, f"certificate of shard {config.shard.name}, valid until {last:%Y-%m-%d}", ""
 

@@ -345,7 +345,8 @@ class Metrics:
             "tls_files_unusable", "1 while the TLS files cannot be used, and older ones serve."
         )
         self.tls_not_after = self._make.gauge(
-            "tls_not_after_seconds", "When the certificate in force ends, in seconds since 1970."
+            "tls_not_after_seconds",
+            "When the certificate in force ends, or the last of its CAs, in seconds since 1970.",
         )
         self.state = self._make.gauges(
             "state",

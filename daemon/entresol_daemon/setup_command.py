@@ -105,7 +105,7 @@ def check_data(config: Config) -> None:
 def check_surroundings(config: Config) -> None:
     """What else a start needs that may not be there yet. Raises: EntresolError."""
     from entresol_daemon import data_places
-    from entresol_daemon.control.identity import judge_certificate, server_ssl_context
+    from entresol_daemon.control.identity import judge_files, server_ssl_context
     from entresol_proto.identity import ROLE_SHARD, SpiffeId
 
     for problem, hint in data_places.problems(config):
@@ -115,9 +115,9 @@ def check_surroundings(config: Config) -> None:
     if not any(path.exists() for path in (cert, key, ca)):
         print(f"note: {cert} and its key and CA are not there yet; `prepare` makes them")
         return
-    server_ssl_context(cert, key, ca)
+    context = server_ssl_context(cert, key, ca)
     shard = SpiffeId(config.tls.trust_domain, ROLE_SHARD, config.shard.name)
-    error = judge_certificate(cert.read_bytes(), shard).problem(time.time())
+    error = judge_files(context, cert.read_bytes(), shard).problem(time.time())
     if error is not None:
         raise error
 

@@ -556,6 +556,72 @@ def test_a_clock_that_is_set_late_and_certificates_of_its_time(
     assert "expired" in door.problem()
 
 
+@LOOPS
+def test_cas_that_are_not_valid_take_no_good_ones_place(
+    pki: DevPki, tmp_path: Path, loop_factory: LoopFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were taken over without a word, and every host was refused from then on."""
+    files, good, now_s = pki.shard, pki.ca.read_bytes(), [time.time()]
+    older, old, soon = (_ca_of(tmp_path / f"{year}", year) for year in (2009, 2010, 2100))
+
+    async def main() -> None:
+        door = ReloadingServerContext(
+            *_paths(files), interval_ns=0, now_ns=Clock(), unix_s=lambda: now_s[0]
+        )
+        async with serve(door.context) as port:
+            for number, (raw, why) in enumerate((
+                (old, "the CA in [tls] ca expired on 2019-12-30"),
+                (older + old, "the last CA in [tls] ca expired on 2019-12-30"),
+                (soon, "no CA in [tls] ca is valid before 2099-12-31"),
+                (old + soon, "no CA in [tls] ca is valid before 2099-12-31"),
+            ), 1):  # fmt: skip
+                caplog.clear()
+                pki.ca.write_bytes(raw)
+                for _ in range(2):
+                    assert await ask(port, context_of_saved) == "tenant acme"
+                assert (door.reloads, door.failures, door.stale) == (0, number, True)
+                assert why in caplog.text
+                assert door.problem() == ""
+            pki.ca.write_bytes(old + good + soon)
+            assert door.check(), "one that is valid is enough"
+            assert await ask(port, context_of_saved) == "tenant acme"
+
+    context_of_saved = context_of(pki.tenant("acme"))
+    run(loop_factory, main())
+
+
+def test_cas_and_their_time(pki: DevPki, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing told why no host could connect, nor that the CA would end."""
+    now_s, files = [time.time()], pki.shard
+    door = ReloadingServerContext(
+        *_paths(files), interval_ns=0, now_ns=Clock(), unix_s=lambda: now_s[0]
+    )
+    good, soon_s = pki.ca.read_bytes(), time.time() + 100 * 86_400
+    soon = datetime.datetime.fromtimestamp(soon_s, datetime.UTC)
+    pki.ca.write_bytes(_ca_of(tmp_path / "soon", soon.year, begin=soon))
+    assert not door.check()
+    now_s[0] = soon_s
+    assert door.check(), "its time has begun, and it was not looked at again"
+    pki.ca.write_bytes(good)
+    long = devcerts.issue(
+        pki, "long", uris=[shard_uri(DOMAIN, "s0")], server=True, days=2 * devcerts.CA_DAYS
+    )
+    _install(long, files)
+    assert door.check()
+    assert abs(door.not_after_s() - time.time() - devcerts.CA_DAYS * 86_400) < 3600
+    now_s[0] = door.not_after_s() + 1
+    assert "the CA in [tls] ca expired" in door.problem()
+    caplog.clear()
+    late = ReloadingServerContext(*_paths(files), now_ns=Clock(), unix_s=lambda: now_s[0])
+    assert "the CA in [tls] ca expired" in late.problem(), "a start, as its clock may be wrong"
+    assert "event=certificate_not_valid" in caplog.text
+
+
+def _ca_of(folder: Path, year: int, *, begin: datetime.datetime | None = None) -> bytes:
+    begin = begin or datetime.datetime(year, 1, 1, tzinfo=datetime.UTC)
+    return devcerts.create(folder, trust_domain=DOMAIN, shard="s0", now=begin).ca.read_bytes()
+
+
 def _paths(files: CertFiles) -> tuple[Path, Path, Path]:
     return files.cert, files.key, files.ca
 

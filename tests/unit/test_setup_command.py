@@ -6,9 +6,11 @@ that too many may read, an older version started on newer data.
 
 from __future__ import annotations
 
+import datetime
 import grp
 import ipaddress
 import os
+import shutil
 import stat
 import struct
 import tomllib
@@ -207,6 +209,19 @@ def test_check_calls_no_certificate_good_that_hosts_refuse(
     assert run(toml, "--check") == 1
     err = capsys.readouterr().err
     assert why in err
+    assert "fix: " in err
+
+
+def test_check_calls_no_ca_good_that_has_expired(
+    toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(toml, "prepare") == 0
+    long_ago = datetime.datetime(2010, 1, 1, tzinfo=datetime.UTC)
+    old = devcerts.create(tmp_path / "old", now=long_ago)
+    shutil.copy(old.ca, toml.parent / "pki" / "ca.pem")
+    assert run(toml, "--check") == 1
+    err = capsys.readouterr().err
+    assert "the CA in [tls] ca expired on 2019-12-30" in err
     assert "fix: " in err
 
 

@@ -2,14 +2,16 @@
 
 Invariant: every handshake is judged by the newest certificate, key and CA bundle that loaded
 cleanly. Sessions are never resumed (no tickets), because resumption would skip that judgement; a
-broken new file, and a certificate that no host would accept (of somebody else, or not valid at this
-time), changes nothing but a counter and one log line.
+broken new file, a certificate that no host would accept (of somebody else, or not valid at this
+time), and CAs of which none is valid, change nothing but a counter and one log line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
+import math
 import os
 import ssl
 import time
@@ -37,6 +39,7 @@ from entresol_proto.identity import (
 __all__ = [
     "ROLE_SHARD",
     "ROLE_TENANT",
+    "Dates",
     "IdentityError",
     "PemBundle",
     "ReloadingServerContext",
@@ -46,7 +49,7 @@ __all__ = [
     "check_trust_domain",
     "client_ssl_context",
     "first_certificate",
-    "judge_certificate",
+    "judge_files",
     "parse_spiffe_id",
     "server_ssl_context",
     "shard_uri",
@@ -107,6 +110,58 @@ class Validity:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Dates:
+    """When a set of files lets hosts connect: while its certificate is valid, and one at least of
+    the CAs that theirs are verified against (none: they tell no dates)."""
+
+    certificate: Validity
+    cas: tuple[Validity, ...]
+
+    @property
+    def not_after_s(self) -> float:
+        """When the certificate ends, or the last CA if that is sooner."""
+        last_ca_s = max((ca.not_after_s for ca in self.cas), default=math.inf)
+        return min(self.certificate.not_after_s, last_ca_s)
+
+    def begins_s(self, now_s: float) -> float | None:
+        """When it can be used next, if it cannot be now; None for never."""
+        begins = [one.not_before_s for one in (self.certificate, *self.cas)]
+        usable = [at for at in begins if at > now_s and self.problem(at) is None]
+        return min(usable, default=None)
+
+    def problem(self, now_s: float) -> IdentityError | None:
+        """Why no host can connect at that time; None when the dates stand in nobody's way."""
+        error = self.certificate.problem(now_s)
+        if error is not None or not self.cas:
+            return error
+        if any(ca.not_before_s <= now_s <= ca.not_after_s for ca in self.cas):
+            return None
+        later = [ca.not_before_s for ca in self.cas if ca.not_before_s > now_s]
+        if later:
+            what = f"no CA in [tls] ca is valid before {_minute(min(later))}"
+        else:
+            which = "the CA" if len(self.cas) == 1 else "the last CA"
+            last_s = max(ca.not_after_s for ca in self.cas)
+            what = f"{which} in [tls] ca expired on {_minute(last_s)}"
+        return IdentityError(
+            f"{what}: no host's certificate is accepted",
+            hint="put a valid certificate of the CA there, beside the old one if hosts have one "
+            "of each, or check the clock of this host (timedatectl)",
+        )
+
+
+def judge_files(context: ssl.SSLContext, pem: bytes, shard: SpiffeId | None) -> Dates:
+    """The dates of a chain's first certificate, see `judge_certificate`, and of the CAs that a
+    context has loaded. Raises: IdentityError."""
+    cas = []
+    for ca in context.get_ca_certs():
+        with contextlib.suppress(KeyError, ValueError):  # of a form that tells no date
+            dates = (str(ca["notBefore"]), str(ca["notAfter"]))
+            cas.append(Validity(*map(ssl.cert_time_to_seconds, dates)))
+    return Dates(judge_certificate(pem, shard), tuple(cas))
+
+
 def judge_certificate(pem: bytes, shard: SpiffeId | None) -> Validity:
     """When the chain's first certificate is valid, if it names `shard` (None: whomever it names).
 
@@ -143,9 +198,9 @@ class ReloadingServerContext:
     changed, a new context is built and serves this and all later handshakes. Established sessions
     keep the identity they were accepted with, which is why sessions have a maximum age.
 
-    A certificate that is not valid now takes no valid one's place; it is tried again when its time
-    begins. At the start, and after one that is not valid either, it is taken: a clock may be set
-    only later. `problem` tells of it.
+    A certificate that is not valid now takes no valid one's place, nor do CAs of which none is;
+    they are tried again when their time begins. At the start, and after what is not valid either,
+    they are taken: a clock may be set only later. `problem` tells of it.
 
     Attributes:
         reloads: times a changed set of files was taken over.
@@ -177,7 +232,7 @@ class ReloadingServerContext:
         self._again_s: float | None = None  # when the time of a set that lies there begins
         self._signature = self._stat()
         self._active, self._bundle = self._load(generation=1)
-        self._validity = judge_certificate(self._bundle.cert, shard)
+        self._dates = judge_files(self._active, self._bundle.cert, shard)
         self._warn_of_dates()
         self._checked_ns = now_ns()
         # The context that servers hold is a door only: each handshake is moved to the active one.
@@ -219,7 +274,7 @@ class ReloadingServerContext:
         self._again_s = None
         try:
             context, bundle = self._load(self._bundle.generation + 1)
-            validity = self._judge(bundle)
+            dates = self._judge(context, bundle)
             if self._stat() != signature:
                 raise IdentityError("the files changed while they were read")
         except IdentityError as error:
@@ -230,7 +285,7 @@ class ReloadingServerContext:
             reason, hint = Exception.__str__(error), error.hint
             log.warning("event=tls_reload_failed kept=old reason=%r hint=%r", reason, hint)
             return False
-        self._active, self._bundle, self._validity = context, bundle, validity
+        self._active, self._bundle, self._dates = context, bundle, dates
         self.stale = False
         self.reloads += 1
         log.info("event=tls_reloaded generation=%d", bundle.generation)
@@ -240,35 +295,34 @@ class ReloadingServerContext:
     def _has_begun(self) -> bool:
         return self._again_s is not None and self._unix_s() >= self._again_s
 
-    def _judge(self, bundle: PemBundle) -> Validity:
+    def _judge(self, context: ssl.SSLContext, bundle: PemBundle) -> Dates:
         """Raises: IdentityError when it must not take the place of what is in force."""
-        validity, now_s = judge_certificate(bundle.cert, self._shard), self._unix_s()
-        error = validity.problem(now_s)
-        if error is not None and self._validity.problem(now_s) is None:
-            if now_s < validity.not_before_s:
-                self._again_s = validity.not_before_s
+        dates, now_s = judge_files(context, bundle.cert, self._shard), self._unix_s()
+        error = dates.problem(now_s)
+        if error is not None and self._dates.problem(now_s) is None:
+            self._again_s = dates.begins_s(now_s)
             raise error
-        return validity
+        return dates
 
     def _warn_of_dates(self) -> None:
-        error = self._validity.problem(self._unix_s())
+        error = self._dates.problem(self._unix_s())
         if error is not None:
             log.error(
-                "event=certificate_not_valid effect=hosts_refuse_it reason=%r hint=%r",
+                "event=certificate_not_valid effect=hosts_cannot_connect reason=%r hint=%r",
                 Exception.__str__(error), error.hint,
             )  # fmt: skip
 
     def not_after_s(self) -> float:
-        """When the certificate in force ends, in seconds since 1970; looks at the files first, so
-        that a daemon that nobody connects to tells of new ones."""
+        """When the certificate in force ends, or the last of its CAs, in seconds since 1970; looks
+        at the files first, so that a daemon that nobody connects to tells of new ones."""
         self.check()
-        return self._validity.not_after_s
+        return self._dates.not_after_s
 
     def problem(self) -> str:
-        """Why hosts refuse the certificate in force at this time; empty when they do not. Looks at
-        the files first."""
+        """Why no host can connect with the files in force at this time; empty when that is not so.
+        Looks at the files first."""
         self.check()
-        error = self._validity.problem(self._unix_s())
+        error = self._dates.problem(self._unix_s())
         return "" if error is None else Exception.__str__(error)
 
     def bundle(self) -> PemBundle:
