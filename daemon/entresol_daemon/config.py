@@ -457,11 +457,13 @@ class Config:
 
     def _problems(self) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
-        for name in ("cert", "key", "ca"):
-            if getattr(self.tls, name) is None:
-                hint = "name your PEM files, or where `entresold --config FILE prepare` is to make "
-                hint += "them; `entresold --dev`, to try it, needs none"
-                found.append((f"[tls] {name} is not set", hint))
+        missing = [name for name in ("cert", "key", "ca") if getattr(self.tls, name) is None]
+        if missing:
+            hint = "name your PEM files, or where `entresold --config FILE prepare` makes them: "
+            hint += 'cert = "pki/shard.pem", key = "pki/shard.key", ca = "pki/ca.pem"; '
+            hint += "`entresold --dev`, to try it, needs none"
+            verb = "is" if len(missing) == 1 else "are"
+            found.append((f"[tls] {', '.join(missing)} {verb} not set", hint))
         try:
             check_tenant_name(self.shard.name)
         except BadKeyError as error:

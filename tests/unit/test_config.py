@@ -116,7 +116,8 @@ def test_refusals_name_file_key_and_fix(tmp_path: Path, text: str, parts: list[s
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "[tls] cert is not set"),
+        ("", "[tls] cert, key, ca are not set"),
+        ('[tls]\ncert = "a"\nca = "b"', "[tls] key is not set"),
         (TLS + '[shard]\nname = "Not OK"', "[shard] name"),
         (TLS.replace("[tls]", '[tls]\ntrust_domain = "spiffe://x"'), "[tls] trust_domain"),
         (TLS + '[flash]\nsegment_bytes = 67108865\nsize_bytes = "1GiB"', "multiple of 4KiB"),

@@ -10,6 +10,7 @@ import datetime
 import grp
 import ipaddress
 import os
+import re
 import shutil
 import stat
 import struct
@@ -69,6 +70,22 @@ def data_file(path: Path, version: int, *, only_mirror: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     first = bytes(BLOCK) if only_mirror else bytes(block)
     path.write_bytes(first + bytes(7 * BLOCK) + bytes(block))
+
+
+def test_who_says_nothing_of_certificates_is_told_all_of_it_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a refusal for each of three settings, and none said what to write there."""
+    toml, kek = tmp_path / "entresold.toml", tmp_path / "kek"
+    FileKek.generate(kek)
+    text = f'[shard]\nstate_dir = "state"\n[listen]\nunix_dir = "run"\n[keys]\nkek_file = "{kek}"\n'
+    toml.write_text(text)
+    assert run(toml, "prepare") == 1
+    hint = capsys.readouterr().err.partition("fix: ")[2]
+    lines = re.findall(r'[a-z]+ = "[^"]+"', hint)
+    toml.write_text(text + "\n".join(["[tls]", *lines]))
+    assert run(toml, "prepare") == 0
+    assert (tmp_path / "pki" / "shard.pem").exists()
 
 
 def test_prepare_makes_what_is_missing_and_only_once(
