@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from entresol_client.client import Namespace
 from entresol_client.opening import Granted, OpenContext, Wanted, open_group
 from entresol_client.staging import Arena, PrivateMemory
 from entresol_client.workers import ThreadWorkers
+from entresol_daemon.config import Config
 from entresol_proto.fabric.base import ReadOp
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.limits import KIB, MIB
@@ -248,3 +250,25 @@ async def test_holds_of_stage_end_by_themselves(tmp_path: Path) -> None:
         assert len(leases) >= 2
         await assert_idle(running.daemon)  # at most ten lease times, whatever was asked for
         assert (await get(space, keys, SIZE, open_at="daemon")).ok
+
+
+@pytest.mark.parametrize("fabric", ["shm", "tls"])
+async def test_opened_blocks_that_one_memory_does_not_hold_come_one_after_the_other(
+    tmp_path: Path, fabric: str
+) -> None:
+    """8 of 20 came, and the others were BUSY at once."""
+
+    def change(config: Config) -> Config:
+        fabrics = ["shm"] if fabric == "shm" else ["tcp"]
+        config = shape(fabrics=fabrics, tcp_tls=fabric == "tls", slab=8 * MIB)(config)
+        return replace(config, memory=replace(config.memory, opened_bytes=8 * MIB))
+
+    keys = keys_of(20)
+    async with running_daemon(tmp_path, change) as running:
+        async with client_of(running, fabric=fabric) as client:
+            namespace = await client.namespace(DESCRIPTOR)
+            assert (await put(namespace, keys, MIB)).ok
+            for _ in range(2):
+                found = await get(namespace, keys, MIB, open_at="daemon", deadline_ns=20 * 10**9)
+                assert found.ok, counts(found.statuses)
+        await assert_idle(running.daemon)

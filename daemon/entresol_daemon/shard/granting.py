@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
-from entresol_daemon.core.residency import Resident
+from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.opened import NO_COMMITMENT, OpenedBlocks
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, PlainBlock, Session
+from entresol_daemon.shard.turns import BLOCK_COST, FRAME_COST
 from entresol_proto.fabric.base import Exposure, RemoteSpan
 from entresol_proto.seal.block import COMMITMENT_BYTES, KEY_BYTES, derive_key_and_commitment
 from entresol_proto.status import Status
@@ -37,17 +38,38 @@ class Granting:
         self.opened = OpenedBlocks(parts)
 
     async def grant(self, job: Job, entries: list[tuple[int, Resident]], *, final: bool) -> None:
-        """Turn pinned residents into one lease and emit it, with the misses known so far."""
+        """Turn pinned residents into one lease and emit it, with the misses known so far. Of blocks
+        to be opened those for which there is no memory yet follow in further leases."""
+        again = False
+        while left := await self._grant_some(job, entries, final=final):
+            if len(left) < len(entries):
+                again, entries = False, left
+                continue  # there may be more by now
+            try:
+                entries = await self._until_room(job, left, again=again)
+            except BaseException:
+                self.undo(job, left)
+                raise
+            again = True
+
+    async def _grant_some(
+        self, job: Job, entries: list[tuple[int, Resident]], *, final: bool
+    ) -> list[tuple[int, Resident]]:
+        """See `grant`; returns those for which there is no memory, and then it was not final. If
+        that are all, nothing was awaited or emitted."""
         parts, session = self._parts, job.session
         entries = self._openable(job, entries)
         leased = Leased(session, job.namespace)
         leased.sealed = dict(entries)
         leased.held_bytes = sum(resident.extent.length_bytes for _, resident in entries)
         items: list[GrantItem] = []
+        left: list[tuple[int, Resident]] = []
         try:
             if job.open_at is OpenAt.DAEMON and entries:
-                failed = await self.opened.open(leased, self._removal)
-                job.misses += failed
+                job.misses += await self.opened.open(leased, self._removal)
+                left = self._take_sealed(leased)
+                if len(left) == len(entries):
+                    return left
                 items = await self.opened.items(leased, job)
                 if not items:
                     job.misses += [(index, Status.BUSY) for index in leased.plain]
@@ -60,16 +82,44 @@ class Granting:
             lease_id = self._lease(leased, expires_ns) if items else 0
         except BaseException:
             self.let_go(leased)
+            self.undo(job, left)
             raise
         if not items and entries:
             self.let_go(leased)
-        job.hits += [resident.slot for _, resident in entries]
+        later = {index for index, _ in left}
+        job.hits += [resident.slot for index, resident in entries if index not in later]
         misses, job.misses = tuple(sorted(job.misses, key=itemgetter(0))), []
+        final = final and not left
         job.ended |= final
         try:
             job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
         finally:  # once it is on its way
             parts.meters.granted(session.account.name, items, misses, job.open_at)
+        return left
+
+    def _take_sealed(self, leased: Leased) -> list[tuple[int, Resident]]:
+        """What of a lease was not opened: its pins, and what is held for it, are the caller's."""
+        left, leased.sealed = list(leased.sealed.items()), {}
+        leased.held_bytes -= sum(resident.extent.length_bytes for _, resident in left)
+        return left
+
+    async def _until_room(
+        self, job: Job, entries: list[tuple[int, Resident]], *, again: bool
+    ) -> list[tuple[int, Resident]]:
+        """Wait until there may be memory to open blocks into; those that are still wanted then. At
+        the deadline they are BUSY. What is not wanted is undone."""
+        session, left_ns = job.session, job.deadline_ns - self._parts.now_ns()
+        waiting = self._parts.room.wait(
+            session.account, left_ns, again=again, cost=FRAME_COST + BLOCK_COST
+        )
+        if not await job.visit.outside(waiting, own=self.opened.memory.is_full(session)):
+            job.misses += [(index, Status.BUSY) for index, _ in entries]
+            self.undo(job, entries)
+            return []
+        gone = [entry for entry in entries if entry[1].state is ResidentState.DEAD]
+        job.misses += [(index, Status.MISS) for index, _ in gone]
+        self.undo(job, gone)
+        return [entry for entry in entries if entry[1].state is not ResidentState.DEAD]
 
     def grant_now(
         self, session: Session, namespace: OpenedNamespace, residents: Sequence[Resident]

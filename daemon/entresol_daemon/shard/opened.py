@@ -12,6 +12,7 @@ read, and never outlives its last pin.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entresol_daemon.core.fairness import PUTS
@@ -84,28 +85,45 @@ class OpenedBlocks:
     async def open(self, leased: Leased, removal: Removal) -> list[tuple[int, Status]]:
         """Replace a lease's sealed blocks by opened ones; returns what failed.
 
-        The sealed residents are unpinned here; `leased.held_bytes` follows.
+        The sealed residents are unpinned here; `leased.held_bytes` follows. From the first on that
+        finds no memory they stay as they were: nothing is awaited where that is the first of all.
         """
         parts, session = self._parts, leased.session
         failed: list[tuple[int, Status]] = []
-        for index, resident in leased.sealed.items():
-            if resident.from_flash:
-                resident.from_flash = False
-                leased.staged.add(index)
         jobs: list[tuple[int, Resident, PlainBlock]] = []
-        for index, resident in list(leased.sealed.items()):
+        short: dict[int, Resident] = {}
+        for index, resident in leased.sealed.items():
             # The salt, too: a block that was removed and stored again is another block.
             place = (resident.namespace_id, resident.wire_key, resident.salt)
-            ready = session.plain_blocks.get(place)
+            ready = None if short else session.plain_blocks.get(place)
+            extent = None
+            if not (short or ready):
+                extent = self.memory.pool(session).allocate(PLAIN_OWNER, resident.plain_bytes)
             if ready is not None:
                 ready.pins += 1
                 leased.plain[index] = ready
+            elif extent is not None:
+                jobs.append((index, resident, PlainBlock(place, extent, resident.plain_bytes)))
+            else:
+                short[index] = resident
                 continue
-            extent = self.memory.pool(session).allocate(PLAIN_OWNER, resident.plain_bytes)
-            if extent is None:
-                failed.append((index, Status.BUSY))
-                continue
-            jobs.append((index, resident, PlainBlock(place, extent, resident.plain_bytes)))
+            if resident.from_flash:
+                resident.from_flash = False
+                leased.staged.add(index)
+        if jobs:
+            failed = await self._open_all(leased, jobs, removal)
+        for index, resident in leased.sealed.items():
+            if index not in short:
+                parts.residency.unpin(resident)
+        leased.sealed = short
+        return failed
+
+    async def _open_all(
+        self, leased: Leased, jobs: Sequence[tuple[int, Resident, PlainBlock]], removal: Removal
+    ) -> list[tuple[int, Status]]:
+        """Open blocks into the memory they have; returns what failed, which is dropped."""
+        parts, session = self._parts, leased.session
+        failed: list[tuple[int, Status]] = []
         try:
             opened = await compute_in_turns(
                 parts.turns.compute,
@@ -132,9 +150,6 @@ class OpenedBlocks:
                 failed.append((index, Status.CORRUPT))
         if wrong:  # their bytes are those that were hashed for flash, or never left memory
             await removal.sealed_wrongly(session.account, wrong)
-        for resident in leased.sealed.values():
-            parts.residency.unpin(resident)
-        leased.sealed.clear()
         return failed
 
     async def items(self, leased: Leased, job: Job) -> list[GrantItem]:

@@ -52,6 +52,11 @@ class PlainMemory:
             self._sessions[session.number] = session
         return session.plain_pool
 
+    def is_full(self, session: Session) -> bool:
+        """Whether a session has all that one session may: nobody else is in its way."""
+        pool = self.pool(session)
+        return pool.mapped_bytes + pool.slab_bytes > pool.budget_bytes
+
     def close(self, session: Session) -> None:
         """Give up a session's memory; its leases have ended, or nobody can be kept from reading."""
         pool, session.plain_pool = session.plain_pool, None

@@ -1,0 +1,169 @@
+"""Blocks to be opened wait for memory as others do: until their get's deadline, others' end or a
+RELEASE behind it; what goes meanwhile is not served, and who leaves keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entresol_proto.status import Status
+from entresol_proto.wire import data
+from entresol_proto.wire.data import Ack, OpenAt, Tier
+from tests.sim.shardlab import SECOND_NS, Host, Oracle, World
+from tests.sim.test_shard_review import forget_memory, joined, names, simulate, stage
+
+OK = Status.OK
+KEYS = [b"opened-%09d" % number for number in range(64)]
+ROOM = 2 << 20  # one slab for opened blocks: 34 of them
+
+
+@pytest.fixture(autouse=True)
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def content(_self: Oracle, _tenant: str, key: bytes) -> bytes:
+        return random.Random(key).randbytes(60_000)
+
+    monkeypatch.setattr(Oracle, "content", content)
+
+
+async def stored(host: Host, keys: list[bytes]) -> None:
+    for at in range(0, len(keys), 32):  # as many as the put budget takes
+        assert set(await host.put(keys[at : at + 32], Ack.DURABLE)) == {OK}
+
+
+def fetch(host: Host, keys: list[bytes], *, seconds: float = 1) -> data.Fetch:
+    deadline_ns = int(seconds * SECOND_NS)
+    return data.Fetch(host.handle, OpenAt.DAEMON, False, deadline_ns, names(host, keys))
+
+
+async def leased(host: Host, keys: list[bytes]) -> tuple[int, ...]:
+    grants = [grant async for grant in host._answers(fetch(host, keys))]
+    assert sum(len(grant.items) for grant in grants) == len(keys)
+    return tuple(grant.lease_id for grant in grants)
+
+
+async def answered(host: Host, *messages: Any) -> tuple[dict[int, Tier], dict[int, Status]]:
+    """What comes of the first message, when all arrive in one piece."""
+    sent = [host._machine.send(message) for message in messages]
+    queue = host._waiting[sent[0][0]] = asyncio.Queue()
+    host._handler.receive(b"".join(raw for _, raw in sent))
+    tiers: dict[int, Tier] = {}
+    misses: dict[int, Status] = {}
+    while True:
+        grant = await queue.get()
+        if grant is None:
+            return tiers, misses
+        assert isinstance(grant, data.Grant)
+        assert not misses.keys() & tiers.keys()
+        tiers |= {item.index: item.tier for item in grant.items}
+        misses |= dict(grant.misses)
+        if grant.lease_id and not host.careful:
+            host._send(data.Release((grant.lease_id,), ()))
+        if grant.final:
+            return tiers, misses
+
+
+@pytest.mark.parametrize("place", ["memory", "flash"])
+def test_a_release_behind_the_get_gives_it_room(tmp_path: Path, place: str) -> None:
+    """26 of 30 blocks were BUSY at once, with a second left."""
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:60])
+        leases = await leased(host, KEYS[:30])
+        if place == "flash":
+            forget_memory(world)
+        tiers, misses = await answered(host, fetch(host, KEYS[30:60]), data.Release(leases, ()))
+        assert not misses
+        assert sorted(tiers) == list(range(30))
+        assert set(tiers.values()) == {Tier.FLASH if place == "flash" else Tier.MEMORY}
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+def test_more_than_there_is_memory_for_comes_as_it_is_released(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS)
+        host.careful = False  # `answered` gives back what it has
+        tiers, misses = await answered(host, fetch(host, KEYS))
+        assert (sorted(tiers), misses) == (list(range(len(KEYS))), {})
+        host.careful = True
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+def test_without_room_it_is_busy_at_the_deadline_and_not_before(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:40])
+        await leased(host, KEYS[:34])
+        (session,) = world.shard.sessions.values()
+        held, began = session.held_bytes, host._loop.time()
+        tiers, misses = await answered(host, fetch(host, KEYS[34:40], seconds=0.3))
+        assert 0.3 <= host._loop.time() - began < 0.31
+        assert (tiers, set(misses.values()), len(misses)) == ({}, {Status.BUSY}, 6)
+        assert session.held_bytes == held
+        assert world.shard.gets.door.outside == 0
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+def test_what_is_removed_while_it_waits_is_not_served(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host, other = await joined(world, private=True), await joined(world)
+        await stored(host, KEYS[:40])
+        leases = await leased(host, KEYS[:34])
+        asking = asyncio.ensure_future(answered(host, fetch(host, KEYS[34:40], seconds=0.4)))
+        await asyncio.sleep(0.1)
+        await other.forget(KEYS[34:37])
+        host._send(data.Release(leases, ()))
+        tiers, misses = await asking
+        assert misses == dict.fromkeys(range(3), Status.MISS)
+        assert sorted(tiers) == [3, 4, 5]
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+def test_a_stage_that_finds_none_says_so_at_its_deadline(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:40])
+        statuses = await stage(host, KEYS[:40], OpenAt.DAEMON)
+        assert statuses == [OK] * 34 + [Status.BUSY] * 6
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hosts_that_wait_and_leave_at_any_moment_keep_nothing(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def story(world: World) -> None:
+        writers = [await joined(world, tenant=tenant) for tenant in ("alpha", "beta")]
+        for writer in writers:
+            await stored(writer, KEYS)
+        hosts = [await joined(world, private=True, tenant=t) for t in ("alpha", "alpha", "beta")]
+        world.faults.cut = 0.0
+
+        async def leave(host: Host) -> None:
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            host.cut()
+
+        async def ask(host: Host) -> None:
+            for _ in range(3):
+                keys = rng.sample(KEYS, 40)
+                found = await host.get(keys, OpenAt.DAEMON)
+                assert set(found) <= {OK, Status.DISCONNECTED, Status.BUSY}, found
+
+        leaving = rng.sample(hosts, 1)
+        await asyncio.gather(*map(ask, hosts), *map(leave, leaving))
+        stays = next(host for host in hosts if host not in leaving)
+        await asyncio.sleep(1)
+        assert await stays.get(KEYS[:34], OpenAt.DAEMON) == [OK] * 34
+
+    simulate(tmp_path, story, seed=seed, opened_bytes=2 * ROOM)
