@@ -35,6 +35,12 @@ async def stored(host: Host, keys: list[bytes]) -> None:
         assert set(await host.put(keys[at : at + 32], Ack.DURABLE)) == {OK}
 
 
+def may_hold(world: World, length_bytes: int) -> None:
+    """What a session may hold: else it may never ask for more than there is memory for."""
+    limits = world.shard.parts.config.limits
+    object.__setattr__(limits, "inflight_bytes_per_session_max", length_bytes)
+
+
 def fetch(host: Host, keys: list[bytes], *, seconds: float = 1) -> data.Fetch:
     deadline_ns = int(seconds * SECOND_NS)
     return data.Fetch(host.handle, OpenAt.DAEMON, False, deadline_ns, names(host, keys))
@@ -89,6 +95,7 @@ def test_more_than_there_is_memory_for_comes_as_it_is_released(tmp_path: Path) -
     async def story(world: World) -> None:
         host = await joined(world, private=True)
         await stored(host, KEYS)
+        may_hold(world, 2 * ROOM)
         host.careful = False  # `answered` gives back what it has
         tiers, misses = await answered(host, fetch(host, KEYS))
         assert (sorted(tiers), misses) == (list(range(len(KEYS))), {})
@@ -139,6 +146,22 @@ def test_a_stage_that_finds_none_says_so_at_its_deadline(tmp_path: Path) -> None
     simulate(tmp_path, story, opened_bytes=ROOM)
 
 
+def test_a_grant_that_cannot_be_sent_keeps_nothing_of_what_waits(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:40])
+        (session,) = world.shard.sessions.values()
+        may_hold(world, 2 * ROOM)
+
+        def emit(_grant: data.Grant) -> None:
+            raise MemoryError
+
+        with pytest.raises(MemoryError):
+            await world.shard.gets.fetch(session, fetch(host, KEYS[:40]), emit)
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_hosts_that_wait_and_leave_at_any_moment_keep_nothing(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -148,7 +171,7 @@ def test_hosts_that_wait_and_leave_at_any_moment_keep_nothing(tmp_path: Path, se
         for writer in writers:
             await stored(writer, KEYS)
         hosts = [await joined(world, private=True, tenant=t) for t in ("alpha", "alpha", "beta")]
-        world.faults.cut = 0.0
+        may_hold(world, 2 * ROOM)
 
         async def leave(host: Host) -> None:
             await asyncio.sleep(rng.uniform(0, 0.05))
@@ -166,4 +189,4 @@ def test_hosts_that_wait_and_leave_at_any_moment_keep_nothing(tmp_path: Path, se
         await asyncio.sleep(1)
         assert await stays.get(KEYS[:34], OpenAt.DAEMON) == [OK] * 34
 
-    simulate(tmp_path, story, seed=seed, opened_bytes=2 * ROOM)
+    simulate(tmp_path, story, seed=seed, opened_bytes=ROOM)

@@ -93,6 +93,9 @@ class Granting:
         job.ended |= final
         try:
             job.emit(Grant(final, lease_id, job.lease_ns, expires_ns, tuple(items), misses))
+        except BaseException:
+            self.undo(job, left)
+            raise
         finally:  # once it is on its way
             parts.meters.granted(session.account.name, items, misses, job.open_at)
         return left
