@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,6 +79,49 @@ def test_a_kek_path_that_is_no_file(tmp_path: Path) -> None:
         FileKek.open(tmp_path)
     with pytest.raises(KeyringError, match="not a regular file"):
         FileKek.open("/dev/null")
+
+
+def test_a_pipe_in_a_keks_place_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Nobody will ever write to it: who opens it would wait, and a daemon could not even stop."""
+    os.mkfifo(tmp_path / "kek", 0o600)
+    found: list[str] = []
+
+    def open_it() -> None:
+        with pytest.raises(KeyringError) as caught:
+            FileKek.open(tmp_path / "kek")
+        found.append(str(caught.value))
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    thread.join(10)
+    if thread.is_alive():  # let it go
+        os.close(os.open(tmp_path / "kek", os.O_WRONLY | os.O_NONBLOCK))
+        thread.join()
+        pytest.fail("it waited for a writer")
+    assert "is not a regular file" in found[0]
+
+
+def test_half_a_kek_never_lies_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or an end in the middle: `prepare` would keep it for good, and the start refuse
+    it."""
+    path = tmp_path / "kek"
+    dying = "import os, sys; from entresol_daemon.keys.providers import FileKek; "
+    dying += "os.fsync = lambda fd: os._exit(9); FileKek.generate(sys.argv[1])"
+    assert subprocess.run([sys.executable, "-c", dying, str(path)], check=False).returncode == 9
+    assert not path.exists()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    left = set(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(KeyringError, match=r"cannot write KEK file .*No space left"):
+            FileKek.generate(path)
+    assert set(tmp_path.iterdir()) == left
+    FileKek.open(FileKek.generate(path).source)
 
 
 def test_the_kek_may_come_from_the_credentials_folder(

@@ -94,12 +94,7 @@ class FileKek:
         """
         file = expand_credentials(path)
         try:
-            with open(file, "rb") as opened:
-                mode = os.fstat(opened.fileno()).st_mode
-                _check_mode(file, mode)
-                raw = opened.read(KEK_FILE_BYTES_MAX + 1)
-        except IsADirectoryError:
-            raise KeyringError(f"KEK file {file} is a folder", hint=_HOW_TO_MAKE) from None
+            raw = _read(file)
         except FileNotFoundError:
             raise KekMissingError(f"there is no KEK file {file}", hint=_HOW_TO_MAKE) from None
         except OSError as error:
@@ -113,16 +108,13 @@ class FileKek:
 
     @staticmethod
     def generate(path: str | Path) -> FileKek:
-        """Write a fresh random KEK to a new file, mode 0600, and return it.
+        """Write a fresh random KEK to a new file, mode 0600, in one step, and return it.
 
         Raises: KeyringError when the file exists: overwriting a KEK loses every block.
         """
         file = expand_credentials(path)
         try:
-            with open(file, "xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as opened:
-                opened.write(secrets.token_hex(KEK_BYTES).encode() + b"\n")
-                opened.flush()
-                os.fsync(opened.fileno())
+            _write_new(file, secrets.token_hex(KEK_BYTES).encode() + b"\n")
         except FileExistsError:
             raise KeyringError(
                 f"KEK file {file} exists and is not overwritten",
@@ -175,6 +167,29 @@ class FileKek:
             ) from None
 
 
+def _read(file: Path) -> bytes:
+    # Not blocking: opening a pipe would wait for its writer.
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check_mode(file, os.fstat(fd).st_mode)
+        return os.read(fd, KEK_FILE_BYTES_MAX + 1)
+    finally:
+        os.close(fd)
+
+
+def _write_new(file: Path, raw: bytes) -> None:
+    """Half a key under its name would be in the way of a whole one. Raises: OSError."""
+    temporary = file.with_name(f".entresol-kek-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as opened:
+            opened.write(raw)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.link(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _sync(place: Path) -> None:
     opened = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -206,6 +221,8 @@ def expand_credentials(path: str | Path) -> Path:
 
 
 def _check_mode(file: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise KeyringError(f"KEK file {file} is a folder", hint=_HOW_TO_MAKE)
     if not stat.S_ISREG(mode):
         raise KeyringError(f"KEK file {file} is not a regular file", hint=_HOW_TO_MAKE)
     forbidden = 0o077
