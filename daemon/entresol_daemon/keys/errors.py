@@ -14,7 +14,7 @@ def erased_error(name: str) -> KeyringError:
     """For everything that needs the keys of a tenant that has none any more."""
     return KeyringError(
         f"tenant {name} was erased",
-        hint="`entresol tenant add --after-erase` begins anew with fresh keys",
+        hint=f"`entresol tenant add {name}` begins anew with fresh keys",
         status=Status.ERASED,
     )
 
