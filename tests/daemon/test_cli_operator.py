@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli, Said, content, variant, written
+from cli_lab import COMMAND, PROCESS_SECONDS_MAX, Cli, Said, content, process, variant, written
 from harness import DaemonProcess
 
 from entresol_client.cli.tenants import certificate_words
@@ -310,6 +310,29 @@ def test_more_than_the_quota_is_not_called_stored(cli: Cli, tmp_path: Path) -> N
     cli("put", path, "--name", "too big", "--tenant", "other")
     cli("get", "--name", "too big", "-o", str(tmp_path / "out"), "--tenant", "other")
     assert (tmp_path / "out").read_bytes() == Path(path).read_bytes()
+
+
+def test_a_quota_leaves_what_another_operator_changed_meanwhile(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is asked whether blocks may go, and thinks about it."""
+    path = written(tmp_path / "in", content("asked", 6 * MIB))
+    cli("put", path, "--name", "asked", "--tenant", "other")
+
+    class Thinking(Typed):
+        def readline(self) -> str:
+            said = process("tenant", "quota", "other", "--weight", "7", config=cli.config)
+            assert said.returncode == 0, said.stderr
+            return super().readline()
+
+    monkeypatch.setattr("sys.stdin", Thinking("other\n"))
+    row = cli("tenant", "quota", "other", "--flash", "4MiB", "--json").json
+    assert {name: value for name, value in row["quota"].items() if value} == {
+        "flash_bytes": 4 * MIB,
+        "weight": 7,
+    }
+    row = cli("tenant", "quota", "other", "--flash", "none", "--weight", "1", "--json").json
+    assert {name: value for name, value in row["quota"].items() if value} == {"weight": 1}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import ClassVar
@@ -122,7 +122,11 @@ class Backend:
         self.table[name] = TenantRecord(name, quota, dek_version=1)
         return self.table[name]
 
-    async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
+    async def tenant_set_quota(
+        self, name: TenantName, quota: TenantQuota, fields: Collection[str] = ()
+    ) -> TenantRecord:
+        if fields:
+            quota = replace(self.table[name].quota, **{f: getattr(quota, f) for f in fields})
         self.table[name] = replace(self._known(name), quota=quota)
         return self.table[name]
 
@@ -514,6 +518,10 @@ async def test_admin_on_the_unix_socket(tmp_path):
             pb.TenantSetQuotaRequest(name="new", quota=pb.Quota(flash_bytes=11))
         )
         assert changed.quota == pb.Quota(flash_bytes=11)
+        request = pb.TenantSetQuotaRequest(name="new", quota=pb.Quota(leases=4), fields=["leases"])
+        assert (await admin.TenantSetQuota(request)).quota == pb.Quota(flash_bytes=11, leases=4)
+        request.fields.append("what")
+        assert "no field 'what'" in (await refusal(admin.TenantSetQuota(request)))[1]
         assert (await admin.TenantRotate(pb.TenantRotateRequest(name="new"))).dek_version == 2
         listed = await admin.TenantList(pb.TenantListRequest())
         assert [tenant.name for tenant in listed.tenants] == ["a", "b", "new"]

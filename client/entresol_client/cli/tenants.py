@@ -61,7 +61,7 @@ with it. With --force the older versions are destroyed at once, and their blocks
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the command and its five verbs."""
+    """Register the command and its verbs."""
     parser = options.command(
         subparsers, "tenant", "add, list, limit, rotate and erase tenants",
         about=ABOUT, examples=EXAMPLES,
@@ -339,7 +339,9 @@ def run_quota(args: argparse.Namespace) -> int:
         quota.CopyFrom(now.quota)
         for field, value in given.items():
             setattr(quota, field, value)
-        request = pb.TenantSetQuotaRequest(name=name, quota=quota)
+        # Only what was named: another operator may have changed the rest meanwhile. A daemon that
+        # does not know of this takes the whole quota as it was read.
+        request = pb.TenantSetQuotaRequest(name=name, quota=quota, fields=given)
         row = _row(rpc.call(stub.TenantSetQuota, request, timeout_s=ERASE_DEADLINE_S))
     output.answer(args.json, row, [_told(row)])
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -233,7 +233,11 @@ class ShardBackend(Protocol):
         """Raises: EntresolError BAD_REQUEST when it exists, QUOTA when the table is full."""
         ...
 
-    async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord: ...
+    async def tenant_set_quota(
+        self, name: TenantName, quota: TenantQuota, fields: Collection[str] = ()
+    ) -> TenantRecord:
+        """Change these fields of its quota as it is in that moment; without any, all of it."""
+        ...
 
     async def tenant_rotate(self, name: TenantName, *, force: bool) -> TenantRecord:
         """Start a new DEK version; `force` destroys the older ones and drops what they sealed."""

@@ -27,6 +27,7 @@ from entresol_daemon.events.types import (
     Reason,
 )
 from entresol_proto.ids import HostSealedNamespace, TenantName, pack_token_ids
+from entresol_proto.status import EntresolError, Status
 from entresol_proto.v1 import entresol_pb2 as pb
 
 REPLY_BYTES_MAX = 1024 * 1024  # of events in one reply, unless one event alone is larger
@@ -203,6 +204,18 @@ def quota_message(quota: TenantQuota) -> pb.Quota:
 def quota_record(message: pb.Quota) -> TenantQuota:
     """A quota from the wire."""
     return TenantQuota(**{name: getattr(message, name) for name in TenantQuota.__slots__})
+
+
+def quota_fields(named: Iterable[str]) -> frozenset[str]:
+    """Names of fields of a quota. Raises: EntresolError (BAD_REQUEST) for any other."""
+    found = frozenset(named)
+    if unknown := found.difference(TenantQuota.__slots__):
+        raise EntresolError(
+            f"a quota has no field {min(unknown)!r}",
+            hint="an older daemon? it knows fewer",
+            status=Status.BAD_REQUEST,
+        )
+    return found
 
 
 def tenant_message(tenant: TenantRecord) -> pb.TenantInfo:

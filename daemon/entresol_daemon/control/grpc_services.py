@@ -309,11 +309,13 @@ class AdminService:
     async def TenantSetQuota(
         self, request: pb.TenantSetQuotaRequest, context: Any
     ) -> pb.TenantInfo:
-        """Replace a tenant's quota."""
+        """Change a tenant's quota: some fields of it, or all."""
 
         async def change() -> pb.TenantInfo:
             name, quota = check_tenant_name(request.name), convert.quota_record(request.quota)
-            return convert.tenant_message(await self._backend.tenant_set_quota(name, quota))
+            fields = convert.quota_fields(request.fields)
+            changed = await self._backend.tenant_set_quota(name, quota, fields)
+            return convert.tenant_message(changed)
 
         return await _answer(context, "TenantSetQuota", asyncio.shield(_unattended(change())))
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from entresol_daemon.control.admin import (
     DrainResult,
@@ -206,9 +206,15 @@ class ShardAdmin:
             await parts.keys.run(add)
             return self._record(name)
 
-    async def tenant_set_quota(self, name: TenantName, quota: TenantQuota) -> TenantRecord:
+    async def tenant_set_quota(
+        self, name: TenantName, quota: TenantQuota, fields: Collection[str] = ()
+    ) -> TenantRecord:
         parts = self._shard.parts
         async with self._shard.tenancy.changing(name):
+            info = parts.keyring.info(name)
+            if fields and info is not None:
+                named = {field: getattr(quota, field) for field in fields}
+                quota = replace(quotas.from_keyring(info.quota), **named)
             await parts.keys.run(parts.keyring.set_quota, name, quotas.to_keyring(quota))
             account = self._adopt(name)
         await self._shard.removal.shrink_to_quota(account)

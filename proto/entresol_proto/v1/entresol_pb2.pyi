@@ -268,12 +268,14 @@ class TenantListReply(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[_Union[TenantInfo, _Mapping]]] = ...) -> None: ...
 
 class TenantSetQuotaRequest(_message.Message):
-    __slots__ = ("name", "quota")
+    __slots__ = ("name", "quota", "fields")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUOTA_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     quota: Quota
-    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ...) -> None: ...
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TenantRotateRequest(_message.Message):
     __slots__ = ("name", "force")
