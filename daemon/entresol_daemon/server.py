@@ -219,11 +219,10 @@ class Daemon:
         Blocks stay as they are. Raises: KeyringError.
         """
         keyring = self.shard.parts.keyring
-        old = keyring.kek_id.hex()
         kek = await asyncio.to_thread(FileKek.open, kek_file)
-        await self.keys.run(keyring.rewrap, kek)
+        old = await self.keys.run(keyring.rewrap, kek)
         log.warning("event=kek_changed hint='[keys] kek_file must name the new one at next start'")
-        return old, kek.kek_id().hex()
+        return old.hex(), kek.kek_id().hex()
 
     def on_hangup(self) -> None:
         """SIGHUP: look at the certificates again, and at the KEK's place if it is missing."""

@@ -452,6 +452,15 @@ async def test_the_kek_changes_while_it_serves(site: Site, tmp_path: Path) -> No
         async with site.running():
             pass
     keys_set(site, kek_file=new)
+    second, third = (FileKek.generate(tmp_path / name) for name in ("second", "third"))
+    async with site.running() as running:  # two operators: each is told which key to keep
+        changes = await asyncio.gather(
+            *(running.daemon.change_kek(kek.source) for kek in (second, third))
+        )
+        last = running.daemon.shard.parts.keyring.kek_id.hex()
+    former = dict(map(reversed, changes))
+    assert former[former[last]] == new_id
+    keys_set(site, kek_file=Path((second if last == second.kek_id().hex() else third).source))
     async with site.running() as running, client_of(running) as client:
         space = await client.namespace(DESCRIPTOR)
         assert all_are(await get(space, [*keys_of(3), *keys_of(3, "more")], SIZE), Status.OK)

@@ -398,8 +398,8 @@ class Keyring(NamespaceNames):
             )
             return True
 
-    def rewrap(self, new_kek: KekProvider) -> None:
-        """Change the KEK: every key is wrapped anew, the keys themselves stay.
+    def rewrap(self, new_kek: KekProvider) -> bytes:
+        """Change the KEK: every key is wrapped anew, the keys themselves stay. The former one's id.
 
         Raises: KeyringError; nothing has changed then.
         """
@@ -421,6 +421,7 @@ class Keyring(NamespaceNames):
             )
             self._kek = new_kek
             log.info("event=kek_changed kek_id=%s", new_kek.kek_id().hex())
+            return state.kek_id
 
     # Inside.
 
