@@ -466,6 +466,34 @@ async def test_the_kek_changes_while_it_serves(site: Site, tmp_path: Path) -> No
         assert all_are(await get(space, [*keys_of(3), *keys_of(3, "more")], SIZE), Status.OK)
 
 
+async def test_a_full_disk_is_not_asked_by_every_put_to_write_uses_down(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Puts go on, and say so once a minute: the log was full of it, and the disk never at rest."""
+    async with site.running() as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        keyring, tries = running.daemon.shard.parts.keyring, list[str]()
+
+        def full(name: str) -> None:
+            tries.append(name)
+            raise KeyringError("no space left", status=Status.IO_ERROR)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(keyring, "keep_usage", full)
+            patch.setattr(keyring, "note_sealed", lambda *_: True)
+            for part in range(8):
+                assert all_are(await put(space, keys_of(2, f"full{part}"), SIZE), Status.OK)
+                await asyncio.sleep(0.02)
+        assert tries == ["dev"]
+        assert caplog.text.count("event=key_care_failed") == 1
+
+        running.daemon.shard.keycare._note_after_ns.clear()  # a minute later
+        before = keyring.generation
+        monkeypatch.setattr(keyring, "note_sealed", lambda *_: True)
+        assert all_are(await put(space, keys_of(2, "again"), SIZE), Status.OK)
+        await eventually(lambda: keyring.generation > before)
+
+
 # Locked.
 
 

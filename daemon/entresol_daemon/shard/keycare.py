@@ -40,6 +40,7 @@ SWEEP_WAIT_NS = 60_000_000_000  # freed memory is swept so long after a version'
 CENSUS_BATCH_BLOCKS = 64  # heads read at once to see their version
 CENSUS_PAUSE_S = 0.05  # between batches: at most about 1,300 small reads a second
 _SECOND_NS = 1_000_000_000
+_NEVER_NS = 2**63
 
 log = logging.getLogger("entresol.keys")
 
@@ -107,7 +108,8 @@ class KeyCare:
         # Of many tenants that are due at once (made by one script, say) one has its turn.
         self._line = asyncio.Lock()
         self._counting = False  # a tenant's unread records
-        self._noting: set[TenantName] = set()  # what their versions sealed
+        # What their versions sealed is written down then at the earliest; being written: never.
+        self._note_after_ns: dict[TenantName, int] = {}
         self._ended_ns = 0  # when a version ended of which freed memory may still hold copies
         self.rotations: Counter[str] = Counter()  # by cause
         self.versions_ended = 0
@@ -118,8 +120,10 @@ class KeyCare:
         """A block key of this version was made."""
         self._putting[session.account.stream, version] += 1
         name = session.account.name
-        if self._parts.keyring.note_sealed(name, version) and name not in self._noting:
-            self._noting.add(name)
+        if not self._parts.keyring.note_sealed(name, version):
+            return
+        if self._parts.now_ns() >= self._note_after_ns.get(name, 0):
+            self._note_after_ns[name] = _NEVER_NS
             self._begin(self._guard(name, self._keep_usage(name)))
 
     def put_ended(self, session: Session, version: int) -> None:
@@ -282,10 +286,12 @@ class KeyCare:
             log.exception("event=sweep_failed")
 
     async def _keep_usage(self, name: TenantName) -> None:
+        after_ns = _NEVER_NS
         try:
             await self._parts.keys.run(self._parts.keyring.keep_usage, name)
-        finally:
-            self._noting.discard(name)
+            after_ns = 0
+        finally:  # a full disk is not asked again by every put
+            self._note_after_ns[name] = min(after_ns, self._parts.now_ns() + RETRY_NS)
 
     async def _count(self, account: Account) -> None:
         """Look at the blocks whose version is not known; drop those whose version is gone."""
