@@ -325,6 +325,7 @@ class KeyFile:
         self._lock = threading.Lock()
         self._key, self._stamp = _load(path)
         self._looked_ns = time.monotonic_ns()
+        self._told = ""  # why the file was not taken over, last
 
     def __repr__(self) -> str:
         return f"KeyFile({str(self.path)!r})"
@@ -349,7 +350,7 @@ class KeyFile:
         return None if found is None else found.secret
 
     def _look(self) -> None:
-        """Take over a file that was replaced; a bad one changes nothing and is told in the log."""
+        """Take over a file that was replaced; a bad one changes nothing and is told once."""
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns < LOOK_NS:
             return
@@ -359,12 +360,16 @@ class KeyFile:
             try:
                 found = os.stat(self.path)
                 if (found.st_ino, found.st_size, found.st_mtime_ns) == self._stamp:
+                    self._told = ""
                     return
                 key, stamp = _load(self.path)
                 self._check_successor(key)
                 self._key, self._stamp = key, stamp
+                self._told = ""
             except (KeyringError, OSError) as error:
-                log.warning("event=tenant_key_not_reloaded reason=%r", str(error))
+                if str(error) != self._told:
+                    self._told = str(error)
+                    log.warning("event=tenant_key_not_reloaded reason=%r", self._told)
                 return
             finally:  # last: who comes meanwhile waits for what is found
                 self._looked_ns = now_ns

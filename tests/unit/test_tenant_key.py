@@ -243,6 +243,31 @@ def test_a_newer_file_is_taken_over_and_a_bad_one_is_not(path: Path) -> None:
     assert follower.find(1) is None
 
 
+def test_what_is_wrong_with_a_file_is_told_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever copied it made it readable for all: the log said so every two seconds."""
+    follower, newer = KeyFile(path), TenantKey.load(path).rotated(2)
+    newer.save(path)
+    path.chmod(0o644)
+    for _ in range(3):
+        assert follower.active()[0] == 1
+    path.unlink()
+    for _ in range(3):
+        assert follower.active()[0] == 1
+    newer.save(path)
+    path.chmod(0o644)
+    assert follower.active()[0] == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert ["chmod 600" in line for line in said] == [True, False, True], said
+    path.chmod(0o600)
+    assert follower.active()[0] == 2  # and again, when it is mended and breaks once more
+    newer.rotated(3).save(path)
+    path.chmod(0o644)
+    assert follower.active()[0] == 2
+    assert sum("chmod 600" in record.getMessage() for record in caplog.records) == 3
+
+
 def test_who_comes_while_the_file_is_read_waits_for_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
