@@ -336,6 +336,32 @@ async def test_leases_and_reservations_belong_to_their_session(tmp_path: Path, f
         assert running.daemon.shard.parts.meters.totals.blocks_corrupt == 0
 
 
+@pytest.mark.parametrize("fabric", ["shm", "tcp"])
+async def test_no_number_tells_how_much_others_do(tmp_path: Path, fabric: str) -> None:
+    """Counted over all sessions, the ids of puts and leases told each what all others did."""
+    async with (
+        lab(tmp_path, fabric) as running,
+        raw_of(running, "dev", fabric) as mine,
+        client_of(running, "other", fabric) as other,
+    ):
+        async with client_of(running, "dev", fabric) as client:
+            assert (await put(await client.namespace(DESCRIPTOR), keys_of(1), SIZE)).ok
+        namespace, theirs = await mine.namespace(), await other.namespace(DESCRIPTOR)
+        seen: list[int] = []
+        for busy in range(3):
+            if busy:
+                assert (await put(theirs, keys_of(5, f"busy{busy}"), SIZE)).ok
+                assert (await get(theirs, keys_of(5, f"busy{busy}"), SIZE)).ok
+            item = put_item(namespace, key_of(70 + busy), SIZE)
+            seen.append((await mine.reserve(namespace.handle, [item])).items[0].put_id)
+            grants = await mine.fetch(namespace.handle, run_of(namespace, keys_of(1)))
+            seen += [grant.lease_id for grant in grants]
+            release(mine, grants)
+        assert seen == list(range(seen[0], seen[0] + 6))
+        await mine.commit([(put_id, RemoteSpan(0, 0, 0)) for put_id in seen[::2]])
+        await eventually(lambda: not len(running.daemon.shard.parts.leases), what="released")
+
+
 # -- forged blocks
 
 

@@ -45,7 +45,7 @@ async def _acknowledged(_self: Any, *_what: Any) -> Status:
 
 
 def _short_lease(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, session, payload, _expires_ns: real(self, session, payload, 0)
+    return lambda self, session, number, what, _expires_ns: real(self, session, number, what, 0)
 
 
 async def _no_barrier(_self: Any) -> None:

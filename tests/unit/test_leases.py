@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,35 +15,42 @@ from entresol_daemon.core import leases as leases_module
 from entresol_daemon.core.leases import Lease, LeaseTable
 from entresol_proto.status import QuotaError, Status
 
+IDS = itertools.count(1)
+
 
 def table(limit: int = 4) -> LeaseTable[str]:
     return LeaseTable(leases_per_session_max=limit)
 
 
+def grant(leases: LeaseTable[Any], session: int, payload: object, expires_ns: int) -> Lease[Any]:
+    """Under an id that no session has had."""
+    return leases.grant(session, next(IDS), payload, expires_ns)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 50])
 def test_limit_of_a_session_and_one_past(limit: int) -> None:
     leases = table(limit)
-    held = [leases.grant(1, "x", 100) for _ in range(limit)]
+    held = [grant(leases, 1, "x", 100) for _ in range(limit)]
     assert not leases.room(1)
     assert leases.held_by(1) == limit
     with pytest.raises(QuotaError) as caught:
-        leases.grant(1, "x", 100)
+        grant(leases, 1, "x", 100)
     assert caught.value.status is Status.BUSY
-    assert leases.grant(2, "y", 100).session == 2, "another session has its own limit"
+    assert grant(leases, 2, "y", 100).session == 2, "another session has its own limit"
     assert leases.release(1, held[0].lease_id) is held[0]
     assert leases.room(1)
-    leases.grant(1, "x", 100)
+    grant(leases, 1, "x", 100)
 
 
 def test_a_limit_of_zero_admits_nothing() -> None:
     assert not table(0).room(1)
     with pytest.raises(QuotaError):
-        table(0).grant(1, "x", 1)
+        grant(table(0), 1, "x", 1)
 
 
 def test_ids_of_another_session_mean_nothing() -> None:
     leases = table()
-    mine = leases.grant(1, "mine", 100)
+    mine = grant(leases, 1, "mine", 100)
     for forged in (mine.lease_id, 0, -1, 2**64 - 1):
         assert leases.get(2, forged) is None
         assert leases.release(2, forged) is None
@@ -49,20 +58,18 @@ def test_ids_of_another_session_mean_nothing() -> None:
     assert len(leases) == 1
 
 
-def test_ids_are_never_used_again() -> None:
-    leases = table(1)
-    seen = set()
-    for _ in range(100):
-        lease = leases.grant(1, "x", 100)
-        assert lease.lease_id not in seen
-        seen.add(lease.lease_id)
-        leases.release(1, lease.lease_id)
-    assert 0 not in seen
+def test_two_sessions_may_use_one_number() -> None:
+    leases = table()
+    mine, theirs = leases.grant(1, 7, "mine", 100), leases.grant(2, 7, "theirs", 100)
+    assert (leases.get(1, 7), leases.get(2, 7)) == (mine, theirs)
+    assert leases.release(1, 7) is mine
+    assert leases.get(1, 7) is None
+    assert leases.expire(100) == [theirs]
 
 
 def test_a_lease_ends_once() -> None:
     leases = table()
-    one = leases.grant(1, "x", 100)
+    one = grant(leases, 1, "x", 100)
     assert leases.release(1, one.lease_id) is one
     assert leases.release(1, one.lease_id) is None
     assert leases.expire(10**18) == []
@@ -72,7 +79,7 @@ def test_a_lease_ends_once() -> None:
 
 def test_expiry_is_in_order_of_time_and_at_the_very_moment() -> None:
     leases = table(10)
-    granted = {at: leases.grant(1, str(at), at) for at in (300, 100, 200, 100, 400)}
+    granted = {at: grant(leases, 1, str(at), at) for at in (300, 100, 200, 100, 400)}
     assert leases.next_expiry_ns() == 100
     assert leases.expire(99) == []
     assert [lease.expires_ns for lease in leases.expire(100)] == [100, 100]
@@ -85,13 +92,13 @@ def test_expiry_is_in_order_of_time_and_at_the_very_moment() -> None:
 
 def test_leases_of_one_moment_expire_in_order_of_grant() -> None:
     leases = table(10)
-    granted = [leases.grant(session, "x", 50) for session in (3, 1, 2)]
+    granted = [grant(leases, session, "x", 50) for session in (3, 1, 2)]
     assert leases.expire(50) == granted
 
 
 def test_released_leases_do_not_hold_the_timer() -> None:
     leases = table()
-    early, late = leases.grant(1, "x", 10), leases.grant(1, "y", 20)
+    early, late = grant(leases, 1, "x", 10), grant(leases, 1, "y", 20)
     leases.release(1, early.lease_id)
     assert leases.next_expiry_ns() == 20
     leases.release(1, late.lease_id)
@@ -100,8 +107,8 @@ def test_released_leases_do_not_hold_the_timer() -> None:
 
 def test_the_end_of_a_session_ends_its_leases_only() -> None:
     leases = table()
-    mine = [leases.grant(1, str(n), 100 - n) for n in range(3)]
-    other = leases.grant(2, "x", 100)
+    mine = [grant(leases, 1, str(n), 100 - n) for n in range(3)]
+    other = grant(leases, 2, "x", 100)
     assert leases.end_session(1) == mine
     assert leases.held_by(1) == 0
     assert len(leases) == 1
@@ -113,11 +120,11 @@ def test_deadlines_of_ended_leases_do_not_pile_up() -> None:
     """A host that asks for long leases and returns them at once costs no memory."""
     leases = table()
     for _ in range(20 * leases_module.STALE_DEADLINES_MAX):
-        leases.release(1, leases.grant(1, "x", 10**18).lease_id)
+        leases.release(1, grant(leases, 1, "x", 10**18).lease_id)
         assert len(leases._deadlines) <= leases_module.STALE_DEADLINES_MAX + 2
-    keep = leases.grant(1, "kept", 5)
+    keep = grant(leases, 1, "kept", 5)
     for _ in range(2 * leases_module.STALE_DEADLINES_MAX):
-        leases.release(1, leases.grant(1, "x", 10**18).lease_id)
+        leases.release(1, grant(leases, 1, "x", 10**18).lease_id)
     assert leases.expire(5) == [keep], "sweeping loses no living deadline"
 
 
@@ -143,10 +150,10 @@ class Model(RuleBasedStateMachine):
         assert self.table.room(session) == (held < self.limit)
         if held >= self.limit:
             with pytest.raises(QuotaError):
-                self.table.grant(session, -1, self.now_ns)
+                self.table.grant(session, self.granted + 1, -1, self.now_ns)
             return
         self.granted += 1
-        lease = self.table.grant(session, self.granted, self.now_ns + for_ns)
+        lease = self.table.grant(session, self.granted, self.granted, self.now_ns + for_ns)
         assert lease.lease_id not in self.living
         self.living[lease.lease_id] = lease
 

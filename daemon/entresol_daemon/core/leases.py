@@ -15,6 +15,8 @@ from entresol_proto.status import QuotaError, Status
 
 T = TypeVar("T")
 
+_Place = tuple[int, int]  # session, lease id
+
 STALE_DEADLINES_MAX = 1_024  # beyond as many as there are living leases; then they are swept out
 
 
@@ -30,14 +32,15 @@ class Lease(Generic[T]):
 
 
 class LeaseTable(Generic[T]):
-    """Leases of all sessions. Ids mean nothing outside the session they were given to."""
+    """Leases of all sessions. Ids are of the session they were given to, and mean nothing outside:
+    counted over all sessions they would tell each what others do."""
 
     def __init__(self, *, leases_per_session_max: int) -> None:
         self._leases_per_session_max = leases_per_session_max
-        self._next_id = 1
-        self._leases: dict[int, Lease[T]] = {}
+        self._granted = 0
+        self._leases: dict[_Place, Lease[T]] = {}
         self._by_session: dict[int, set[int]] = {}
-        self._deadlines: list[tuple[int, int]] = []
+        self._deadlines: list[tuple[int, int, _Place]] = []  # of one moment in order of grant
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -50,23 +53,26 @@ class LeaseTable(Generic[T]):
         """True if the session may get another lease."""
         return self.held_by(session) < self._leases_per_session_max
 
-    def grant(self, session: int, payload: T, expires_ns: int) -> Lease[T]:
-        """A new lease. Raises: QuotaError (BUSY) at the session's limit."""
+    def grant(self, session: int, lease_id: int, payload: T, expires_ns: int) -> Lease[T]:
+        """A new lease, under an id that the session has not had before, each above the last.
+
+        Raises: QuotaError (BUSY) at the session's limit.
+        """
         if not self.room(session):
             raise QuotaError(
                 f"session holds {self._leases_per_session_max} leases", status=Status.BUSY
             )
-        lease = Lease(self._next_id, session, expires_ns, payload)
-        self._next_id += 1
-        self._leases[lease.lease_id] = lease
-        self._by_session.setdefault(session, set()).add(lease.lease_id)
-        heapq.heappush(self._deadlines, (expires_ns, lease.lease_id))
+        place = (session, lease_id)
+        assert place not in self._leases, "an id that is in use"
+        lease = self._leases[place] = Lease(lease_id, session, expires_ns, payload)
+        self._by_session.setdefault(session, set()).add(lease_id)
+        self._granted += 1
+        heapq.heappush(self._deadlines, (expires_ns, self._granted, place))
         return lease
 
     def get(self, session: int, lease_id: int) -> Lease[T] | None:
         """The lease if it is alive and belongs to this session, else None."""
-        lease = self._leases.get(lease_id)
-        return lease if lease is not None and lease.session == session else None
+        return self._leases.get((session, lease_id))
 
     def release(self, session: int, lease_id: int) -> Lease[T] | None:
         """End a lease; None if there is none of that id for this session (late or forged)."""
@@ -79,8 +85,7 @@ class LeaseTable(Generic[T]):
         """End every lease whose time has come."""
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
-            _, lease_id = heapq.heappop(self._deadlines)
-            lease = self._leases.get(lease_id)
+            lease = self._leases.get(heapq.heappop(self._deadlines)[2])
             if lease is not None:
                 self._forget(lease)
                 ended.append(lease)
@@ -88,7 +93,8 @@ class LeaseTable(Generic[T]):
 
     def of_session(self, session: int) -> list[Lease[T]]:
         """Every lease of a session."""
-        return [self._leases[lease_id] for lease_id in sorted(self._by_session.get(session, ()))]
+        mine = sorted(self._by_session.get(session, ()))
+        return [self._leases[session, lease_id] for lease_id in mine]
 
     def end_session(self, session: int) -> list[Lease[T]]:
         """End every lease of a session."""
@@ -99,16 +105,16 @@ class LeaseTable(Generic[T]):
 
     def next_expiry_ns(self) -> int | None:
         """When `expire` has something to do, or None. Released leases may make it early."""
-        while self._deadlines and self._deadlines[0][1] not in self._leases:
+        while self._deadlines and self._deadlines[0][2] not in self._leases:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def _forget(self, lease: Lease[T]) -> None:
-        del self._leases[lease.lease_id]
+        del self._leases[lease.session, lease.lease_id]
         held = self._by_session[lease.session]
         held.discard(lease.lease_id)
         if not held:
             del self._by_session[lease.session]
         if len(self._deadlines) > 2 * len(self._leases) + STALE_DEADLINES_MAX:
-            self._deadlines = [row for row in self._deadlines if row[1] in self._leases]
+            self._deadlines = [row for row in self._deadlines if row[2] in self._leases]
             heapq.heapify(self._deadlines)

@@ -195,7 +195,8 @@ class Granting:
     def _lease(self, leased: Leased, expires_ns: int) -> int:
         """Enter a lease; its id."""
         session = leased.session
-        lease_id = self._parts.leases.grant(session.number, leased, expires_ns).lease_id
+        lease_id = session.next_id()
+        self._parts.leases.grant(session.number, lease_id, leased, expires_ns)
         leased.granted = True
         session.account.leases += 1
         self._parts.held.leases.take(1)

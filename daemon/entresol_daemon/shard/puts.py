@@ -78,8 +78,8 @@ class PutPath:
         if len({put_id for put_id, _ in request.items}) != len(request.items):
             raise EntresolError("a put is committed twice", status=Status.BAD_REQUEST)
         for place, (put_id, span) in enumerate(request.items):
-            reservation = self._reservations.get(put_id)
-            if reservation is None or reservation.session is not session:
+            reservation = self._reservations.get((session.number, put_id))
+            if reservation is None:
                 raise EntresolError(
                     f"put {put_id} is not reserved in this session",
                     hint="it may have passed its deadline",

@@ -76,13 +76,13 @@ class Reserving:
         self._following = following
         self._await_durable = await_durable
         self._on_none_left = on_none_left
-        self.open: dict[int, Reservation] = {}  # without a COMMIT yet, by put id
+        # Without a COMMIT yet, by the session's number and put id.
+        self.open: dict[tuple[int, int], Reservation] = {}
         self.wanted: dict[tuple[bytes, bytes], Reservation] = {}
         self._of_session: dict[int, dict[int, Reservation]] = {}
-        self._deadlines: list[tuple[int, int]] = []
+        self._deadlines: list[tuple[int, tuple[int, int]]] = []
         self._all_waiting = Shared(WAITING_BYTES_MAX)
         self._waiting: dict[bytes, int] = {}  # of that, by tenant
-        self._next_id = 1
 
     async def reserve(self, session: Session, request: Reserve) -> Reserved:
         """Decide item by item; wanted ones carry an id and, for host sealing, their key.
@@ -173,8 +173,9 @@ class Reserving:
             await self._decide_each(session, request, deadline_ns, decided)
         except BaseException:  # nobody will hear of what was reserved so far
             for answer in decided.answers:
-                if answer.status is Status.OK and answer.put_id in self.open:
-                    self.close(self.open[answer.put_id])
+                reserved = self.open.get((session.number, answer.put_id))
+                if answer.status is Status.OK and reserved is not None:
+                    self.close(reserved)
             raise
         return decided
 
@@ -246,10 +247,9 @@ class Reserving:
             block_key = derive_block_key(session.tenant.active_dek, salt)
             self._keycare.reserved(session, version)
         reservation = Reservation(
-            self._next_id, session, namespace, item, ack, deadline_ns, record_bytes, version, salt,
-            block_key, at_host, min(deadline_ns, parts.now_ns() + COMMIT_WAIT_NS_MAX),
+            session.next_id(), session, namespace, item, ack, deadline_ns, record_bytes, version,
+            salt, block_key, at_host, min(deadline_ns, parts.now_ns() + COMMIT_WAIT_NS_MAX),
         )  # fmt: skip
-        self._next_id += 1
         self._enter(reservation)
         if not at_host or block_key is None:
             return Reserved.Item(Status.OK, version, reservation.put_id)
@@ -266,25 +266,26 @@ class Reserving:
         return _record_bytes_max(item.plain_bytes, chunk_bytes, tokens, len(item.engine_key))
 
     def _enter(self, reservation: Reservation) -> None:
-        put_id = reservation.put_id
-        self.open[put_id] = reservation
-        self._of_session.setdefault(reservation.session.number, {})[put_id] = reservation
+        number, put_id = reservation.session.number, reservation.put_id
+        self.open[number, put_id] = reservation
+        self._of_session.setdefault(number, {})[put_id] = reservation
         place = (reservation.namespace.namespace_id, reservation.item.key)
         self.wanted[place] = reservation
         self._remembering.hold(place[0])
-        heapq.heappush(self._deadlines, (reservation.commit_by_ns, put_id))
+        heapq.heappush(self._deadlines, (reservation.commit_by_ns, (number, put_id)))
         if len(self._deadlines) > 2 * len(self.open) + STALE_DEADLINES_MAX:
             self._deadlines = [row for row in self._deadlines if row[1] in self.open]
             heapq.heapify(self._deadlines)
 
     def committed(self, reservation: Reservation) -> None:
         """Its COMMIT has come: a second one finds nothing."""
-        if self.open.pop(reservation.put_id, None) is None:
+        number, put_id = reservation.session.number, reservation.put_id
+        if self.open.pop((number, put_id), None) is None:
             return
-        mine = self._of_session[reservation.session.number]
-        del mine[reservation.put_id]
+        mine = self._of_session[number]
+        del mine[put_id]
         if not mine:
-            del self._of_session[reservation.session.number]
+            del self._of_session[number]
 
     def held_by(self, session: Session) -> int:
         """Reservations of it without a COMMIT yet."""

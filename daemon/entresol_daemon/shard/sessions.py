@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -90,6 +93,8 @@ class Session:
     slow_reads: int = 0  # of its host under way, so long that their turns went to others
     opening: bool = True  # admitted, its data path not settled yet
     closed: bool = False
+    # Of its leases and puts. From a random number on, so that no session guesses another's.
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(62) + 1))
     fenced: bool = False  # its data path is gone: nothing that it was shown can be read through it
 
     def namespace(self, handle: int) -> OpenedNamespace:
@@ -108,6 +113,11 @@ class Session:
             if found.namespace_id == namespace_id:
                 return found
         return None
+
+    def next_id(self) -> int:
+        """A fresh number for a lease or a put: of this session only, since counted over all of them
+        it would tell each how much others do."""
+        return next(self._ids)
 
     def next_handle(self) -> int:
         """A fresh handle. Raises: QuotaError at NAMESPACES_PER_SESSION_MAX."""
