@@ -464,6 +464,54 @@ def test_a_signal_handler_may_call_the_store_that_it_interrupts(config_file: Pat
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
 
 
+STORE_ASKED_BY_A_HANDLER_AT_EVERY_LINE = """
+import faulthandler
+faulthandler.dump_traceback_later(20, exit=True)
+from interrupting import at_line
+from entresol_client.engines.settings import EngineSettings
+from entresol_client.engines.store import EngineStore
+from entresol_proto.ids import NamespaceDescriptor
+store = EngineStore(EngineSettings(config=sys.argv[1]))
+space = store.space(NamespaceDescriptor(model="tiny", dtype="bf16"))
+def interrupt(ask):
+    lines = 0
+    while True:
+        ends = asyncio.Event()
+        def end():
+            store._thread._loop.call_soon_threadsafe(ends.set)
+        def handler():  # what is asked about ends meanwhile
+            end()
+            space.lookup([b"k" * 32]).result()
+        late = threading.Timer(0.3, end)  # where nobody came in between
+        late.start()
+        future = store.start(ends.wait(), bool)
+        came = at_line(lines, lambda: ask(future), handler)
+        late.cancel()
+        end()
+        assert future.result() is True
+        if not came:
+            return lines
+        lines += 1
+called = []
+for ask in (lambda future: future.result(), lambda future: future.exception(10),
+            lambda future: (future.done(), future.running(), future.cancel(), future.cancelled()),
+            lambda future: future.add_done_callback(called.append)):
+    lines = interrupt(ask)
+    assert lines > 1, lines
+print(len(called) - lines, len(set(called)) - lines)
+store.close()
+"""
+
+
+def test_a_signal_handler_may_wait_for_the_store_wherever_it_interrupts_it(
+    config_file: Path,
+) -> None:
+    """Also where it interrupts one that asks about a future, which the loop is to end meanwhile."""
+    folder = str(Path(__file__).parent)
+    done = run(STORE_ASKED_BY_A_HANDLER_AT_EVERY_LINE, config_file, PYTHONPATH=folder)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "1 1\n")
+
+
 # Names --------------------------------------------------------------------------------------------
 
 RESOLVES = """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness import running_daemon
+from interrupting import at_every_line
 from test_engine_store import BLOCK, DESCRIPTOR, SOON_S, got, key, opened, puts, settings_for
 
 from entresol_client.engines.choosing import QUOTES_PER_LOOKUP_MAX, Run
@@ -47,6 +48,28 @@ async def test_what_is_quicker_computed_is_not_told_of(tmp_path: Path) -> None:
             assert space.chooser.state() == {"prefills_seen": 0, "fetches_seen": 1}
             space.chooser.prefilled(0, 100, 0.01)
             assert space.chooser.state()["prefills_seen"] == 1
+
+
+async def test_a_signal_handler_may_wait_for_a_choice_wherever_it_interrupts_the_engine(
+    tmp_path: Path,
+) -> None:
+    """The loop, which chooses, waits for no thread that tells what it saw."""
+    async with running_daemon(tmp_path / "d") as running:
+        learns = settings_for(running, recompute_or_fetch="auto", prefill_tokens_per_s=SLOW)
+        async with opened(learns) as store:
+            space = store.space(DESCRIPTOR)
+            assert (await got(space.store(puts(*range(COUNT))))).ok
+
+            def engine() -> None:
+                space.chooser.prefilled(0, 100, 0.01)
+                assert space.chooser.state()["prefills_seen"] > 0
+
+            def handler() -> None:
+                space.lookup(KEYS).result(SOON_S)
+
+            lines = await asyncio.to_thread(at_every_line, engine, handler)
+            assert store.stats()["quotes"] == lines > 4
+            assert space.chooser.state()["prefills_seen"] == lines + 1
 
 
 async def test_never_asks_for_nothing_and_stores_all_the_same(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hashlib
 import mmap
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -21,6 +23,7 @@ from harness import DaemonProcess, Running, eventually, running_daemon
 from bench.processes import free_ports
 from entresol_client import PutBlock, UsageError
 from entresol_client.demo.media import flip_bit
+from entresol_client.engines.answer import Answer
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, Space
 from entresol_client.registered import RegisteredMemory
@@ -69,6 +72,35 @@ def settings_for(running: Running | DaemonProcess, **changes: Any) -> EngineSett
         running.directory / "client.toml"
     )  # fmt: skip
     return replace(EngineSettings(config=str(home)), **changes)
+
+
+# Futures -----------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_a_future_like_others() -> None:
+    answer, seen = Answer[int](), list[Future[int]]()
+    answer.add_done_callback(seen.append)
+    assert (answer.running(), answer.done(), answer.cancel(), seen) == (True, False, False, [])
+    for ask in (answer.result, answer.exception):
+        with pytest.raises(TimeoutError):
+            ask(0.01)
+    assert not concurrent.futures.wait([answer], 0.01).done
+    timer = threading.Timer(0.05, answer.set_result, (7,))
+    timer.start()
+    assert concurrent.futures.wait([answer], LATEST_S).done == {answer}
+    timer.join()
+    assert list(concurrent.futures.as_completed([answer], LATEST_S)) == [answer]
+    assert (answer.result(), answer.exception(), answer.done()) == (7, None, True)
+    answer.add_done_callback(seen.append)
+    assert seen == [answer, answer]
+
+
+def test_a_callback_that_fails_does_not_cost_the_others_theirs() -> None:
+    answer, seen = Answer[int](), list[Future[int]]()
+    answer.add_done_callback(lambda _: 1 // 0)
+    answer.add_done_callback(seen.append)
+    answer.set_result(7)
+    assert seen == [answer]
 
 
 # With a daemon -----------------------------------------------------------------------------------

@@ -5,16 +5,16 @@ quotes, and blocks that take longer to fetch than to compute are answered as abs
 all of them, or those behind the first so many.
 
 Invariants: a quote never delays a lookup, which is answered within its deadline as without; without
-a quote, or while too little is known of the engine, every block that is there is told, as ever.
+a quote, or while too little is known of the engine, every block that is there is told, as ever;
+what other threads tell waits for the loop, which waits for none of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ log = logging.getLogger("entresol.engine")
 
 QUOTES_PER_LOOKUP_MAX = 16  # runs beyond these are told whole
 QUOTES_REMEMBERED_MAX = 256  # until their load ends
+PREFILLS_WAITING_MAX = 256  # until a choice takes notice; of more the latest
 DEADLINE_PART = 2  # of the lookup's, for its quotes
 
 
@@ -48,7 +49,7 @@ class _Quoted:
 
 
 class Chooser:
-    """Of one namespace. `prefilled` and `fetched` may be called from any thread."""
+    """Of one namespace. On the loop, but for `prefilled` and `state`."""
 
     def __init__(
         self, namespace: Namespace, settings: EngineSettings, count: Callable[..., None]
@@ -56,7 +57,7 @@ class Chooser:
         self._ns = namespace
         self._settings = settings
         self._count = count
-        self._lock = threading.Lock()  # over what follows
+        self._told: deque[tuple[int, int, float, float]] = deque(maxlen=PREFILLS_WAITING_MAX)
         self._learner = Crossover(prefill_tokens_per_s=settings.prefill_tokens_per_s)
         self._quotes: OrderedDict[bytes, QuoteResult] = OrderedDict()  # by a run's first key
 
@@ -125,10 +126,9 @@ class Chooser:
             return everything
         choice = self._choose(one.run, quote, blocks)
         if choice.fetch_blocks:
-            with self._lock:
-                self._quotes[keys[one.run.positions[0]]] = quote
-                while len(self._quotes) > QUOTES_REMEMBERED_MAX:
-                    self._quotes.popitem(last=False)
+            self._quotes[keys[one.run.positions[0]]] = quote
+            while len(self._quotes) > QUOTES_REMEMBERED_MAX:
+                self._quotes.popitem(last=False)
         log.debug(
             "event=crossover blocks=%d fetch=%d explored=%s", blocks, choice.fetch_blocks,
             choice.explored,
@@ -144,34 +144,35 @@ class Chooser:
         offer = Offer(
             blocks, tokens, fetch, run.context_tokens, tail_tokens=run.tokens - tokens
         )  # fmt: skip
-        with self._lock:
-            choice = self._learner.choose(offer, time.monotonic())
+        self._learn()
+        choice = self._learner.choose(offer, time.monotonic())
         self._count(explorations=int(choice.explored))
         return choice
 
     def prefilled(self, context_tokens: int, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens behind so many, and it took so long."""
-        if self.learns:
-            with self._lock:
-                self._learner.prefilled(context_tokens, tokens, seconds, time.monotonic())
+        """The engine computed so many tokens behind so many, and it took so long. From any thread,
+        and from a signal handler that interrupts this."""
+        if self.learns and tokens > 0 and seconds > 0:
+            self._told.append((context_tokens, tokens, seconds, time.monotonic()))
+
+    def _learn(self) -> None:
+        while self._told:
+            self._learner.prefilled(*self._told.popleft())
 
     def fetched(self, keys: Sequence[bytes], loaded: int, seconds: float) -> None:
         """A load has ended, with its first so many blocks in place."""
         if not self.learns or not keys:
             return
-        with self._lock:
-            quote = self._quotes.pop(keys[0], None)
-            if quote is None or loaded < len(keys):
-                return
-            quoted_ns, length_bytes = quote.first(loaded)
-            if quoted_ns:
-                now_s = time.monotonic()
-                self._learner.fetched(quoted_ns / 1e9, length_bytes, seconds, now_s)
+        quote = self._quotes.pop(keys[0], None)
+        if quote is None or loaded < len(keys):
+            return
+        quoted_ns, length_bytes = quote.first(loaded)
+        if quoted_ns:
+            self._learner.fetched(quoted_ns / 1e9, length_bytes, seconds, time.monotonic())
 
     def state(self) -> dict[str, Any]:
-        """For people: how much was learned."""
-        with self._lock:
-            return {
-                "prefills_seen": self._learner.prefills_seen,
-                "fetches_seen": self._learner.fetches_seen,
-            }
+        """For people, from any thread: how much was learned."""
+        return {
+            "prefills_seen": self._learner.prefills_seen + len(self._told),
+            "fetches_seen": self._learner.fetches_seen,
+        }

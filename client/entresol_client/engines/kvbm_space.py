@@ -7,12 +7,13 @@ A model whose blocks could differ under one descriptor is not served (`unfit`).
 from __future__ import annotations
 
 import dataclasses
-import threading
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from entresol_client.engines.answer import Answer
 from entresol_client.engines.kvbm_plan import Lookup
 from entresol_client.engines.naming import dtype_of, fingerprint, revision
 from entresol_client.engines.settings import EngineSettings
@@ -182,16 +183,11 @@ class Tenants:
 def _all_of(answers: Sequence[Future[list[bool]]]) -> Future[list[bool]]:
     if len(answers) == 1:
         return answers[0]
-    together: Future[list[bool]] = Future()
-    left = len(answers)
-    lock = threading.Lock()
+    together: Answer[list[bool]] = Answer()
+    ended = itertools.count(1)  # from any thread, without a lock
 
     def one_more(_: Future[list[bool]]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
+        if next(ended) == len(answers):
             rows = zip(*(answer.result() for answer in answers), strict=True)
             together.set_result([all(row) for row in rows])
 

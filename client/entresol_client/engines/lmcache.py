@@ -11,6 +11,7 @@ result, read once; an object's bytes are used under the layout of the very buffe
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -285,15 +286,11 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
                 jobs.append((positions, start(space, positions, blocks)))
         except Exception:
             log.exception("event=lmcache_task_failed keys=%d", len(keys))
-        lock, left = threading.Lock(), len(jobs)
+        ended = itertools.count(1)  # from any thread, without a lock
 
         def one_done(_: object, held: object = start) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left:
-                    return
-            finish([(positions, future.result()) for positions, future in jobs])
+            if next(ended) == len(jobs):
+                finish([(positions, future.result()) for positions, future in jobs])
 
         if not jobs:
             finish([])

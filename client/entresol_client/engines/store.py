@@ -4,7 +4,8 @@ Invariants:
 - a lookup is answered within its deadline, whatever the daemon does: an outage is "absent";
 - a load's future is done only when nothing can land in its buffers any more;
 - stores wait in a bounded backlog and are shed beyond it; loads never queue behind them;
-- once the loop has ended, or after fork, everything is absent and nothing is waited for.
+- once the loop has ended, or after fork, everything is absent and nothing is waited for;
+- a signal handler may ask and wait for the store that it interrupts (`answer`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 from entresol_client.buffers import UsageError
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
+from entresol_client.engines.answer import Answer
 from entresol_client.engines.choosing import DEADLINE_PART, Chooser, Run
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.loopthread import LoopThread
@@ -237,8 +239,7 @@ class EngineStore:
         `failed` turns an error into the answer it means; the future never raises. `over` is called
         when `work` has ended, before the future is done.
         """
-        future: Future[R] = Future()
-        future.set_running_or_notify_cancel()
+        future: Answer[R] = Answer()
 
         def settle(answer: R) -> None:
             self._pending.discard(future)
@@ -404,7 +405,7 @@ class Space:
 
         if not store.take_backlog(length_bytes):
             store.count(shed_stores=1, shed_blocks=len(wanted))
-            shed: Future[StoreReply] = Future()
+            shed: Answer[StoreReply] = Answer()
             shed.set_result(StoreReply((Status.BUSY,) * len(wanted), 0, 0.0))
             return shed
 
