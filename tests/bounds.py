@@ -24,6 +24,7 @@ from entresol_daemon.config_values import settings_of
 from entresol_proto import ids, limits
 from entresol_proto.fabric import framing, shmendpoint, tcp, verbs_wire
 from entresol_proto.fabric.base import FabricKind, Offer, RemoteSpan
+from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.fabric.tickets import OfferTable
 from entresol_proto.seal import block as sealing
 from entresol_proto.seal.dtypes import DType
@@ -281,8 +282,8 @@ def spans_per_read() -> None:
 
 def data_streams() -> None:
     def offer(streams: int) -> object:
-        raw = tcp._Params("h", 1, streams, False, bytes(limits.TICKET_BYTES), None).encode()
-        return tcp._Params.parse(raw)
+        raw = TcpParams("h", 1, streams, False, bytes(limits.TICKET_BYTES), None).encode()
+        return TcpParams.parse(raw)
 
     offer(limits.DATA_STREAMS_PER_SESSION_MAX)
     refused(lambda: offer(limits.DATA_STREAMS_PER_SESSION_MAX + 1), Status.BAD_REQUEST)

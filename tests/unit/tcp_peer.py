@@ -13,7 +13,8 @@ from entresol_proto import limits
 from entresol_proto.fabric import framing
 from entresol_proto.fabric.base import ReadOp, RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, HEADER, Message
-from entresol_proto.fabric.tcp import TcpEndpoint, TcpFabricServer, _Params
+from entresol_proto.fabric.tcp import TcpEndpoint, TcpFabricServer
+from entresol_proto.fabric.tcp_wire import TcpParams
 
 
 def soon(seconds: float = 5.0) -> int:
@@ -57,7 +58,7 @@ async def raw_session() -> AsyncIterator[tuple[TcpEndpoint, RawPeer]]:
     server = TcpFabricServer("127.0.0.1", streams=1)
     await server.start()
     offer = server.offer()
-    ticket = _Params.parse(offer.params).ticket
+    ticket = TcpParams.parse(offer.params).ticket
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     peer = RawPeer(reader, writer)
     peer.say(framing.hello(0, 1, ticket))

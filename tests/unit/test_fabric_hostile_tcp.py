@@ -21,7 +21,8 @@ from entresol_proto import limits
 from entresol_proto.fabric import datastream, framing, registry, tcp
 from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer, RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, HEADER, SPAN, Message
-from entresol_proto.fabric.tcp import TcpFabricServer, _Params
+from entresol_proto.fabric.tcp import TcpFabricServer
+from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.status import FabricError, QuotaError, Status
 
 KIB, MIB = limits.KIB, limits.MIB
@@ -446,7 +447,7 @@ def test_stream_numbers_that_do_not_fit_are_refused(
     async def scenario() -> None:
         server = TcpFabricServer("127.0.0.1", streams=2)
         await server.start()
-        ticket = _Params.parse(server.offer().params).ticket
+        ticket = TcpParams.parse(server.offer().params).ticket
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(framing.hello(number, streams, ticket))
         assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -462,7 +463,7 @@ def test_a_stream_number_is_taken_once_and_half_a_session_is_cleaned_up(runner: 
         server = TcpFabricServer("127.0.0.1", streams=2, offer_lifetime_ns=300_000_000)
         await server.start()
         offer = server.offer()
-        hello = framing.hello(0, 2, _Params.parse(offer.params).ticket)
+        hello = framing.hello(0, 2, TcpParams.parse(offer.params).ticket)
         connections = []
         for turn in range(2):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -508,7 +509,7 @@ def test_tls_connections_need_a_certificate_of_the_right_ca(runner: object) -> N
             await registry.connect(server.offer(), soon(), ssl=strange)
         with pytest.raises(FabricError, match="TLS"):
             await registry.connect(server.offer(), soon())
-        params = replace(_Params.parse(server.offer().params), tls=False, pin=None)
+        params = replace(TcpParams.parse(server.offer().params), tls=False, pin=None)
         plain = Offer(server.kind, params.encode())
         with pytest.raises(FabricError):  # plain bytes to a TLS port
             await registry.connect(plain, soon(), ssl=certs.client_context(host, ca))
@@ -586,7 +587,7 @@ def test_another_certificate_of_the_same_ca_is_refused_before_the_ticket_is_show
         imposter = TcpFabricServer("127.0.0.1", ssl=certs.server_context(imposter_pair, ca))
         await imposter.start()
         offer = server.offer()
-        moved = replace(_Params.parse(offer.params), port=imposter.port)
+        moved = replace(TcpParams.parse(offer.params), port=imposter.port)
         assert moved.pin == daemon.sha256
         options = ConnectOptions(ssl=certs.client_context(ca.issue("host"), ca))
         with pytest.raises(FabricError, match="certificate"):

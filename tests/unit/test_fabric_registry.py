@@ -12,7 +12,8 @@ import pytest
 from entresol_proto import limits
 from entresol_proto.fabric import registry
 from entresol_proto.fabric.base import FabricKind, Offer
-from entresol_proto.fabric.tcp import TcpFabricServer, _Params
+from entresol_proto.fabric.tcp import TcpFabricServer
+from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.fabric.tickets import OfferTable
 from entresol_proto.status import FabricError, Status
 
@@ -102,8 +103,8 @@ async def test_malformed_offers_are_refused(kind: FabricKind, params: bytes) -> 
 
 def test_tcp_params_survive_the_trip() -> None:
     for pin in (None, bytes(range(32))):
-        params = _Params("fd00::1", 65_535, 8, True, b"t" * 16, pin)
-        assert _Params.parse(params.encode()) == params
+        params = TcpParams("fd00::1", 65_535, 8, True, b"t" * 16, pin)
+        assert TcpParams.parse(params.encode()) == params
 
 
 async def test_a_tcp_server_of_every_address_lets_the_client_name_the_host() -> None:
@@ -111,7 +112,7 @@ async def test_a_tcp_server_of_every_address_lets_the_client_name_the_host() -> 
     await server.start()
     try:
         offer = server.offer()
-        assert _Params.parse(offer.params).host == ""
+        assert TcpParams.parse(offer.params).host == ""
         with pytest.raises(FabricError, match="no address"):
             await registry.connect(offer, time.monotonic_ns() + 10**9)
     finally:

@@ -18,10 +18,8 @@ import logging
 import secrets
 import socket
 import ssl as ssl_module
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from entresol_proto import limits
 from entresol_proto.fabric.asking import Batch, Part
@@ -40,60 +38,15 @@ from entresol_proto.fabric.base import (
 from entresol_proto.fabric.datastream import DataStream
 from entresol_proto.fabric.landing import SPAN_BYTES_MAX, OnLanded
 from entresol_proto.fabric.listening import ListeningServer
+from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.status import FabricError, ProtocolError, Status
 
 _log = logging.getLogger("entresol.fabric")
 
-_PARAMS = struct.Struct("<BBBBH")  # version, flags, streams, length of the host name, port
-_VERSION = 1
-_TLS = 1
-_PINNED = 2
-_PIN_BYTES = 32
 _WILDCARDS = ("0.0.0.0", "::")
 _STRIPE_BYTES = 4 * limits.MIB  # a longer span is spread over the streams
 _ABORT_NS = 1_000_000_000  # how long `close` waits for the loop to confirm an abort
 _POLL_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class _Params:
-    """What a tcp offer carries."""
-
-    host: str
-    port: int
-    streams: int
-    tls: bool
-    ticket: bytes
-    pin: bytes | None
-
-    def encode(self) -> bytes:
-        host = self.host.encode()
-        flags = (_TLS if self.tls else 0) | (_PINNED if self.pin else 0)
-        head = _PARAMS.pack(_VERSION, flags, self.streams, len(host), self.port)
-        return head + self.ticket + (self.pin or b"") + host
-
-    @classmethod
-    def parse(cls, raw: bytes) -> _Params:
-        """Raises: FabricError (BAD_REQUEST) for anything that `encode` would not produce."""
-        try:
-            version, flags, streams, host_bytes, port = _PARAMS.unpack_from(raw)
-            at = _PARAMS.size + limits.TICKET_BYTES
-            ticket = raw[_PARAMS.size : at]
-            pin = raw[at : at + _PIN_BYTES] if flags & _PINNED else None
-            at += _PIN_BYTES if pin is not None else 0
-            host = raw[at:].decode("ascii")
-        except (struct.error, UnicodeDecodeError):
-            version = 0
-        if (
-            version != _VERSION
-            or flags > (_TLS | _PINNED)
-            or len(host) != host_bytes
-            or len(raw) != at + host_bytes
-            or not 0 < streams <= limits.DATA_STREAMS_PER_SESSION_MAX
-            or not port
-        ):
-            raise FabricError("malformed tcp offer", status=Status.BAD_REQUEST)
-        return cls(host, port, streams, bool(flags & _TLS), ticket, pin)
 
 
 class TcpEndpoint:
@@ -403,7 +356,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
     def offer(self, *, peer: object | None = None) -> Offer:
         """See `base.FabricServer.offer`."""
         ticket = self._issue()
-        params = _Params(
+        params = TcpParams(
             self._advertise or "",
             self._port,
             self._streams,
@@ -430,7 +383,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
         return endpoint
 
     def _ticket_of(self, offer: Offer) -> bytes:
-        return _Params.parse(offer.params).ticket
+        return TcpParams.parse(offer.params).ticket
 
     async def _greet(self, sock: socket.socket) -> bool:
         stream = DataStream(greeter=self)
@@ -451,7 +404,7 @@ async def connect(
     offer: Offer, deadline_ns: int, options: ConnectOptions
 ) -> tuple[TcpEndpoint, bytes]:
     """Take a tcp offer: open its streams. See `registry.connect`."""
-    params = _Params.parse(offer.params)
+    params = TcpParams.parse(offer.params)
     host = params.host or options.host
     if not host:
         raise FabricError("the tcp offer names no address", status=Status.BAD_REQUEST)
@@ -476,7 +429,7 @@ async def connect(
 
 
 async def _open_stream(
-    endpoint: TcpEndpoint, number: int, host: str, params: _Params, options: ConnectOptions
+    endpoint: TcpEndpoint, number: int, host: str, params: TcpParams, options: ConnectOptions
 ) -> None:
     stream = DataStream(owner=endpoint)
     endpoint.attach(number, stream)

@@ -11,9 +11,10 @@ from random import Random
 from unittest.mock import patch
 
 from entresol_proto import limits, native
-from entresol_proto.fabric import framing, shm, shmlink, tcp, verbs_wire
+from entresol_proto.fabric import framing, shm, shmlink, verbs_wire
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.fabric.framing import FrameReader
+from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.native import Received, Receiving
 from entresol_proto.status import FabricError, ProtocolError
 from tests.fuzz.mutate import INTERESTING
@@ -226,8 +227,8 @@ def offer_seeds() -> list[bytes]:
     """`u8 which`, `u8 descriptors or rails`, then the message."""
     message = verbs_wire.Message
     kind = verbs_wire.Kind
-    host = tcp._Params("127.0.0.1", 7442, 2, False, TICKET, None)
-    pinned = tcp._Params("pod-7.example", 7442, 8, True, TICKET, b"p" * 32)
+    host = TcpParams("127.0.0.1", 7442, 2, False, TICKET, None)
+    pinned = TcpParams("pod-7.example", 7442, 8, True, TICKET, b"p" * 32)
     plain = [
         (_TCP, 0, host.encode()),
         (_TCP, 0, pinned.encode()),
@@ -263,7 +264,7 @@ def offers_parser() -> Parser:
 def _parse_one(which: int, count: int, body: bytes) -> bytes:
     """The bytes that the decoded message encodes to."""
     if which == _TCP:
-        offer = tcp._Params.parse(body)
+        offer = TcpParams.parse(body)
         assert len(offer.ticket) == limits.TICKET_BYTES, "a ticket that is cut short"
         assert offer.pin is None or len(offer.pin) == 32, "a pin that is cut short"
         return offer.encode()
@@ -298,7 +299,7 @@ TARGETS = (
     Target(
         name="fabric_messages", share=50, seeds=offer_seeds, make=offers_parser,
         canaries=(lambda: patch.object(shmlink, "parse_hello", _any_hello),),
-        modules=("entresol_proto.fabric.tcp", "entresol_proto.fabric.shm",
+        modules=("entresol_proto.fabric.tcp_wire", "entresol_proto.fabric.shm",
                  "entresol_proto.fabric.shmlink", "entresol_proto.fabric.verbs_wire"),
     ),
 )  # fmt: skip
