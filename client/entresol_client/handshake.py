@@ -202,7 +202,9 @@ async def _attach(
     prefer = None if config.fabric == "auto" else config.fabric
     offers = [Offer(offer.kind, offer.params) for offer in welcome.offers]
     choices = registry.rank(offers, same_host=same_host, prefer=prefer)
-    options = ConnectOptions(ssl=context, host=address.host, verbs=config.verbs)
+    options = ConnectOptions(
+        ssl=context, host=address.host, resolve=around.resolve, verbs=config.verbs
+    )
     refused: list[str] = []
     for choice in choices:
         label = choice.offer.kind.label

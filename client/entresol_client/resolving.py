@@ -1,4 +1,4 @@
-"""Names of shards to addresses, on threads of our own.
+"""Names of shards and of their data paths to addresses, on threads of our own.
 
 A resolver may take half a minute, and neither a client's end nor that of the interpreter waits for
 it: uvloop's would, as it asks on threads whose answers its loop must hear before it can be closed.
@@ -26,7 +26,8 @@ _asked = weakref.WeakKeyDictionary()
 async def addresses(host: str, port: int) -> list[str]:
     """The addresses of a host, in the order in which to try them; of an address itself.
 
-    Raises: OSError when it has none or the resolver fails, UnicodeError when it is no name.
+    Raises: OSError when it has none or the resolver fails, ValueError (UnicodeError, but for a NUL)
+    when it is no name.
     """
     if _is_address(host):
         return [host]

@@ -561,6 +561,33 @@ def test_the_addresses_of_a_name_are_tried_in_turn(config_file: Path, slow_names
     assert done.stdout == "True two tcp\nTrue\n"
 
 
+OF_A_DATA_PATH = """
+began = time.monotonic()
+with Client(named("127.0.0.1", fabric="tcp", connect_deadline_ns=1_000_000_000)) as client:
+    (shard,) = client.shards()
+    print(shard.connected, shard.fabric, shard.last_error)
+print(time.monotonic() - began < 8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("slow.test", "False  no answer in time"),
+        ("two", "True tcp "),
+        ("two..dots", "True none "),
+    ],
+)
+def test_a_name_of_a_data_path_is_resolved_as_one_of_a_shard(
+    name: str, told: str, peer: PeerThread, config_file: Path, slow_names: Path
+) -> None:
+    """The daemon's `data_advertise` is a name: neither `close` nor the loop waits for it."""
+    peer.peer.fabrics[0]._advertise = name
+    done = run(RESOLVES + OF_A_DATA_PATH, config_file, LD_PRELOAD=str(slow_names))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert done.stdout == f"{told}\nTrue\n"
+
+
 @pytest.mark.parametrize("name", ["nowhere.invalid", "two.test"])
 async def test_why_a_name_leads_nowhere_is_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ Invariants an implementation owns:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -253,6 +253,8 @@ class ConnectOptions:
     )
     server_hostname: str | None = None  # tcp: the name to check, if the context checks names
     host: str | None = None  # tcp: where to connect when the offer names no address
+    # tcp: a name's addresses, in the order to try them; raises OSError, ValueError.
+    resolve: Callable[[str, int], Awaitable[Sequence[str]]] | None = None  # None: the loop asks
     mapped_bytes_max: int = limits.MAPPED_BYTES_PER_SESSION_MAX  # shm: peer memory to map
     verbs: VerbsSettings = VerbsSettings()
 

@@ -20,6 +20,7 @@ import socket
 import ssl as ssl_module
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from entresol_proto import limits
 from entresol_proto.fabric.asking import Batch, Part
@@ -410,22 +411,55 @@ async def connect(
         raise FabricError("the tcp offer names no address", status=Status.BAD_REQUEST)
     if params.tls and options.ssl is None:
         raise FabricError("the tcp offer asks for TLS and there is no certificate here")
-    endpoint = TcpEndpoint(params.streams, tls=params.tls)
+    found = await _addresses(host, params.port, deadline_ns, options)
+    error = FabricError(f"{host!r} has no address")
+    for left, where in zip(range(len(found), 0, -1), found, strict=True):
+        now_ns = time.monotonic_ns()
+        until_ns = now_ns + (deadline_ns - now_ns) // left  # one that is silent is not all there is
+        try:
+            return await _open_streams(host, where, until_ns, params, options), b""
+        except FabricError as cause:
+            error = cause
+    raise error
+
+
+async def _addresses(
+    host: str, port: int, deadline_ns: int, options: ConnectOptions
+) -> Sequence[str]:
+    """Where to try, in order. Raises: FabricError."""
+    if options.resolve is None:
+        return [host]
     try:
         async with asyncio.timeout(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+            return await options.resolve(host, port)
+    except TimeoutError:
+        raise FabricError(f"{host!r} did not resolve in time", status=Status.DEADLINE) from None
+    except (OSError, ValueError) as error:  # no address, or nothing that can be a name
+        raise FabricError(f"{host!r} does not resolve: {error}") from None
+
+
+async def _open_streams(
+    host: str, where: str, until_ns: int, params: TcpParams, options: ConnectOptions
+) -> TcpEndpoint:
+    """All streams to one address of the host. Raises: FabricError."""
+    endpoint = TcpEndpoint(params.streams, tls=params.tls)
+    if options.server_hostname is None:
+        options = replace(options, server_hostname=host)
+    try:
+        async with asyncio.timeout(max(0.0, (until_ns - time.monotonic_ns()) / 1e9)):
             for number in range(params.streams):
-                await _open_stream(endpoint, number, host, params, options)
+                await _open_stream(endpoint, number, where, params, options)
     except TimeoutError:
         await endpoint.close()
         raise FabricError("the data streams did not open in time", status=Status.DEADLINE) from None
     except OSError as error:
         await endpoint.close()
-        raise FabricError(f"cannot open data streams to {host}:{params.port}: {error}") from None
+        raise FabricError(f"cannot open data streams to {where}:{params.port}: {error}") from None
     except BaseException:
         with contextlib.suppress(asyncio.CancelledError):
             await endpoint.close()
         raise
-    return endpoint, b""
+    return endpoint
 
 
 async def _open_stream(
