@@ -42,6 +42,10 @@ _DATES = (
 _ONE_CA = "both sides need certificates of one CA and trust domain; compare [tls] of the daemon"
 
 
+class _HungUpError(RequestFailedError):
+    """A shard of ours ended the session before it began, and we know of no reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenSession:
     """What a successful handshake gives. The owner closes both connection and endpoint."""
@@ -68,13 +72,13 @@ async def connect(
     Raises: RequestFailedError with a message fit for an operator; nothing stays open then.
     """
     deadline_ns = time.monotonic_ns() + config.connect_deadline_ns
-    connection: Connection | None = None
     try:
         async with asyncio.timeout(config.connect_deadline_ns / 1e9):
             until = asyncio.get_running_loop().time() + config.connect_deadline_ns / 1e9
-            where, connection = await _reach(address, context, around, until)
-            found = replace(address, host=where)  # the data path goes there too, and asks nobody
-            return await _open(connection, found, config, context, around, deadline_ns)
+            try:
+                return await _session(address, config, context, around, deadline_ns, until)
+            except _HungUpError:  # as one that dies; one that is there does it again
+                return await _session(address, config, context, around, deadline_ns, until)
     except TimeoutError:
         error = RequestFailedError(Status.DEADLINE, "no answer in time")
     except ssl.SSLError as cause:
@@ -90,13 +94,25 @@ async def connect(
         error = RequestFailedError(Status.DISCONNECTED, _reason(cause))
     except RequestFailedError as cause:
         error = cause
-    except BaseException:
-        if connection is not None:
-            connection.drop("cancelled")
-        raise
-    if connection is not None:
-        connection.drop(str(error))
     raise error
+
+
+async def _session(
+    address: ShardAddress,
+    config: ClientConfig,
+    context: ssl.SSLContext,
+    around: Surroundings,
+    deadline_ns: int,
+    until: float,
+) -> OpenSession:
+    """One try. Raises: what `_reach` raises; RequestFailedError; IdentityError."""
+    where, connection = await _reach(address, context, around, until)
+    found = replace(address, host=where)  # the data path goes there too, and asks nobody
+    try:
+        return await _open(connection, found, config, context, around, deadline_ns)
+    except BaseException as error:
+        connection.drop(str(error) or "cancelled")
+        raise
 
 
 async def _reach(
@@ -181,7 +197,7 @@ def _hung_up(
         return RequestFailedError(Status.FORBIDDEN, f"{why}: {problem[0]}", hint=problem[1])
     if why != CLOSED_BY_DAEMON:  # reset, or a goodbye: it goes away
         return error
-    return RequestFailedError(
+    return _HungUpError(
         Status.FORBIDDEN,
         f"{why} without a word, as it does with a certificate that it does not take",
         hint=f"{_ONE_CA}; its log says why (event=handshake_failed, event=identity_refused)",

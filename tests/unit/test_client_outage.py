@@ -12,7 +12,7 @@ from typing import Any
 
 import certs
 import pytest
-from client_peer import DESCRIPTOR, SECRET, TRUST, Peer, config_for, serving
+from client_peer import DESCRIPTOR, SECRET, TRUST, Peer, PeerSession, config_for, serving
 
 from entresol_client import (
     AsyncClient,
@@ -483,6 +483,37 @@ async def test_a_certificate_nobody_trusts(tmp_path: Path) -> None:
             assert client.shards()[0].last_error
         with pytest.raises(IdentityError):
             await AsyncClient.open(peer.config(tls=TlsFiles(own.cert, own.key, Path("/no"), TRUST)))
+
+
+@pytest.mark.parametrize(
+    ("hangs_up", "ends", "status"),
+    [(9, False, Status.FORBIDDEN), (1, True, Status.DISCONNECTED), (1, False, None)],
+    ids=["it refuses", "it died", "it was begun anew"],
+)
+async def test_who_hangs_up_before_the_session_begins_is_asked_once_more(
+    hangs_up: int, ends: bool, status: Status | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A daemon that dies behind the handshake looks like one that takes no such certificate."""
+    begins, came = PeerSession.connection_made, 0
+
+    def connection_made(session: PeerSession, transport: asyncio.BaseTransport) -> None:
+        nonlocal came
+        came += 1
+        if came > hangs_up:
+            begins(session, transport)
+            return
+        if ends and session.peer._server is not None:
+            session.peer._server.close()
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+    monkeypatch.setattr(PeerSession, "connection_made", connection_made)
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        (report,) = client.shards()
+        assert (report.connected, report.last_status) == (status is None, status or Status.OK)
+        assert report.refused is (status is Status.FORBIDDEN)
+        assert came == (1 if ends else 2)
 
 
 async def test_asking_in_a_loop_does_not_keep_the_loop_from_healing(tmp_path: Path) -> None:
