@@ -43,17 +43,22 @@ def checked_descriptor(descriptor: NamespaceDescriptor) -> NamespaceDescriptor:
 
 
 def count_of(name: str, values: Sized) -> int:
-    """How many there are. Raises: UsageError for what is no sequence."""
+    """How many there are. Raises: UsageError for what has no number or no order."""
     try:
-        return len(values)
+        found = len(values)
     except TypeError:
-        raise UsageError(f"{name} is a {type(values).__name__}, not a sequence") from None
+        found = -1
+    if found < 0 or isinstance(values, (set, frozenset)):
+        raise UsageError(f"{name} is a {type(values).__name__}, not a sequence")
+    return found
 
 
 def engine_keys(keys: Sequence[bytes], count_max: int) -> list[EngineKey]:
     """The keys, at most so many. Raises: UsageError, BadKeyError."""
     if isinstance(keys, (bytes, bytearray, str)):
         raise UsageError("keys is one key, not a sequence of keys")
+    if isinstance(keys, np.ndarray):  # numpy drops the zeros at a key's end: another key's name
+        raise UsageError("keys is a numpy array, not a sequence of bytes", hint="pass a list")
     if count_of("keys", keys) > count_max:
         raise UsageError(f"{len(keys)} keys in one call, at most {count_max}")
     if keys and set(map(type, keys)) == {bytes}:  # of thousands: what is common is quick
@@ -71,8 +76,9 @@ def engine_keys(keys: Sequence[bytes], count_max: int) -> list[EngineKey]:
     return [check_engine_key(key) for key in keys]
 
 
-def check_items(items: Sequence[PutBlock]) -> None:
-    """Raises: UsageError unless every item is a PutBlock with a key that may be one."""
+def check_items(items: Sequence[PutBlock]) -> list[PutBlock]:
+    """The items, whatever becomes of the caller's list. Raises: UsageError unless every one is a
+    PutBlock with a parent key that may be one."""
     if isinstance(items, PutBlock):
         raise UsageError("items is one PutBlock, not a sequence of them", hint="put([block])")
     count_of("items", items)
@@ -84,6 +90,7 @@ def check_items(items: Sequence[PutBlock]) -> None:
             )
         if not isinstance(item.parent_key, (bytes, NoneType)):
             raise UsageError(f"a parent key is {type(item.parent_key).__name__}, not bytes")
+    return list(items)
 
 
 def token_ids(item: PutBlock) -> bytes:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
+from ctypes import addressof
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from entresol_proto import limits
 from entresol_proto.status import EntresolError, Status
 
+_Byte = ctypes.c_char
 _CONTIGUOUS = "pass C-contiguous memory"
 _OBJECTS = frozenset({"O", "<O", ">O"})  # formats of pointers, which mean nothing elsewhere
 
@@ -112,6 +115,18 @@ def _at(address: int, length_bytes: int, owner: object) -> memoryview:
 
 def _bytes_of(array: Any) -> memoryview:
     return memoryview(array)
+
+
+def check_apart(views: Sequence[memoryview]) -> None:
+    """Raises: UsageError where two of these (writable) share memory: each would be told to hold its
+    block, and one of them would not."""
+    if len(views) < 2:
+        return
+    end = 0
+    for begin, length in sorted([(addressof(_Byte.from_buffer(v)), v.nbytes) for v in views]):
+        if begin < end:
+            raise UsageError("two buffers share memory", hint="give each block memory of its own")
+        end = begin + length
 
 
 def copy(source: memoryview, into: memoryview) -> None:

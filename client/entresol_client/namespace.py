@@ -25,7 +25,7 @@ from entresol_client.arguments import (
     open_place,
     token_ids,
 )
-from entresol_client.buffers import UsageError, as_view
+from entresol_client.buffers import UsageError, as_view, check_apart
 from entresol_client.fetching import GetTally, fetch_blocks
 from entresol_client.opening import Wanted
 from entresol_client.results import (
@@ -122,12 +122,13 @@ class Namespace:
         `prefix` stops at the first gap (per shard): later blocks are GAP. `open_at="daemon"` has
         the daemon open the blocks and needs a data path that nobody else can see.
 
-        Raises: UsageError, BadKeyError.
+        Raises: UsageError (also for buffers that share memory), BadKeyError.
         """
         keys = self._names(keys)
         if count_of("buffers", buffers) != len(keys):
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
         views = [as_view(buffer, writable=True) for buffer in buffers]
+        check_apart(views)
         until_ns = self._until(deadline_ns)
         place, prefix = self._place(open_at), flag("prefix", prefix)
         tally = GetTally([None] * len(keys), [Tier.NONE] * len(keys))
@@ -172,7 +173,7 @@ class Namespace:
 
         Raises: UsageError, BadKeyError.
         """
-        check_items(items)
+        items = check_items(items)
         keys = self._names([item.key for item in items])
         views = [as_view(item.buffer, writable=False) for item in items]
         parents = [

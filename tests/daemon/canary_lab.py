@@ -87,7 +87,7 @@ async def busy(client: AsyncClient, ack: str, blocks: int = 120, salt: str = "")
     for place in places:
         assert (await space.get_into(keys, buffers, open_at=place)).ok  # type: ignore[arg-type]
         assert bytes(buffers[7]) == payload(7, BLOCK_BYTES)
-    await space.get_into(keys[:3], [bytearray(100)] * 3)  # wrong lengths
+    await space.get_into(keys[:3], [bytearray(100) for _ in range(3)])  # wrong lengths
     await space.get_into([b"canary-engine-key-absent"], [bytearray(9)])
     await space.put([PutBlock(ENGINE_KEY, payload(1, 5 * MIB), token_ids=TOKENS)])  # too large
     await space.stage(keys, hold_ns=100_000_000)

@@ -122,7 +122,7 @@ async def _puts(config: Any, done: Counter[str]) -> None:
 async def _absent(config: Any, done: Counter[str]) -> None:
     async with await AsyncClient.open(config) as client:
         space = await client.namespace(lab.DESCRIPTOR)
-        buffers = [bytearray(64)] * 4_096
+        buffers = [bytearray(64) for _ in range(4_096)]
         while True:
             found = await space.get_into([os.urandom(32) for _ in range(4_096)], buffers)
             _count(done, found.statuses)

@@ -27,6 +27,8 @@ BLOCK_BYTES = 96 * 1024  # chunks of 64 KiB: one whole, one part
 OK, MISS, GAP, CORRUPT = Status.OK, Status.MISS, Status.GAP, Status.CORRUPT
 FABRICS = ["tcp", "tls", "shm"]
 OBJECTS = np.array([object()] * 100)
+SHARED = np.zeros(16, np.uint8)
+KEYS_2 = [bytes(16), bytes(17)]
 RECORDS = np.zeros(10, dtype=[("O", "u1"), ("x", "O")])
 
 
@@ -446,6 +448,12 @@ async def test_tokens_that_fit_no_block_are_warned_of_once(
         (lambda ns: ns.put([PutBlock(bytes(16), (2**63 - 4, 10))]), "a raw buffer cannot be at"),
         (lambda ns: ns.quote([bytes(16)], prefix=None), "prefix is None"),
         (lambda ns: ns.exists(None), "keys is a NoneType"),
+        (lambda ns: ns.exists({bytes(16)}), "keys is a set, not a sequence"),
+        (lambda ns: ns.exists(np.array([b"k" * 15 + b"\0"])), "keys is a numpy array"),
+        (lambda ns: ns.exists(np.array([], "S16")), "keys is a numpy array"),
+        (lambda ns: ns.put({PutBlock(bytes(16), b"x")}), "items is a set, not a sequence"),
+        (lambda ns: ns.get_into(KEYS_2, [bytearray(8)] * 2), "two buffers share memory"),
+        (lambda ns: ns.get_into(KEYS_2, [SHARED[4:12], SHARED[:5]]), "two buffers share memory"),
         (lambda ns: ns._client.namespace("demo"), "by a NamespaceDescriptor, not by a str"),
     ],
 )
@@ -457,6 +465,27 @@ async def test_mistakes_raise_at_once(
         with pytest.raises((UsageError, BadKeyError), match=reason):
             await call(ns)
         assert not [s for s in peer.seen[count:] if isinstance(s, (data.Fetch, data.Reserve))]
+
+
+async def test_a_put_is_of_what_its_list_held_when_it_was_called(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (peer, ns):
+        items = blocks(2)
+        fresh = ns._client._namespace(replace(ns.descriptor, model="another"))  # opened by its put
+        put = asyncio.create_task(fresh.put(items))
+        while not put.done():
+            await asyncio.sleep(0)
+            items.clear()  # an engine uses it for the next
+        assert (await put).statuses == [Status.OK] * 2
+        (reserve,) = [seen for seen in peer.seen if isinstance(seen, data.Reserve)]
+        assert [item.position for item in reserve.items] == [0, 1]
+
+
+async def test_buffers_side_by_side_share_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, ns):
+        assert (await ns.put(blocks(3))).ok
+        room = np.zeros((3, BLOCK_BYTES), np.uint8)
+        views = [room[2], room[0], room[1]]
+        assert (await ns.get_into([key(0), key(1), key(2)], views)).ok
 
 
 async def test_a_closed_client_says_so(tmp_path: Path) -> None:
