@@ -253,7 +253,12 @@ async def test_a_crowd_that_asks_again_at_once_is_served(tmp_path: Path) -> None
 async def test_callers_get_places_in_their_order_and_are_busy_at_their_deadline(
     tmp_path: Path,
 ) -> None:
-    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+    async with (
+        serving(tmp_path) as peer,
+        await AsyncClient.open(
+            peer.config(ping_interval_ns=60 * 10**9)  # its own pings need that place, too
+        ) as client,
+    ):
         await client.namespace(DESCRIPTOR)
         (session,) = peer.sessions
         session.on_exists = never  # type: ignore[method-assign]
