@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import ssl
@@ -256,8 +257,14 @@ class Connection(asyncio.BufferedProtocol):
         opening = self.request(OpenNamespace(canonical), until_ns)
         task = asyncio.get_running_loop().create_task(opening)
         self._namespaces[canonical] = task
-        task.add_done_callback(_seen)
+        task.add_done_callback(functools.partial(self._opened, canonical))
         return task
+
+    def _opened(self, canonical: bytes, task: asyncio.Task[NamespaceOpened]) -> None:
+        """What was refused is not kept: there may be any number of those."""
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._namespaces.get(canonical) is task:
+            del self._namespaces[canonical]
 
     # Ending ----------------------------------------------------------------------------------
 
@@ -432,8 +439,3 @@ class Connection(asyncio.BufferedProtocol):
 def _expire(future: asyncio.Future[Any]) -> None:
     if not future.done():
         future.set_exception(RequestFailedError(Status.DEADLINE))
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -26,6 +26,7 @@ from entresol_client.staging import Arena, PrivateMemory, shared_memory
 from entresol_client.stats import ClientStats
 from entresol_client.surroundings import Surroundings
 from entresol_client.workers import Workers
+from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint
 from entresol_proto.seal.bypass import Bypass
 from entresol_proto.status import FabricError, Status
@@ -205,8 +206,12 @@ class ShardLink:
         return session
 
     def remember(self, canonical: bytes) -> None:
-        """Open this namespace on every later session without being asked."""
+        """Open this namespace on every later session without being asked, as far as there is room:
+        of more the latest."""
+        self._namespaces.pop(canonical, None)
         self._namespaces[canonical] = None
+        if len(self._namespaces) > limits.NAMESPACES_PER_SESSION_MAX:
+            del self._namespaces[next(iter(self._namespaces))]
 
     def land_in(self, memory: RegisteredMemory) -> None:
         """Reads will land in this memory, now and in every later session, until it is closed."""

@@ -28,7 +28,7 @@ from daemon_lab import (
     run_of,
     shape,
 )
-from harness import running_daemon
+from harness import eventually, running_daemon
 
 from entresol_client.results import RequestFailedError
 from entresol_daemon.config import Config
@@ -192,6 +192,30 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
         async with client_of(running) as client:
             space = await client.namespace(replace(DESCRIPTOR, tp_rank=0))
             assert (await put(space, keys_of(4), 4 * KIB)).ok, "places are free again"
+
+
+async def test_a_client_remembers_no_more_namespaces_than_a_session_has(tmp_path: Path) -> None:
+    """Of more the latest: they are in use where the first ones no longer are."""
+    count = NAMESPACES_PER_SESSION_MAX + 8
+    async with running_daemon(tmp_path / "d") as running, client_of(running) as client:
+        for at in range(count):
+            await client.namespace(replace(DESCRIPTOR, tp_rank=at))
+        (link,) = client._links
+        first = link._session
+        assert first is not None
+        assert len(link._namespaces) == NAMESPACES_PER_SESSION_MAX
+        assert len(first.connection._namespaces) == NAMESPACES_PER_SESSION_MAX, "refused ones"
+        first.connection.drop("test")
+
+        def reopened() -> bool:
+            session = link._session
+            return session not in (None, first) and all(
+                name in session.connection._namespaces for name in link._namespaces
+            )
+
+        await eventually(reopened)
+        space = await client.namespace(replace(DESCRIPTOR, tp_rank=count - 1))
+        assert (await put(space, keys_of(1), 4 * KIB)).ok
 
 
 async def test_too_many_requests_in_flight_end_only_that_session(tmp_path: Path) -> None:
