@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entresol_client.buffers import UsageError, as_view, copy
+from entresol_client.buffers import UsageError, as_view, check_apart, copy
 from entresol_client.registered import RegisteredMemory
 from entresol_client.staging import Arena, PrivateMemory, Region, shared_memory
 from entresol_proto import limits
@@ -135,6 +135,18 @@ def test_the_largest_block_is_allowed() -> None:
 
 def test_read_only_is_fine_for_sources() -> None:
     assert bytes(as_view(b"source", writable=False)) == b"source"
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5))
+def test_buffers_that_share_memory_are_found(spans: list[tuple[int, int]]) -> None:
+    whole = memoryview(bytearray(64))
+    cells = [at for begin, length in spans for at in range(begin, begin + length)]
+    views = [whole[begin : begin + length] for begin, length in spans]
+    if len(cells) == len(set(cells)):
+        check_apart(views)
+    else:
+        with pytest.raises(UsageError, match="share memory"):
+            check_apart(views)
 
 
 def test_zero_and_copy() -> None:
