@@ -2,7 +2,8 @@
 
 Invariant: the answer depends only on lsn order, never on the order in which segments were read.
 Vectorised where there may be millions, of blocks and of tombstones; only older copies of the same
-block, and the namespaces that were dropped, go through Python one by one.
+block, and the namespaces that were dropped, go through Python one by one. Of a block that was put
+and removed thousands of times only the last removal is compared with its copies.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Resolved:
 
 
 class _Names:
-    """Rows by name: sorted by a 64-bit mix of namespace and key, compared exactly."""
+    """Rows by name: sorted by a 64-bit mix of its columns, compared exactly."""
 
-    def __init__(self, rows: Rows, multipliers: npt.NDArray[np.uint64]) -> None:
-        self.columns: list[U64] = [np.ascontiguousarray(rows[name]) for name in NAME]
+    def __init__(self, columns: list[U64], multipliers: npt.NDArray[np.uint64]) -> None:
+        self.columns = columns
         self._multipliers = multipliers
         mixed = self.mix(self.columns)
         self.order = np.argsort(mixed, kind="stable")
@@ -59,8 +60,8 @@ class _Names:
         return self.order[several]
 
     def pairs(self, asked: list[U64]) -> Iterator[tuple[Slots, Slots]]:
-        """Which of the names in four columns is the name of which row: numbers of both, a bounded
-        part of all such pairs at a time."""
+        """Which of these names, each told once, is the name of which row: numbers of both, a
+        bounded part of all such pairs at a time."""
         mixed = self.mix(asked)
         sorting = np.argsort(mixed)  # neighbours are looked for one after the other: quicker
         mixed = mixed[sorting]
@@ -101,7 +102,7 @@ def resolve(
     lsn = np.ascontiguousarray(rows["lsn"])
     alive = np.ones(count, bool)
     covered = np.zeros(count, bool)  # dead, and a tombstone that must stay says so
-    names = _Names(rows, multipliers)
+    names = _Names(_columns(rows), multipliers)
 
     newest: dict[Name, int] = {}
     for row in names.crowded().tolist():
@@ -114,11 +115,17 @@ def resolve(
     outdone = np.flatnonzero(~alive)
 
     of_blocks = tombstones[tombstones["kind"] == TombstoneKind.BLOCK]
-    until, cover = (np.ascontiguousarray(of_blocks[name]) for name in ("lsn", "cover"))
-    for one, row in names.pairs([np.ascontiguousarray(of_blocks[name]) for name in NAME]):
-        later = until[one] > lsn[row]
-        alive[row[later]] = False
-        covered[row[later & (cover[one] == sequence[row])]] = True
+    until, asked = np.ascontiguousarray(of_blocks["lsn"]), _columns(of_blocks)
+    last = _last(asked, until)
+    for one, row in names.pairs([column[last] for column in asked]):
+        alive[row[until[last[one]] > lsn[row]]] = False
+    dead = np.flatnonzero(~alive)
+    asked.append(np.ascontiguousarray(of_blocks["cover"]))
+    last = _last(asked, until)
+    columns = [column[dead] for column in (*names.columns, sequence)]
+    placed = _Names(columns, np.append(multipliers, multipliers[0]))
+    for one, row in placed.pairs([column[last] for column in asked]):
+        covered[dead[row[until[last[one]] > lsn[dead[row]]]]] = True
     for gone in _dropped(names.columns[:2], lsn, tombstones, multipliers):
         alive[gone] = False
         covered[gone] = True
@@ -128,6 +135,22 @@ def resolve(
     older = outdone[~covered[outdone]].tolist()
     shadowed = np.unique(segment[~alive & ~covered]).tolist()
     return Resolved(survivors, len(outdone), older, shadowed)
+
+
+def _columns(rows: Rows | Tombstones) -> list[U64]:
+    return [np.ascontiguousarray(rows[name]) for name in NAME]
+
+
+def _last(columns: list[U64], lsn: U64) -> Slots:
+    """Of the rows that are alike in these columns the one with the highest lsn."""
+    order = np.lexsort((lsn, *columns))
+    if not len(order):
+        return order
+    ends = np.zeros(len(order), bool)
+    ends[-1] = True
+    for column in columns:
+        ends[:-1] |= column[order[1:]] != column[order[:-1]]
+    return order[ends]
 
 
 def _dropped(
