@@ -248,7 +248,8 @@ class Metrics:
             "flash_live_bytes", "Bytes of records still indexed."
         )
         self.flash_written_bytes = self._make.counter(
-            "flash_written_bytes_total", "Bytes written to flash, with headers and reinsertions."
+            "flash_written_bytes_total",
+            "Bytes written to flash, with headers, reinsertions and what a start writes again.",
         )
         self.flash_read_bytes = self._make.counter(
             "flash_read_bytes_total", "Bytes read from flash."

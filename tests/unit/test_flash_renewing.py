@@ -163,3 +163,28 @@ def test_only_what_was_verified_is_written() -> None:
         assert device.image() == before
 
     play(life())
+
+
+def test_what_a_start_writes_is_counted_as_wear() -> None:
+    """It writes again all that is in segments without a footer, which may be many: uncounted."""
+
+    def written(device: SimDevice) -> int:
+        return sum(len(entry.data) for entry in device.log or () if entry.kind == "write")
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep, keep_log=True)
+        engine = await open_engine(device)
+        for key in KEYS:
+            assert await put(engine, (NS, key), bytes(9_000))[1] is Status.OK
+        fail_next(device, Fault.FLUSH_FAIL)
+        engine.remove(engine.index.find(NS, KEYS[0]), RemoveReason.FORGOTTEN)
+        await engine.barrier()
+        assert engine.stats.written_bytes == written(device)
+        await engine.close(clean=False)
+        after = device.crash(plan=FaultPlan())
+        again = await open_engine(after, seed=1)
+        assert again.recovery.segments_scanned
+        assert again.stats.written_bytes == written(after) > 9_000 * (len(KEYS) - 1)
+        await again.close()
+
+    play(life())

@@ -1,7 +1,7 @@
-"""A device that counts what the real one refuses, and times its flushes.
+"""A device that counts what the real one takes and refuses, and times its flushes.
 
 Invariant: everything the engine asks of its device passes here once, so that the counters are the
-device's own failures, neither more (a retry is asked again) nor fewer.
+device's own wear and failures, neither more (a retry is asked again) nor fewer.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class CountedDevice:
             raise
         finally:
             tell(-length_bytes)
+        self._stats.written_bytes += length_bytes
 
     async def flush(self) -> None:
         """See `Device.flush`."""
@@ -96,6 +97,7 @@ class CountedDevice:
         try:
             write_ns, flush_ns = await self._in_one_go.commit(ops)
         except FlushError as error:
+            self._stats.written_bytes += length_bytes
             self._stats.flushes += 1
             self._stats.refused_flushes += 1
             self.hooks.on_flush(error.status, error.flush_ns)
@@ -105,6 +107,7 @@ class CountedDevice:
             raise
         finally:
             tell(-length_bytes)
+        self._stats.written_bytes += length_bytes
         self._stats.flushes += 1
         self.hooks.on_flush(Status.OK, flush_ns)
         if flush_ns > IN_ONE_GO_FLUSH_NS_MAX:

@@ -164,7 +164,7 @@ class EngineStats:
     refused_flushes: int = 0  # by the device
     failed_groups: int = 0
     condemned: int = 0  # segments
-    written_bytes: int = 0  # everything that went to the device
+    written_bytes: int = 0  # everything that the device took, what opening writes included
     tombstones: int = 0
     tombstones_carried: int = 0
     tombstones_lost: int = 0  # unreadable when their segment was freed

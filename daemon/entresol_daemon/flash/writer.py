@@ -343,7 +343,6 @@ class Writer:
                 await asyncio.sleep(FAILURE_BACKOFF_NS * 2 ** (self._failures - 1) / 1e9)
         else:
             length_bytes = sum(op.view.nbytes for op in ops)
-            self._stats.written_bytes += length_bytes
             self.length.wrote(length_bytes, write_ns / 1e9, flush_ns / 1e9)
             self._succeed(group)
 
