@@ -25,6 +25,7 @@ import numpy.typing as npt
 from entresol_daemon.flash.device import BLOCK, Check, IoOp, aligned_buffer, checked
 from entresol_daemon.flash.opening import check_fit, read_superblock
 from entresol_daemon.flash.resolve import resolve
+from entresol_daemon.flash.salvaging import salvage
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     ROW,
@@ -213,11 +214,25 @@ class Examiner:
             facts = SegmentFacts(number, "open", header.sequence, short(header.stream))
             self._scan(facts)
             return facts
-        if head_read and not any(head):
-            return SegmentFacts(number, "never used")
         if not head_read or not tail_read:
             return SegmentFacts(number, "unreadable", note="the device refuses its edges")
-        return SegmentFacts(number, "damaged", note="neither header nor footer verify")
+        if any(head):
+            facts = SegmentFacts(number, "damaged", note="neither header nor footer verify")
+        else:
+            facts = SegmentFacts(number, "never used")
+        if any(head) or self._has_record(start + BLOCK):
+            self._salvage(facts)
+        return facts
+
+    def _has_record(self, offset_bytes: int) -> bool:
+        head, key = aligned_buffer(BLOCK), self._superblock.check_key
+        return self._device.fill(offset_bytes, head) and bool(decode_record_header(head, key))
+
+    def _salvage(self, facts: SegmentFacts) -> None:
+        """Removals count without the edges of their segment."""
+        if self._device.fill(self._superblock.segment_at(facts.segment), self._buffer):
+            found = salvage(self._superblock, facts.segment, self._buffer)
+            self._found.tombstones += found.tombstones
 
     def _sealed(self, facts: SegmentFacts, trailer: Trailer) -> None:
         """A segment with a footer: its table, and every record that the table names."""

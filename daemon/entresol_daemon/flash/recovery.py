@@ -28,6 +28,7 @@ from entresol_daemon.flash.model import (
 )
 from entresol_daemon.flash.renewing import renew_free, renew_records
 from entresol_daemon.flash.resolve import distinct, resolve
+from entresol_daemon.flash.salvaging import salvage
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     ROW,
@@ -38,6 +39,7 @@ from entresol_daemon.flash.segment import (
     SegmentHeader,
     Superblock,
     Trailer,
+    decode_record_header,
     decode_table,
     extent_bytes,
     footer_bytes,
@@ -150,12 +152,16 @@ class Recovery:
             last = min(count, first + step)
             heads, tails, edges, free = await self._looking.edges(first, last)
             await self._renew_free(first, heads, edges, free)
+            unused: list[Segment] = []
             for n, (header, trailer) in enumerate(edges):
                 segment = self._table.segments[first + n]
                 if not self._classify(
                     segment, header, trailer, heads[n], tails[n], sealed, to_scan
                 ):
                     await self._look_again(segment, sealed, to_scan)
+                if header is None and segment.state is SegmentState.FREE:
+                    unused.append(segment)
+            await self._look_behind(unused)
         to_scan += await self._read_footers(sealed)
         await self._read_tombstones()
         await self._scan(to_scan)
@@ -204,15 +210,46 @@ class Recovery:
     async def _look_again(
         self, segment: Segment, sealed: list[Trailer], to_scan: list[tuple[Segment, int]]
     ) -> None:
-        """A segment without edges is freed, unless it was the read that was wrong."""
+        """A segment without edges is lost, unless it was the read that was wrong."""
         start = self._superblock.segment_at(segment.index)
         end = start + self._superblock.segment_bytes - BLOCK
         head, tail = await self._looking.blocks([start, end])
         ((header, trailer),) = decode_edges(self._superblock, segment.index, [head], [tail])
         if not self._classify(segment, header, trailer, head, tail, sealed, to_scan):
-            self._adopt(segment, SegmentState.SEALED, NO_STREAM, 0)
             self._report.segments_damaged += 1
-            self._found.to_free.append(segment)
+            if not await self._salvage(segment):
+                self._adopt(segment, SegmentState.SEALED, NO_STREAM, 0)
+                self._found.to_free.append(segment)
+
+    async def _look_behind(self, unused: Sequence[Segment]) -> None:
+        """A first block of zeros is that of a segment never used; but where a record follows it,
+        the header was lost, with the power or later."""
+        places = [self._superblock.segment_at(segment.index) + BLOCK for segment in unused]
+        blocks = await self._looking.blocks(places)
+        for segment, block in zip(unused, blocks, strict=True):
+            if block and decode_record_header(block, self._superblock.check_key) is not None:
+                await self._salvage(segment)
+
+    async def _salvage(self, segment: Segment) -> bool:
+        """Removals in a segment without edges count all the same; with such it is freed as one that
+        failed, by an eviction, which carries them on. False when there are none."""
+        start, size = self._superblock.segment_at(segment.index), self._superblock.segment_bytes
+        buffer = aligned_buffer(size)
+        whole = await self._read_whole(start, buffer)
+        found = await self._compute.run(salvage, self._superblock, segment.index, buffer)
+        self._log.warning(
+            "event=segment_without_edges segment=%d removals=%d effect=its_blocks_are_gone",
+            segment.index, sum(map(len, found.tombstones)),
+        )  # fmt: skip
+        if whole and not found.tombstones:
+            return False
+        self._adopt(segment, SegmentState.CONDEMNED, NO_STREAM, found.sequence)
+        segment.shadows = True
+        segment.tombstone_offsets = found.offsets
+        self._tombstones += found.tombstones
+        if not whole:
+            self._leave_alone(segment)
+        return True
 
     async def _read_footers(self, trailers: list[Trailer]) -> list[tuple[Segment, int]]:
         """Take rows from intact tables; returns the segments to scan instead."""
@@ -342,15 +379,19 @@ class Recovery:
         self, segment: Segment, sequence: int, buffer: memoryview
     ) -> tuple[Scan, bool]:
         """What is in a segment, and whether the device gave all of it."""
-        start, size = self._superblock.segment_at(segment.index), len(buffer)
+        whole = await self._read_whole(self._superblock.segment_at(segment.index), buffer)
+        scan = await self._compute.run(scan_segment, self._superblock, sequence, buffer)
+        return scan, whole
+
+    async def _read_whole(self, start: int, buffer: memoryview) -> bool:
+        size = len(buffer)
         good = await self._looking.read(
             [
                 IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
                 for at in range(0, size, _SCAN_OP_BYTES)
             ]
         )
-        scan = await self._compute.run(scan_segment, self._superblock, sequence, buffer)
-        return scan, all(good)
+        return all(good)
 
     def _leave_alone(self, segment: Segment) -> None:
         """The device refuses parts of it now: what is there may be read at another opening."""

@@ -50,10 +50,10 @@ __all__ = [
 ]
 
 ROW_BYTES = 64
+RECORD_MAGIC = 0x52544E45  # "ENTR"
 
 _SEGMENT_MAGIC = b"ENTRSEGM"
 _TRAILER_MAGIC = b"ENTRTRLR"
-_RECORD_MAGIC = 0x52544E45  # "ENTR"
 _SEGMENT = struct.Struct("<8sII16sIIQ16s")
 _TRAILER = struct.Struct("<8sII16sIIQ16sQQQ16s")
 _RECORD = struct.Struct("<IBBHQQII16s16sIIQQ")
@@ -304,7 +304,7 @@ def sealed_hash(sealed: memoryview) -> int:
 def encode_record_header(header: RecordHeader, check_key: bytes) -> bytes:
     """The header's bytes with their keyed check."""
     fields = _RECORD.pack(
-        _RECORD_MAGIC,
+        RECORD_MAGIC,
         FORMAT_VERSION,
         header.kind,
         0,
@@ -334,7 +334,7 @@ def encode_record_head(
 ) -> bytes:
     """A header's bytes with zeros for what only the flash knows: LSN, payload hash and check."""
     return _RECORD.pack(
-        _RECORD_MAGIC, FORMAT_VERSION, kind, 0, sequence, 0, offset, sealed_bytes, namespace_id,
+        RECORD_MAGIC, FORMAT_VERSION, kind, 0, sequence, 0, offset, sealed_bytes, namespace_id,
         wire_key, plain_bytes, position, 0, 0,
     ) + bytes(_RECORD_CHECK.size)  # fmt: skip
 
@@ -348,7 +348,7 @@ def decode_record_header(raw: bytes | memoryview, check_key: bytes) -> RecordHea
     magic, version, kind, _, sequence, lsn, offset, sealed, ns, key, plain, position, digest, _ = (
         _RECORD.unpack(fields)
     )
-    if magic != _RECORD_MAGIC or version != FORMAT_VERSION:
+    if magic != RECORD_MAGIC or version != FORMAT_VERSION:
         return None
     if not hmac.compare_digest(check, _record_check(fields, check_key)):
         return None
@@ -405,7 +405,7 @@ def scan_segment(superblock: Superblock, sequence: int, raw: memoryview) -> Scan
     """
     found = Scan()
     heads = np.frombuffer(raw, dtype="<u4").reshape(-1, BLOCK // 4)
-    starts = np.flatnonzero((heads[:, 0] == _RECORD_MAGIC) & (heads[:, 2] == sequence & 0xFFFFFFFF))
+    starts = np.flatnonzero((heads[:, 0] == RECORD_MAGIC) & (heads[:, 2] == sequence & 0xFFFFFFFF))
     limit = superblock.segment_bytes - footer_bytes(1)
     end = BLOCK
     for block in starts.tolist():

@@ -1,0 +1,188 @@
+"""A segment loses its header before it has a footer: what was forgotten in it stays forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simloop
+from flashlab import NAMESPACES, device_bytes, get, key_of, open_engine, put
+
+from entresol_daemon.examine import examine
+from entresol_daemon.flash.device import BLOCK, aligned_buffer
+from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
+from entresol_daemon.flash.salvaging import salvage
+from entresol_daemon.flash.sim import FaultPlan, SimDevice
+from entresol_proto.status import Status
+
+NS = NAMESPACES[0]
+KEYS = [key_of(n) for n in range(8)]
+
+
+def flip(block: bytes) -> bytes:
+    return block[:100] + bytes([block[100] ^ 1]) + block[101:]
+
+
+def zeros(block: bytes) -> bytes:
+    return bytes(len(block))
+
+
+def play(life: Coroutine[Any, Any, None]) -> None:
+    simloop.run(life)
+
+
+async def forgotten_beside(device: SimDevice) -> tuple[Engine, int]:
+    """Blocks in a sealed and in an open segment, and the removal of the first one in the open one,
+    of which the number."""
+    engine = await open_engine(device)
+    for key in KEYS:
+        assert await put(engine, (NS, key), b"x" + key * 500)[1] is Status.OK
+    engine.remove(engine.index.find(NS, KEYS[0]), RemoveReason.FORGOTTEN)
+    await engine.barrier()
+    (number,) = [s.segment for s in engine.segments() if s.state is SegmentState.OPEN]
+    return engine, number
+
+
+async def after_damage(
+    damage: Callable[[bytes], bytes],
+) -> tuple[SimDevice, int, list[bytes]]:
+    """The device after a kill and this damage to the header, and the keys that are elsewhere."""
+    device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+    engine, number = await forgotten_beside(device)
+    index = engine.index
+    others = [k for k in KEYS[1:] if index.m_segment[index.find(NS, k)] != number]
+    at = engine._superblock.segment_at(number)
+    await engine.close(clean=False)
+    device.poke(at, damage(device.image_at(at, BLOCK)))
+    return device.crash(plan=FaultPlan()), number, others
+
+
+def keys_of(engine: Engine) -> list[bytes]:
+    return sorted(engine.index.key_of(slot) for slot in engine.index.live_slots().tolist())
+
+
+@pytest.mark.parametrize("damage", [flip, zeros])
+def test_what_was_forgotten_stays_forgotten_without_the_header(
+    damage: Callable[[bytes], bytes],
+) -> None:
+    async def life() -> None:
+        device, number, others = await after_damage(damage)
+        for start in range(2):
+            engine = await open_engine(device, seed=start)
+            assert keys_of(engine) == others
+            assert engine.recovery.segments_damaged == (damage is flip)
+            assert engine.segment_info(number).state is SegmentState.CONDEMNED
+            await engine.close(clean=False)
+            device = device.crash()
+        engine = await open_engine(device, seed=2)
+        await engine.evict(number)
+        assert engine.stats.tombstones_carried == 1
+        assert engine.segment_info(number).state is SegmentState.FREE
+        await engine.close()
+        last = await open_engine(device.crash(), seed=3)
+        assert keys_of(last) == others
+        assert all([(await get(last, (NS, key)))[0] is Status.OK for key in others])
+        await last.close()
+
+    play(life())
+
+
+@pytest.mark.parametrize("damage", [flip, zeros])
+def test_inspect_says_the_same(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    found: list[tuple[SimDevice, list[bytes]]] = []
+
+    async def life() -> None:
+        device, _, others = await after_damage(damage)
+        found.append((device, others))
+
+    play(life())
+    ((device, others),) = found
+    path = tmp_path / "data"
+    path.write_bytes(device.image())
+    seen = examine(path, quick=True)  # their payloads are not sealed blocks
+    assert int(seen.alive.sum()) == len(others)
+    assert seen.damaged == (damage is flip)
+
+
+@pytest.mark.parametrize("damage", [flip, zeros])
+def test_a_segment_that_the_device_does_not_give_is_kept(
+    damage: Callable[[bytes], bytes],
+) -> None:
+    async def life() -> None:
+        device, number, _ = await after_damage(damage)
+        start = device.size_bytes - BLOCK - (12 - number) * 64 * 1024
+        device._latent.add(start // BLOCK + 5)
+        engine = await open_engine(device, seed=1)
+        assert engine.segment_info(number).unread
+        assert engine.hides_blocks
+        await engine.close()
+
+    play(life())
+
+
+def test_a_segment_without_removals_is_freed() -> None:
+    async def life() -> None:
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slot, durable = put(engine, (NS, KEYS[0]), b"x" * 3000)
+        assert await durable is Status.OK
+        number = engine.index.m_segment[slot]
+        at = engine._superblock.segment_at(number)
+        await engine.close(clean=False)
+        device.poke(at, flip(device.image_at(at, BLOCK)))
+        again = await open_engine(device.crash(plan=FaultPlan()), seed=1)
+        await asyncio.sleep(0.1)
+        assert again.segment_info(number).state is SegmentState.FREE
+        assert keys_of(again) == []
+        await again.close()
+
+    play(life())
+
+
+def test_removals_of_a_life_that_ended_do_not_count() -> None:
+    """They were carried on when their segment was freed, those that were still needed."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+        engine, number = await forgotten_beside(device)
+        superblock = engine._superblock
+        raw = aligned_buffer(superblock.segment_bytes)
+        start = superblock.segment_at(number)
+
+        def found() -> list[int]:
+            raw[:] = device.image_at(start, superblock.segment_bytes)
+            return salvage(superblock, number, raw).offsets
+
+        assert len(found()) == 1
+        raw[found()[0] * BLOCK + 100] ^= 1  # of the removal
+        assert salvage(superblock, number, raw).offsets == []
+        assert salvage(superblock, number + 1, raw).offsets == []
+        await engine.evict(number)
+        assert engine.segment_info(number).state is SegmentState.FREE
+        assert found() == []
+        await engine.close(clean=False)
+
+    play(life())
+
+
+def test_a_header_that_the_power_took_with_its_group_is_no_damage() -> None:
+    """The first group of a segment was never flushed: nothing in it was said to be there."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        slot, durable = put(engine, (NS, KEYS[0]), b"x" * 3000)
+        assert await durable is Status.OK
+        number = engine.index.m_segment[slot]
+        at = engine._superblock.segment_at(number)
+        await engine.close(clean=False)
+        device.poke(at, bytes(BLOCK))
+        again = await open_engine(device.crash(plan=FaultPlan()), seed=1)
+        assert again.segment_info(number).state is SegmentState.FREE
+        assert again.recovery.segments_damaged == 0
+        await again.close()
+
+    play(life())
