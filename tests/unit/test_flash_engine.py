@@ -625,11 +625,13 @@ def test_a_clean_close_is_reopened_from_the_checkpoint(tmp_path: Path) -> None:
                 info.stream, info.sequence, info.live_blocks, info.live_bytes,
             )  # fmt: skip
         assert state(again, next(iter(before))) is SegmentState.SEALED
+        written = {number: again.segment_info(number).used_bytes for number in before}
         await again.close(clean=False)
         third = await open_engine(device, options)
         assert third.recovery.kind is RecoveryKind.FOOTERS, "a stale checkpoint must not be used"
         assert third.recovery.checkpoint_refused
         assert len(third.index) == 29
+        assert {number: third.segment_info(number).used_bytes for number in before} == written
         await third.close()
 
     play(life())

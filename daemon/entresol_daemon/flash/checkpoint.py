@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.index import U32, U64, Index
 from entresol_daemon.flash.model import SegmentState
 from entresol_daemon.flash.segment import FORMAT_VERSION, Superblock
@@ -39,6 +40,7 @@ class SegmentNote:
     shadows: bool
     blocks: int
     tombstone_offsets: list[int]
+    used_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def encode(superblock: Superblock, index: Index, table: SegmentTable) -> bytes:
             ]
             for s in table.used()
         ],
+        "used_bytes": [s.used_bytes for s in table.used()],
     }  # fmt: skip
     schema = pa.schema(
         [(name, array.type) for name, array in arrays.items()],
@@ -128,10 +131,16 @@ def decode(raw: bytes) -> Checkpoint:
             keys = keys.reshape(rows, 2)
             namespace = space.indices.to_numpy().astype(np.uint32)
             names = space.dictionary.to_pylist()
+        segments = about["segments"]
+        used = about.get("used_bytes", [BLOCK] * len(segments))  # the first ones did not say
         return Checkpoint(
             segments=[
-                SegmentNote(n, sequence, bytes.fromhex(stream), bool(bad), bool(shadows), count, at)
-                for n, sequence, stream, bad, shadows, count, at in about["segments"]
+                SegmentNote(
+                    n, sequence, bytes.fromhex(stream), bool(bad), bool(shadows), count, at, end
+                )
+                for (n, sequence, stream, bad, shadows, count, at), end in zip(
+                    segments, used, strict=True
+                )
             ],
             names=names,
             namespace=namespace,

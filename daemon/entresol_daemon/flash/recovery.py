@@ -121,6 +121,7 @@ class Recovery:
             segment.shadows = note.shadows
             segment.blocks = note.blocks
             segment.tombstone_offsets = note.tombstone_offsets
+            segment.used_bytes = note.used_bytes
         self._collect_free()
         numbers = np.array([self._index.intern(name) for name in checkpoint.names], np.uint32)
         slots = self._index.insert_many(
