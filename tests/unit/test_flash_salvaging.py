@@ -186,3 +186,22 @@ def test_a_header_that_the_power_took_with_its_group_is_no_damage() -> None:
         await again.close()
 
     play(life())
+
+
+def test_damaged_removals_in_a_segment_without_a_footer_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def life() -> None:
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+        engine, number = await forgotten_beside(device)
+        (offset,) = engine._table.segments[number].tombstone_offsets
+        at = engine._superblock.segment_at(number) + offset * BLOCK + 100
+        await engine.close(clean=False)
+        device.poke(at, bytes([device.image_at(at, 1)[0] ^ 1]))
+        again = await open_engine(device.crash(plan=FaultPlan()), seed=1)
+        report = again.recovery
+        assert (report.records_damaged, report.tombstones_lost) == (1, 1)
+        assert "event=tombstones_lost" in caplog.text
+        await again.close()
+
+    play(life())

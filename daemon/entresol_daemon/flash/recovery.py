@@ -336,10 +336,13 @@ class Recovery:
                 self._tombstones.append(entries)
                 return
         self._report.records_damaged += 1
-        self._report.tombstones_lost += 1
+        self._tombstones_lost(at, 1)
+
+    def _tombstones_lost(self, at: int, records: int) -> None:
+        self._report.tombstones_lost += records
         self._log.error(
-            "event=tombstones_lost offset=%d effect=removed_blocks_may_be_back "
-            "hint='forget again what must not be served'", at,
+            "event=tombstones_lost offset=%d records=%d effect=removed_blocks_may_be_back "
+            "hint='forget again what must not be served'", at, records,
         )  # fmt: skip
 
     async def _scan(self, segments: list[tuple[Segment, int]]) -> None:
@@ -356,6 +359,10 @@ class Recovery:
                 scan = scan.with_found(held)
             self._report.segments_scanned += 1
             self._report.records_damaged += scan.damaged
+            if scan.tombstones_lost:
+                self._tombstones_lost(
+                    self._superblock.segment_at(segment.index), scan.tombstones_lost
+                )
             self._tombstones += scan.tombstones
             table = bytes(scan.table)
             self._take_rows(segment, np.frombuffer(table, dtype=ROW))

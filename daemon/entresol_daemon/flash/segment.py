@@ -375,6 +375,7 @@ class Scan:
     tombstone_offsets: list[int] = field(default_factory=list)  # in blocks
     used_bytes: int = BLOCK
     damaged: int = 0  # intact headers whose payload is not what was written
+    tombstones_lost: int = 0  # of these, records of removals
 
     def with_found(self, other: Scan) -> Scan:
         """What either of two scans of one segment found: a read that went wrong hides records."""
@@ -394,6 +395,7 @@ class Scan:
             sorted(tombstones),
             max(self.used_bytes, other.used_bytes),
             min(self.damaged, other.damaged),
+            min(self.tombstones_lost, other.tombstones_lost),
         )
 
 
@@ -421,6 +423,7 @@ def scan_segment(superblock: Superblock, sequence: int, raw: memoryview) -> Scan
         extent = raw[at:end]
         if payload_hash(extent, header.sealed_bytes) != header.payload_hash:
             found.damaged += 1
+            found.tombstones_lost += header.kind is RecordKind.TOMBSTONES
             continue
         found.table += header.row()
         found.used_bytes = end
