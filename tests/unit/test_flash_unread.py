@@ -15,7 +15,7 @@ from entresol_daemon.flash.index import ABSENT
 from entresol_daemon.flash.model import UNREAD_KEEP_NS
 from entresol_daemon.flash.segment import DATA_OFFSET
 from entresol_daemon.flash.sim import SimDevice
-from entresol_proto.status import DeviceError, Status
+from entresol_proto.status import DeviceError, FormatError, Status
 from tests import simloop
 from tests.flashlab import (
     NAMESPACES,
@@ -208,6 +208,26 @@ def test_nothing_is_formatted_where_a_superblock_may_be() -> None:
         with pytest.raises(DeviceError, match="first block is blank and its last cannot be read"):
             await open_engine(device)
         del device._read_one  # type: ignore[attr-defined]
+        engine = await open_engine(device)
+        await check(engine, range(12))
+        await engine.close(clean=False)
+
+    simloop.run(whole())
+
+
+@pytest.mark.parametrize("more", [64 * BLOCK, -BLOCK])
+def test_nothing_is_formatted_where_segments_are(more: int) -> None:
+    """The first block is zeroed, and the second superblock is not where the file now ends."""
+
+    async def whole() -> None:
+        file, _ = await a_file()
+        image = bytes(BLOCK) + file.image()[BLOCK:]
+        size = len(image) + more
+        device = SimDevice(size, image=image[:size].ljust(size, b"\0"))
+        with pytest.raises(FormatError, match="has segments"):
+            await open_engine(device)
+        assert not device.writes
+        device = SimDevice(len(image), image=image)
         engine = await open_engine(device)
         await check(engine, range(12))
         await engine.close(clean=False)

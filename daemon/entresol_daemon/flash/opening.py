@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.model import EngineOptions, RandomBytes
+from entresol_daemon.flash.segment import SEGMENT_MAGIC
 from entresol_daemon.flash.superblock import (
     DATA_OFFSET,
     SEGMENTS_MIN,
@@ -51,12 +52,21 @@ def check_fit(device: Device, superblock: Superblock) -> None:
 async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:
     """(superblock or None for a blank device, valid copies, whether both agree).
 
-    A blank device is about to be formatted: it has to look blank twice.
+    A blank device is about to be formatted: it has to look blank twice, and to have no segments.
 
     Raises: FormatError as `choose_superblock`; DeviceError when no copy can be read.
     """
     found = await _read_superblock(device)
-    return found if found[0] is not None else await _read_superblock(device)
+    if found[0] is None:
+        found = await _read_superblock(device)
+    if found[0] is None and (await _read_block(device, DATA_OFFSET) or b"")[:8] == SEGMENT_MAGIC:
+        raise FormatError(
+            f"{device.name} has segments, but its first block is blank and no superblock is at its "
+            "end",
+            hint="was its size changed? restore it: the second copy is where it ended; to start "
+            "empty, remove the file or discard the device's content",
+        )
+    return found
 
 
 async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool]:

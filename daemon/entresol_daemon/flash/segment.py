@@ -51,8 +51,8 @@ __all__ = [
 
 ROW_BYTES = 64
 RECORD_MAGIC = 0x52544E45  # "ENTR"
+SEGMENT_MAGIC = b"ENTRSEGM"
 
-_SEGMENT_MAGIC = b"ENTRSEGM"
 _TRAILER_MAGIC = b"ENTRTRLR"
 _SEGMENT = struct.Struct("<8sII16sIIQ16s")
 _TRAILER = struct.Struct("<8sII16sIIQ16sQQQ16s")
@@ -130,7 +130,7 @@ class Trailer:
 def encode_header(superblock: Superblock, header: SegmentHeader) -> bytes:
     """A whole block."""
     fields = _SEGMENT.pack(
-        _SEGMENT_MAGIC,
+        SEGMENT_MAGIC,
         FORMAT_VERSION,
         header.state,
         superblock.uuid,
@@ -144,7 +144,7 @@ def encode_header(superblock: Superblock, header: SegmentHeader) -> bytes:
 
 def decode_header(superblock: Superblock, segment: int, block: bytes) -> SegmentHeader | None:
     """The header, or None unless it is intact and belongs to this segment of this file."""
-    if block[:8] != _SEGMENT_MAGIC or not block_is_valid(
+    if block[:8] != SEGMENT_MAGIC or not block_is_valid(
         block, superblock.check_key, b"entresol-segm"
     ):
         return None
