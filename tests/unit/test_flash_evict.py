@@ -22,12 +22,14 @@ from flashlab import (
     stock_faults,
 )
 
+from entresol_daemon.flash import evict
 from entresol_daemon.flash.device import BLOCK, Check, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
-from entresol_daemon.flash.evict import DROPPED_AT_ONCE_MAX
+from entresol_daemon.flash.evict import CARRIED_AT_ONCE_MAX, DROPPED_AT_ONCE_MAX
 from entresol_daemon.flash.index import PENDING, Slots
 from entresol_daemon.flash.model import APPEND_TRIES_MAX, EVICT_TRIES_MAX, Removed
 from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
+from entresol_daemon.flash.tombstones import Tombstone, TombstoneKind
 from entresol_proto.status import DeviceError, Status
 
 NS, A = NAMESPACES[0], STREAMS[0]
@@ -415,6 +417,48 @@ def test_others_use_the_loop_while_a_full_segment_is_let_go() -> None:
         assert engine.stats.evicted_blocks == count - 1
         assert engine.segment_info(segment).state is SegmentState.FREE
         await engine.close()
+
+    simloop.run(life())
+
+
+def test_others_use_the_loop_while_removals_are_carried_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A segment may hold a million: made ready in one go they kept the loop for ten seconds, and
+    all of them waited in memory."""
+    count = 10 * CARRIED_AT_ONCE_MAX
+    monkeypatch.setattr(evict, "CARRIED_MAX", 4 * CARRIED_AT_ONCE_MAX)
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(8), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        _, home = await filled(engine)
+        engine._table.close(engine._table.segments[home])
+        number, cover = engine._table.next_lsn, engine._table.segments[home].sequence
+        names = [(NAMESPACES[1], key_of(n)) for n in range(count)]
+        engine._writer.bury([Tombstone(TombstoneKind.BLOCK, *n, number(), cover) for n in names])
+        await engine.barrier()
+        (segment,) = [s.segment for s in engine.segments() if s.state is SegmentState.OPEN]
+        at_once: list[int] = []
+        waiting: list[int] = []
+        bury = engine._writer.bury
+
+        def told(tombstones: list[Tombstone]) -> None:
+            at_once.append(len(tombstones))
+            bury(tombstones)
+            waiting.append(len(engine._writer.burying))
+
+        monkeypatch.setattr(engine._writer, "bury", told)
+        await engine.evict(segment)
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        assert sum(at_once) == engine.stats.tombstones_carried == count
+        assert max(at_once) <= CARRIED_AT_ONCE_MAX
+        assert max(waiting) <= 4 * CARRIED_AT_ONCE_MAX
+        assert await all_there(engine)
+        await engine.close(clean=False)
+        again = await open_engine(device.crash())
+        assert again.recovery.tombstones == count
+        await again.close()
 
     simloop.run(life())
 

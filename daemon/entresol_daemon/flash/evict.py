@@ -55,6 +55,8 @@ from entresol_proto.status import DeviceError, Status
 Keep = Callable[[Slots], "Slots | Sequence[int]"] | Sequence[int] | Slots
 TOMBSTONE_READ_TRIES_MAX = 3
 DROPPED_AT_ONCE_MAX = 32  # blocks let go of without a break, some 9 us each
+CARRIED_AT_ONCE_MAX = 64  # tombstones written again without a break
+CARRIED_MAX = 16_384  # that wait to be durable: objects of a quarter of a kilobyte
 _FINISH_POLL_S = 0.0005
 
 
@@ -336,13 +338,19 @@ class Evictor:
     # -- tombstones
 
     async def _carry(self, segment: Segment, tombstones: Tombstones, *, last_try: bool) -> bool:
-        """Make those of its tombstones that are still needed durable elsewhere.
+        """Make those of its tombstones that are still needed durable elsewhere, some at a time:
+        there may be a million, and each takes some 10 us.
 
         False when that is not possible now; at the last of EVICT_TRIES_MAX it is given up.
         """
-        needed = listed(self._needed(tombstones, segment))
-        if needed or segment.owes:
-            self._writer.bury(needed)
+        needed = self._needed(tombstones, segment)
+        if not (len(needed) or segment.owes):
+            return True
+        for at in range(0, max(1, len(needed)), CARRIED_MAX):
+            part = needed[at : at + CARRIED_MAX]
+            for first in range(0, len(part), CARRIED_AT_ONCE_MAX):
+                await asyncio.sleep(0)
+                self._writer.bury(listed(part[first : first + CARRIED_AT_ONCE_MAX]))
             try:
                 await self._writer.barrier()
             except DeviceError as error:
@@ -351,8 +359,8 @@ class Evictor:
                 )
                 if not last_try or self._writer.failed:
                     return False
-                self._stats.tombstones_lost += len(needed)
-            self._stats.tombstones_carried += len(needed)
+                self._stats.tombstones_lost += len(part)
+            self._stats.tombstones_carried += len(part)
         return True
 
     async def _tombstones(self, segment: Segment) -> tuple[Tombstones, int, int]:
