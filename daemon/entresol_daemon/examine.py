@@ -135,7 +135,7 @@ class SegmentFacts:
     """One segment as found."""
 
     segment: int
-    state: str  # free, never used, sealed, open, damaged, unreadable
+    state: str  # free, never used, no header, sealed, open, damaged, unreadable
     sequence: int = 0
     stream: str = ""
     source: str = ""  # footer or scan
@@ -216,12 +216,12 @@ class Examiner:
             return facts
         if not head_read or not tail_read:
             return SegmentFacts(number, "unreadable", note="the device refuses its edges")
-        if any(head):
-            facts = SegmentFacts(number, "damaged", note="neither header nor footer verify")
-        else:
-            facts = SegmentFacts(number, "never used")
-        if any(head) or self._has_record(start + BLOCK):
-            self._salvage(facts)
+        if not any(head) and not self._has_record(start + BLOCK):
+            return SegmentFacts(number, "never used")
+        facts = SegmentFacts(number, "damaged", note="neither header nor footer verify")
+        if not any(head):  # perhaps the power failed before its first group was flushed
+            facts.state, facts.note = "no header", "zeros, and a record behind them"
+        self._salvage(facts)
         return facts
 
     def _has_record(self, offset_bytes: int) -> bool:

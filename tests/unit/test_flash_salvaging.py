@@ -92,19 +92,19 @@ def test_what_was_forgotten_stays_forgotten_without_the_header(
 
 @pytest.mark.parametrize("damage", [flip, zeros])
 def test_inspect_says_the_same(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    found: list[tuple[SimDevice, list[bytes]]] = []
+    found: list[tuple[SimDevice, int, list[bytes]]] = []
 
     async def life() -> None:
-        device, _, others = await after_damage(damage)
-        found.append((device, others))
+        found.append(await after_damage(damage))
 
     play(life())
-    ((device, others),) = found
+    ((device, number, others),) = found
     path = tmp_path / "data"
     path.write_bytes(device.image())
     seen = examine(path, quick=True)  # their payloads are not sealed blocks
     assert int(seen.alive.sum()) == len(others)
     assert seen.damaged == (damage is flip)
+    assert seen.segments[number].state == ("damaged" if damage is flip else "no header")
 
 
 @pytest.mark.parametrize("damage", [flip, zeros])
