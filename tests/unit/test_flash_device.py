@@ -106,6 +106,19 @@ async def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
         assert device.size_bytes == SIZE
 
 
+async def test_a_look_at_whether_it_is_in_use_keeps_no_daemon_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`inspect` takes the lock for a moment, and a daemon that started in it was refused."""
+    async with opened(tmp_path / "data"):
+        pass
+    with (tmp_path / "data").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
+        async with opened(tmp_path / "data", None) as device:
+            assert device.size_bytes == SIZE
+
+
 async def test_an_existing_file_keeps_its_size(tmp_path: Path) -> None:
     async with opened(tmp_path / "data"):
         pass

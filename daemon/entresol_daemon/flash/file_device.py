@@ -45,6 +45,8 @@ log = logging.getLogger("entresol.flash")
 
 READS_LATELY_S = 0.02  # so long after a read the next one is expected
 IO_THREADS_MAX = 256
+LOCK_TRIES_MAX = 5  # to have a data file for oneself
+LOCK_PAUSE_S = 0.02
 _BLKGETSIZE64 = 0x80081272  # linux/fs.h
 
 _T = TypeVar("_T")
@@ -305,12 +307,17 @@ def _open_error(path: str, error: OSError) -> DeviceError:
 
 
 def _lock(fd: int, path: str) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DeviceError(
-            f"another daemon uses this data file: {path}", hint="stop it, or name another file"
-        ) from None
+    for left in reversed(range(LOCK_TRIES_MAX)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # `inspect` has it, too, for as long as it takes to see that
+            if left:
+                time.sleep(LOCK_PAUSE_S)
+        else:
+            return
+    raise DeviceError(
+        f"another daemon uses this data file: {path}", hint="stop it, or name another file"
+    )
 
 
 def _size(fd: int, path: str, size_bytes: int | None) -> int:
