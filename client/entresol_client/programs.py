@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+
+DAEMON_HINT = "pip install 'entresol[daemon]'"
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -16,3 +19,9 @@ def command_of(module: str, *arguments: str) -> list[str]:
     flags += ["-I"] * bool(sys.flags.isolated)
     flags += ["-B"] * bool(sys.dont_write_bytecode)
     return [sys.executable, *flags, "-m", module, *arguments]
+
+
+def lacks_daemon(*needed: str) -> bool:
+    """Whether the daemon's code cannot run here: every wheel of ours has it, but some packages that
+    it imports, `needed` of them by what is asked of it, come with `entresol[daemon]` only."""
+    return any(importlib.util.find_spec(name) is None for name in ("entresol_daemon", *needed))

@@ -17,6 +17,14 @@ from entresol_proto.status import ConfigError, EntresolError
 if TYPE_CHECKING:
     from entresol_daemon.config import Config
 
+# What comes with entresol[daemon]; the light core of a GPU host has this command without them.
+_EXTRA = ("google", "grpc", "grpc_health", "prometheus_client", "pyarrow", "xxhash")
+_USAGE = """\
+entresold --config FILE [--check | COMMAND ...]
+       entresold --dev [--dir DIR] [--tenant NAME] [--flash SIZE] [--codec NAME]
+       entresold --print-config
+       entresold keygen FILE | verify-receipt FILE ...
+"""
 _EPILOG = """\
 examples:
   entresold --dev                            try it: temporary folder, own certificates, any tenant
@@ -34,13 +42,15 @@ examples:
 
 signals: TERM or INT drains and stops (a second one at once), HUP re-reads the certificates, and
 looks for the key-encryption key when it was missing.
-exit status: 0 stopped as asked, 1 could not start or failed, 2 wrong use of this command.
+exit status: 0 stopped as asked, 1 could not start or failed, 2 wrong use of this command,
+130 Ctrl-C before it served.
 """
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="entresold",
+        usage=_USAGE,
         description="The Entresol daemon: a pod-shared, sealed KV block store on flash.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,19 +74,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="tenants that get a certificate (repeatable; default: dev and other)",
     )
-    dev.add_argument("--flash", metavar="SIZE", help="bytes of flash, such as 4GiB (default 1GiB)")
+    dev.add_argument("--flash", metavar="SIZE", help="bytes of flash, such as 4GiB (default: 1GiB)")
     dev.add_argument(
-        "--codec", metavar="NAME", help="raw, fast, dense, plane, zstd or auto (default)"
+        "--codec", metavar="NAME", help="raw, fast, dense, plane, zstd or auto (default: auto)"
     )
-    commands = parser.add_subparsers(dest="command", metavar="")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", prog="entresold"
+    )
     keygen = commands.add_parser("keygen", help="write a new key-encryption key to a file")
-    keygen.add_argument("path", type=Path, help="a file that does not exist yet")
+    keygen.add_argument("path", type=Path, metavar="FILE", help="a file that does not exist yet")
     rewrap = commands.add_parser(
         "rewrap", help="wrap every key under another key-encryption key; blocks stay as they are"
     )
-    rewrap.add_argument("path", type=Path, help="the file of the new key")
+    rewrap.add_argument("path", type=Path, metavar="FILE", help="the new key, as keygen writes it")
     rewrap.add_argument(
-        "--old", type=Path, metavar="FILE", help="of the key until now (default: [keys] kek_file)"
+        "--old", type=Path, metavar="FILE", help="the key until now (default: [keys] kek_file)"
     )
     receipt_command.add_parser(commands)
     setup_command.add_parsers(commands)
@@ -88,30 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        if arguments.command == "verify-receipt":
-            return receipt_command.run(arguments)
-        if arguments.command == "keygen":
-            return _keygen(arguments.path)
-        if arguments.print_config:
-            from entresol_daemon.config import Config
-            from entresol_daemon.config_reference import to_toml
-
-            print(to_toml(Config()), end="")
-            return 0
-        if arguments.command == "rewrap":
-            if arguments.config is None:
-                parser.error("rewrap needs the daemon's --config FILE before it")
-            return _rewrap(arguments.config, arguments.path, arguments.old)
-        if arguments.command in setup_command.COMMANDS:
-            if arguments.config is None:
-                parser.error(f"{arguments.command} needs the daemon's --config FILE before it")
-            return setup_command.run(arguments, _load(arguments.config))
-        if arguments.dev == (arguments.config is not None):
-            parser.error("give --config FILE, or --dev to try it")
-        of_dev = (arguments.dir, arguments.tenant, arguments.flash, arguments.codec)
-        if not arguments.dev and any(of_dev):
-            parser.error("--dir, --tenant, --flash and --codec belong to --dev")
-        return _run(arguments)
+        return _command(parser, arguments)
     except EntresolError as error:
         print(f"entresold: {Exception.__str__(error)}", file=sys.stderr)
         if error.hint:
@@ -121,6 +110,56 @@ def main(argv: list[str] | None = None) -> int:
         print(f"entresold: not allowed to use {error.filename!r}", file=sys.stderr)
         print("  fix: run this as the daemon's user", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _EXTRA:
+            raise
+        print(f"entresold: the package {name} is not installed", file=sys.stderr)
+        print("  fix: pip install 'entresol[daemon]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before it serves; then INT drains it
+        print("entresold: interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.command == "verify-receipt":
+        return receipt_command.run(arguments)
+    if arguments.command == "keygen":
+        return _keygen(arguments.path)
+    if arguments.print_config:
+        return _print_config()
+    if arguments.command == "rewrap":
+        if arguments.config is None:
+            parser.error("rewrap needs the daemon's --config FILE before it")
+        return _rewrap(arguments.config, arguments.path, arguments.old)
+    if arguments.command in setup_command.COMMANDS:
+        if arguments.config is None:
+            parser.error(f"{arguments.command} needs the daemon's --config FILE before it")
+        return setup_command.run(arguments, _load(arguments.config))
+    if arguments.dev == (arguments.config is not None):
+        parser.error("give --config FILE, or --dev to try it")
+    of_dev = (arguments.dir, arguments.tenant, arguments.flash, arguments.codec)
+    if not arguments.dev and any(of_dev):
+        parser.error("--dir, --tenant, --flash and --codec belong to --dev")
+    return _run(arguments)
+
+
+def _print_config() -> int:
+    from entresol_daemon.config import Config
+    from entresol_daemon.config_reference import to_toml
+
+    try:
+        print(to_toml(Config()), end="", flush=True)
+    except OSError as error:
+        # What was not written must not fail again when the interpreter ends.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):  # its reader has enough
+            print(f"entresold: standard output: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _load(path: Path) -> Config:

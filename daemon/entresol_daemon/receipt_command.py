@@ -22,7 +22,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "verify-receipt", help="check an erasure receipt, offline; exit status 1 if it is not good"
     )
-    parser.add_argument("path", type=Path, help="what `entresol tenant erase --receipt` wrote")
+    parser.add_argument(
+        "path", type=Path, metavar="FILE", help="what `entresol tenant erase --receipt` wrote"
+    )
     trusted = parser.add_mutually_exclusive_group(required=True)
     trusted.add_argument("--key", metavar="HEX", help="the daemon's receipt key, 64 digits")
     trusted.add_argument("--state-dir", type=Path, metavar="DIR", help="or where its keyring is")

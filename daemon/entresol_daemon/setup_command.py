@@ -58,7 +58,9 @@ def add_parsers(commands: Any) -> None:
         "certify", help="issue a tenant's certificate by the authority that `prepare` made"
     )
     certify.add_argument("name", metavar="TENANT", help="a-z 0-9 . _ -")
-    certify.add_argument("folder", type=Path, help="where its files go, client.toml among them")
+    certify.add_argument(
+        "folder", type=Path, metavar="DIR", help="where its files go, client.toml among them"
+    )
     certify.add_argument("--host", help="the daemon's address as its hosts reach it")
     certify.add_argument(
         "--renew", action="store_true", help="a new certificate also where the old one still holds"

@@ -21,8 +21,8 @@ import pytest
 from entresol_client.demo import command, report
 from entresol_client.demo.hosts import wrong_bytes_in
 from entresol_client.demo.media import flip_bit
-from entresol_client.demo.processes import INSTALL_HINT
 from entresol_client.demo.progress import Progress
+from entresol_client.programs import DAEMON_HINT
 from entresol_proto.limits import ALIGN_BYTES
 from entresol_proto.seal.header import SealedHeader
 from entresol_proto.status import EntresolError, Status
@@ -137,7 +137,7 @@ def test_a_missing_daemon_package_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "entresol_daemon", None)
     assert command.main(["--quick"]) == 1
-    assert INSTALL_HINT in capsys.readouterr().err
+    assert DAEMON_HINT in capsys.readouterr().err
 
 
 def test_keep_refuses_a_folder_that_is_in_use(

@@ -7,7 +7,6 @@ Invariant: the client knows nothing of the data file's format: reading one is th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from entresol_client.cli import options, output, rpc
 from entresol_client.cli.errors import EXIT_INTERRUPTED, CliError, UsageProblem
 from entresol_client.cli.overview import one_admin_socket
-from entresol_client.programs import command_of
+from entresol_client.programs import DAEMON_HINT, command_of, lacks_daemon
 from entresol_proto.status import Status
 
 READER = "entresol_daemon.inspect"
@@ -72,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_reader(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec(READER.partition(".")[0]) is None:
+    if lacks_daemon("xxhash"):
         raise CliError(
             "reading data files is part of the daemon's package, which is not installed",
-            hint="pip install 'entresol[daemon]'",
+            hint=DAEMON_HINT,
             status=Status.UNSUPPORTED,
         )
     words = command_of(READER, args.path)

@@ -7,7 +7,6 @@ run as a process of its own, so that what is judged is the code that daemons run
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from entresol_client.cli import options
 from entresol_client.cli.errors import EXIT_INTERRUPTED, CliError, UsageProblem
-from entresol_client.programs import command_of
+from entresol_client.programs import DAEMON_HINT, command_of, lacks_daemon
 from entresol_proto.status import Status
 
 REPLAYER = "entresol_daemon.replay"
@@ -81,10 +80,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    if importlib.util.find_spec(REPLAYER.partition(".")[0]) is None:
+    if lacks_daemon("xxhash"):
         raise CliError(
             "replaying is part of the daemon's package, which is not installed",
-            hint="pip install 'entresol[daemon]'",
+            hint=DAEMON_HINT,
             status=Status.UNSUPPORTED,
         )
     if not os.path.exists(args.trace):

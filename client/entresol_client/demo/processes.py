@@ -8,7 +8,6 @@ terminal reaches the demo alone, which then ends them.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from entresol_client.config import ClientConfig
-from entresol_client.programs import command_of
+from entresol_client.programs import DAEMON_HINT, command_of, lacks_daemon
 from entresol_proto.status import EntresolError
 
 START_SECONDS_MAX = 60.0
@@ -32,7 +31,6 @@ LINE_BYTES_MAX = 1024 * 1024
 POLL_SECONDS = 0.01
 LOG_SHOWN_BYTES = 1_500
 DAEMON_MODULE = "entresol_daemon"
-INSTALL_HINT = "pip install 'entresol[daemon]'"
 
 Tick = Callable[[], None]
 
@@ -43,8 +41,8 @@ class StoryError(EntresolError):
 
 def check_daemon_installed() -> None:
     """Raises: StoryError when the daemon's package is missing."""
-    if importlib.util.find_spec(DAEMON_MODULE) is None:
-        raise StoryError("the daemon is not installed here", hint=INSTALL_HINT)
+    if lacks_daemon("grpc", "prometheus_client", "xxhash"):
+        raise StoryError("the daemon is not installed here", hint=DAEMON_HINT)
 
 
 class Daemon:
@@ -123,7 +121,7 @@ class Daemon:
 
     def _failure(self, message: str) -> StoryError:
         shown = log_tail(self._log_path)
-        hint = INSTALL_HINT if "ModuleNotFoundError" in shown else ""
+        hint = DAEMON_HINT if "ModuleNotFoundError" in shown else ""
         return StoryError(f"{message}; the end of its log:\n{shown}", hint=hint)
 
 

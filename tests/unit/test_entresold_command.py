@@ -1,0 +1,100 @@
+"""What `entresold` says when it cannot, and what the client's command runs of its package."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from entresol_client.cli.main import main as entresol
+from entresol_client.demo import command as demo
+from entresol_daemon import __main__ as entresold
+from entresol_daemon import setup_command
+
+ENTRESOLD = [sys.executable, "-m", "entresol_daemon"]
+
+
+@pytest.mark.parametrize("package", ["grpc", "xxhash", "prometheus_client"])
+def test_without_the_daemons_packages_the_extra_is_named(package: str) -> None:
+    """`pip install entresol` has the daemon's code, and not what it imports."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from entresol_daemon.__main__ import main\n"
+        "sys.exit(main(['--dev', '--check']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert f"the package {package} is not installed" in done.stderr
+    assert "fix: pip install 'entresol[daemon]'" in done.stderr
+
+
+def test_a_package_that_is_nobodys_extra_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise ModuleNotFoundError("No module named 'entresol_daemon.gone'", name="entresol_daemon")
+
+    monkeypatch.setattr(entresold, "_run", broken)
+    with pytest.raises(ModuleNotFoundError):
+        entresold.main(["--dev"])
+
+
+@pytest.mark.parametrize("words", [["inspect", "data"], ["replay", "t.jsonl"]])
+def test_the_clients_command_names_the_extra_too(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "xxhash" else find(name)
+    )
+    assert entresol(words) == 1
+    said = capsys.readouterr().err
+    assert "not installed" in said
+    assert "fix: pip install 'entresol[daemon]'" in said
+    assert demo.main(["--quick"]) == 1
+    assert "fix: pip install 'entresol[daemon]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["/dev/full", "|"])
+def test_a_configuration_that_nobody_takes_is_no_traceback(target: str) -> None:
+    words = [*ENTRESOLD, "--print-config"]
+    if target == "|":  # a reader that has gone
+        text = (
+            f"import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv(*{words[0], words})"
+        )
+        words = [sys.executable, "-c", text]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    expected = "" if target == "|" else "entresold: standard output: No space left on device\n"
+    assert done.stderr == expected
+
+
+def test_ctrl_c_before_it_serves_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entresold, "_run", interrupted)
+    assert entresold.main(["--dev"]) == 130
+    assert capsys.readouterr().err == "entresold: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["keygen", "rewrap", "verify-receipt", *setup_command.COMMANDS])
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        entresold.main([command, "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: entresold {command} "), said
+
+
+def test_a_word_that_is_no_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        entresold.main(["nonsense"])
+    assert "argument COMMAND: invalid choice: 'nonsense'" in capsys.readouterr().err
