@@ -37,6 +37,11 @@ MS_NS = 1_000_000
 SECOND_NS = 1_000_000_000
 
 _TIMES = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS, "min": 60 * SECOND_NS}
+_READ_HINTS = {
+    errno.ENOENT: f"`entresold --dev` writes one, and `entresold --config FILE certify` one for a "
+    f"tenant; then --config FILE or {CONFIG_ENV} names it",
+    errno.EACCES: "let this user read it, and the key that it names",
+}
 # Declared type of a field -> what a value may be.
 _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "Path": (Path,),
@@ -122,7 +127,8 @@ class ClientConfig:
             raw = _read_file(source)
         except OSError as error:
             raise ConfigError(
-                f"cannot read client config {str(source)!r}: {error.strerror}"
+                f"cannot read client config {str(source)!r}: {error.strerror}",
+                hint=_READ_HINTS.get(error.errno or 0, ""),
             ) from None
         except ValueError as error:  # of a path with a NUL
             raise ConfigError(f"cannot read client config {str(source)!r}: {error}") from None
@@ -345,6 +351,10 @@ def _convert(name: str, kind: str, value: object, base: Path) -> object:
         return float(value) if kind == "float" else value
     if not isinstance(value, str) or (kind != "str" and not value):
         raise ValueError(f"{value!r} is not text in quotes")
+    if kind.startswith("Path") and value[0] in "~$":  # nobody expands it: a folder of that name
+        raise ValueError(
+            f"{value!r} begins with {value[0]}, which only a shell reads: write it out"
+        )
     return base / value if kind.startswith("Path") else value
 
 

@@ -219,9 +219,10 @@ def _run(arguments: argparse.Namespace) -> int:
         setup_command.check_surroundings(config)
         print(f"{arguments.config}: good")
         return 0
-    from entresol_daemon import sandbox
+    from entresol_daemon import open_files, sandbox
     from entresol_daemon.keys.sweeping import clear_on_free
 
+    open_files.take()
     # What a manager's watchdog ends says first where each of its threads was: files and lines only.
     faulthandler.enable()
     entered = sandbox.enter(config)  # before the log's thread begins, as the next one
@@ -235,7 +236,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_dev(arguments: argparse.Namespace) -> int:
-    from entresol_daemon import dev, logs, sandbox
+    from entresol_daemon import dev, logs, open_files, sandbox
     from entresol_daemon.config_values import parse_size
     from entresol_daemon.keys.sweeping import clear_on_free
     from entresol_daemon.server import Daemon
@@ -261,6 +262,7 @@ def _run_dev(arguments: argparse.Namespace) -> int:
         if arguments.check:
             print("good")
             return 0
+        open_files.take()
         entered = sandbox.enter(config, dev.sandbox_rules(home))
         clear_on_free()
         logs.configure(config.log.level, config.log.format)

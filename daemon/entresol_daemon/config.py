@@ -17,7 +17,7 @@ from pathlib import Path
 from entresol_daemon import config_places
 from entresol_daemon.config_memory import TIB, MemoryConfig
 from entresol_daemon.config_telling import LogConfig, TracesConfig
-from entresol_daemon.config_values import nearest, read_section, setting
+from entresol_daemon.config_values import format_size, home_of, nearest, read_section, setting
 from entresol_proto import limits as proto_limits
 from entresol_proto.identity import check_trust_domain
 from entresol_proto.ids import BadKeyError, check_tenant_name
@@ -414,8 +414,9 @@ class Config:
         for name, table in tables.items():
             if name not in sections:
                 what = f"section [{name}]" if isinstance(table, dict) else f"setting {name!r}"
-                raise ConfigError(f"{source}: unknown {what}", hint=nearest(name, sections))
-            values[name] = read_section(_SECTIONS[name], name, table, source)
+                hint = home_of(name, _SECTIONS) or nearest(name, sections)
+                raise ConfigError(f"{source}: unknown {what}", hint=hint)
+            values[name] = read_section(_SECTIONS[name], name, table, source, _SECTIONS)
         return cls(**values)  # type: ignore[arg-type]
 
     @classmethod
@@ -476,8 +477,8 @@ class Config:
         if segment % proto_limits.ALIGN_BYTES:
             found.append(("[flash] segment_bytes is not a multiple of 4KiB", "try 64MiB"))
         if flash.size_bytes and flash.size_bytes < 5 * segment:  # 4, and the superblocks
-            hint = "give more flash, or smaller segments"
-            found.append(("[flash] size_bytes is less than 5 segments", hint))
+            what = f"[flash] size_bytes is less than 5 segments of {format_size(segment)}"
+            found.append((what, f"{format_size(5 * segment)} or more, or a lower segment_bytes"))
         found += self.memory.problems()
         block = self.limits.block_bytes_max
         if block * 2 > slab or block * 4 > segment:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,6 +93,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+
+
+def home_of(key: str, sections: Mapping[str, type]) -> str:
+    """A hint naming the sections that have this setting; empty when none has."""
+    homes = [
+        f"[{name}]"
+        for name, section in sections.items()
+        if any(item.name == key for item in dataclasses.fields(section))
+    ]
+    return f"it belongs to {' or '.join(homes)}" if homes else ""
 
 
 def likely(value: object, kind: str) -> str:
@@ -231,12 +241,16 @@ def _path(text: str, about: Setting, base: Path) -> Path:
         if not (about.credential and text.startswith("$CREDENTIALS_DIRECTORY/")):
             raise ValueError(f"{text!r} begins with $, and variables are not read here")
         return Path(text)
+    if text.startswith("~"):
+        raise ValueError(f"{text!r} begins with ~, which only a shell reads: write the path out")
     return base / text
 
 
-def read_section(cls: type[S], name: str, table: object, source: Path) -> S:
+def read_section(
+    cls: type[S], name: str, table: object, source: Path, sections: Mapping[str, type]
+) -> S:
     """Build one section from its TOML table. Paths become absolute: whoever is told of one (a host,
-    of a socket) may be in another folder.
+    of a socket) may be in another folder. `sections`: all there are, for a setting in a wrong one.
 
     Raises: ConfigError for a table of another type, an unknown key, or a bad value.
     """
@@ -246,9 +260,8 @@ def read_section(cls: type[S], name: str, table: object, source: Path) -> S:
     values: dict[str, object] = {}
     for key, value in table.items():
         if key not in known:
-            raise ConfigError(
-                f"{source}: unknown setting {key!r} in [{name}]", hint=nearest(key, known)
-            )
+            hint = home_of(key, sections) or nearest(key, known)
+            raise ConfigError(f"{source}: unknown setting {key!r} in [{name}]", hint=hint)
         try:
             values[key] = convert(value, known[key], source.parent.absolute())
         except ValueError as error:

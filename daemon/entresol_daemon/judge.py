@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from entresol_daemon import data_places
+from entresol_daemon import data_places, open_files
 from entresol_daemon.config import Config
 from entresol_daemon.control.identity import (
     ROLE_SHARD,
@@ -39,7 +39,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 EXPIRY_WARN_DAYS = 14
 RUNTIME_BYTES = 256 * MIB  # of the process besides its slabs
 INDEX_BYTES_PER_BLOCK = 128  # bound; `make bench` measures
-FILES_WANTED = 4096
+FILES_ENOUGH = 4096
 USED_WARN_PERCENT = 90  # of what the drive is warranted for
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -315,9 +315,11 @@ def _try_port(host: str, port: int) -> str:
 
 def _files(config: Config) -> Rows:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < FILES_WANTED:
-        fix = "LimitNOFILE=65536 in the unit (ulimit -n by hand)"
-        yield WARN, f"{hard} files may be open: enough for about {hard // 8} sessions", fix
+    if hard < open_files.FILES_MIN:
+        yield FAIL, f"only {hard} files may be open", open_files.FIX
+    elif hard < FILES_ENOUGH:
+        text = f"{hard} files may be open: enough for about {hard // 8} sessions"
+        yield WARN, text, open_files.FIX
     else:
         yield OK, f"{soft:,} files may be open, {hard:,} on request", ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,12 @@ def check(config: Config) -> None:
         host, port = getattr(listen, f"{name}_host"), getattr(listen, f"{name}_port")
         why = problem(host, port) if port else ""
         if why:
-            raise ConfigError(
-                f"cannot listen at {host}:{port}: {why}",
-                hint=f"is another daemon running? see [listen] {name}_host and {name}_port",
-            )
+            raise ConfigError(f"cannot listen at {host}:{port}: {why}", hint=_hint(name, why))
+
+
+def _hint(name: str, why: str) -> str:
+    if why == os.strerror(errno.EADDRNOTAVAIL):
+        return f"[listen] {name}_host is no address of this host: `ip address` lists them"
+    if why == os.strerror(errno.EACCES):
+        return f"only root has ports this low: another [listen] {name}_port, 1024 or higher"
+    return f"is another daemon running? see [listen] {name}_host and {name}_port"

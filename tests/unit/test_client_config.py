@@ -116,6 +116,8 @@ def test_every_setting_with_units(tmp_path: Path) -> None:
         ("open_threads = '2s'", "is not a number"),
         ("trust_domain = 'A B'", "trust domain"),
         ("cert = ''", "not text in quotes"),
+        ("tenant_key = '~/tenant.key'", "begins with ~"),
+        ("tenant_key = '$HOME/tenant.key'", "begins with $"),
         ("breaker = 3", "is not a table"),
         ("[breaker]\nfailures = 3", "did you mean 'failures_to_open'"),
         ("[breaker]\ncooldown_ns_min = '20s'", "above cooldown_ns_max"),
@@ -147,8 +149,9 @@ def test_what_must_be_given(tmp_path: Path, text: str) -> None:
 
 
 def test_the_file_itself(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot read") as caught:
         ClientConfig.load(tmp_path / "absent.toml")
+    assert "`entresold --dev` writes one" in caught.value.hint
     huge = tmp_path / "huge.toml"
     huge.write_bytes(b"#" * (1024 * 1024 + 1))
     with pytest.raises(ConfigError, match="larger than"):

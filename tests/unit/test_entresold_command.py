@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from entresol_client.cli.main import main as entresol
 from entresol_client.demo import command as demo
 from entresol_daemon import __main__ as entresold
-from entresol_daemon import setup_command
+from entresol_daemon import ports, setup_command
+from entresol_daemon.config import Config, ListenConfig
+from entresol_proto.status import ConfigError
 
 ENTRESOLD = [sys.executable, "-m", "entresol_daemon"]
 
@@ -98,3 +101,45 @@ def test_a_word_that_is_no_command(capsys: pytest.CaptureFixture[str], tmp_path:
     with pytest.raises(SystemExit):
         entresold.main(["nonsense"])
     assert "argument COMMAND: invalid choice: 'nonsense'" in capsys.readouterr().err
+
+
+def test_an_address_of_another_host_is_called_that() -> None:
+    config = Config(listen=ListenConfig(control_host="192.0.2.1", control_port=17440))
+    with pytest.raises(ConfigError, match="cannot listen at") as caught:
+        ports.check(config)
+    assert caught.value.hint == (
+        "[listen] control_host is no address of this host: `ip address` lists them"
+    )
+
+
+def limited(folder: Path, soft: int, hard: int) -> subprocess.Popen[str]:
+    """A daemon for trying, whose user may open so many files; the higher number on request."""
+    code = (
+        f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "
+        f"os.execv(*{(ENTRESOLD[0], [*ENTRESOLD, '--dev', '--dir', str(folder)])})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_what_files_are_to_be_had_are_taken(tmp_path: Path) -> None:
+    """Most systems begin with 1,024 and give more on request: nobody asked."""
+    with limited(tmp_path / "d", 80, 200) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert "entresold" in daemon.stdout.readline()
+            found = Path(f"/proc/{daemon.pid}/limits").read_text(encoding="ascii")
+        finally:
+            daemon.terminate()
+            daemon.communicate(timeout=60)
+    assert re.search(r"^Max open files +200 +200 ", found, re.M), found
+
+
+def test_too_few_files_are_one_line(tmp_path: Path) -> None:
+    """gRPC ends the process otherwise, with a hundred lines and a signal."""
+    with limited(tmp_path / "d", 20, 20) as daemon:
+        _, said = daemon.communicate(timeout=60)
+    assert daemon.returncode == 1, said
+    assert "entresold: only 20 files may be open, a start takes 64" in said
+    assert "fix: LimitNOFILE=65536" in said

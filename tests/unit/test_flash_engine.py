@@ -737,7 +737,7 @@ def test_a_shorter_device_and_a_foreign_one_are_refused() -> None:
         with pytest.raises(FormatError, match="cut short"):
             await open_engine(SimDevice(size, image=device.image()[:size]))
         foreign = SimDevice(size, image=b"\x7fELF" * (size // 4))
-        with pytest.raises(FormatError, match="not an Entresol data file"):
+        with pytest.raises(FormatError, match=rf"^{foreign.name}: not an Entresol data file"):
             await open_engine(foreign)
         assert foreign.image() == b"\x7fELF" * (size // 4), "a foreign device is never written"
         with pytest.raises(DeviceError, match="has room for 2 segments"):

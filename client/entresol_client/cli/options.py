@@ -258,7 +258,7 @@ def parse_span_ns(text: str) -> int:
     found = _whole(match[1], _TIMES_NS[match[2]])
     if not 0 < found <= limits.DEADLINE_NS_MAX:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is out of range; at most {limits.DEADLINE_NS_MAX // 10**9} s"
+            f"{text!r} is out of range; more than 0, at most {limits.DEADLINE_NS_MAX // 10**9} s"
         )
     return found
 

@@ -93,7 +93,10 @@ async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool
             hint="nothing is formatted where a superblock may be: see the kernel's log",
         )
     lost = b"\xff" * BLOCK  # neither valid nor blank
-    superblock, agree = choose_superblock(first or lost, mirror or lost)
+    try:
+        superblock, agree = choose_superblock(first or lost, mirror or lost)
+    except FormatError as error:
+        raise FormatError(f"{device.name}: {Exception.__str__(error)}", hint=error.hint) from None
     return superblock, 2 if agree else 1, agree
 
 

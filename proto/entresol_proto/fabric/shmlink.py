@@ -183,7 +183,9 @@ class ShmLink:
                 return
             try:
                 if not whole:
-                    raise ProtocolError("an oversized shm message")
+                    raise ProtocolError(
+                        "an oversized shm message, or no file is left to open (ulimit -n)"
+                    )
                 message = parse(packet, fds)
             except ProtocolError as error:
                 CLOSER.give(*fds)
