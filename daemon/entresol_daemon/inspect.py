@@ -203,6 +203,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"entresol: {Exception.__str__(error)}", file=sys.stderr)
         if error.hint:
             print(f"  fix: {error.hint}", file=sys.stderr)
+        if args.json:  # where the answer would have been
+            said = {"error": Exception.__str__(error), "status": error.status.label}
+            print(json.dumps(said | {"fix": error.hint}))
         return EXIT_USAGE if error.status is Status.BAD_REQUEST else EXIT_DAMAGED
     except KeyboardInterrupt:
         print("entresol: interrupted", file=sys.stderr)

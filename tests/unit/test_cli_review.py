@@ -419,3 +419,65 @@ def test_a_daemon_that_does_not_answer_hides_no_other(
 )
 def test_a_configuration_named_before_the_command(words: list[str], meant: list[str]) -> None:
     assert _behind(words) == meant
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "problem"),
+    [
+        (("exists",), 2, "one of the arguments --name --key is required"),
+        (("put", "x", "--block", "65MiB"), 2, "'65MiB' is not a block size"),
+        (("put", "x", "--nosuch"), 2, "unrecognized arguments: --nosuch"),
+        (("frobnicate",), 2, "invalid choice: 'frobnicate'"),
+    ],
+)
+def test_wrong_use_is_json_as_every_failure(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, problem: str
+) -> None:
+    got, out, err = said(capsys, *words, "--json")
+    assert got == code
+    answer = json.loads(out)
+    assert set(answer) == {"error", "status", "fix"}
+    assert problem in answer["error"]
+    assert answer["error"] in err
+    assert err.endswith(f"  fix: {answer['fix']}\n")
+
+
+def test_wrong_use_where_the_bytes_go_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    got, out, err = said(capsys, "get", "--nosuch", "--name", "n", "-o", "-", "--json")
+    assert (got, out) == (2, "")
+    assert json.loads(err.splitlines()[-1])["status"] == "bad_request"
+
+
+@pytest.mark.parametrize("words", [["inspect", "LICENSE"], ["replay", "LICENSE"]])
+def test_what_the_daemons_package_refuses_is_json(words: list[str]) -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [*COMMAND, *words, "--json"], cwd=root, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    assert set(json.loads(done.stdout)) == {"error", "status", "fix"}
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "usage: entresol version " in said(capsys, "version", "--nosuch")[2]
+    assert "usage: entresol [-h]" in said(capsys, "--nosuch")[2]
+
+
+def test_an_interval_is_a_span_as_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top._interval("500ms") == 0.5
+    assert top._interval("10") == top._interval("10s") == 10.0
+    assert top._interval("60min") == 3600.0
+    for words in ("0", "100ms", "61min", "nan", "a while"):
+        assert said(capsys, "top", "--interval", words)[0] == 2
+
+
+def test_an_answer_that_ends_early_leaves_no_open_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(CliError, match="that was not its name"):
+        tenants._confirm("acme", "this destroys")
+    assert capsys.readouterr().err.endswith("to go on: \n")

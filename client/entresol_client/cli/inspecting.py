@@ -20,11 +20,11 @@ from entresol_proto.status import Status
 READER = "entresol_daemon.inspect"
 
 EXAMPLES = """\
-  entresol inspect                               segments of the running daemon
-  entresol inspect /var/lib/entresol/flash       a data file or drive that no daemon uses
-  entresol inspect flash --records               every record
-  entresol inspect flash --parquet out.parquet   the same as a table, for analysis
-  entresol inspect flash --quick                 headers and footers only, no payload is read
+  entresol inspect                                    segments of the running daemon
+  entresol inspect /var/lib/entresol/flash.data       a data file or drive that no daemon uses
+  entresol inspect flash.data --records               every record
+  entresol inspect flash.data --parquet out.parquet   the same as a table, for analysis
+  entresol inspect flash.data --quick                 headers and footers only, no payload is read
 """
 ABOUT = """\
 With a path: reads a data file without keys and without writing: superblock, segments, records,

@@ -11,8 +11,8 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from entresol_client.cli import (
     doctor,
@@ -59,9 +59,29 @@ _DEMO = "entresol_client.demo.command"
 _DEMO_SHORT = "the whole story on real KV data, in about a minute"
 
 
+class _WrongUseError(SystemExit):
+    """The arguments make no sense; argparse has said so."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(errors.EXIT_USAGE)
+        self.problem, self.fix = problem, fix
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        fix = f"`{self.prog} --help` explains each option"
+        print(f"{self.prog}: error: {message}\n  fix: {fix}", file=sys.stderr)
+        raise _WrongUseError(message, fix)
+
+
 def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The command line; the demo's own options are loaded only when it is asked for."""
-    parser = argparse.ArgumentParser(
+    return _parsers(argv)[0]
+
+
+def _parsers(argv: Sequence[str]) -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
+    parser = _Parser(
         prog="entresol",
         description=_ABOUT,
         epilog=_EPILOG,
@@ -91,7 +111,7 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
         keys,
     ):
         module.add_parser(subparsers)
-    return parser
+    return parser, subparsers.choices
 
 
 def _add_demo(subparsers: Any, *, wanted: bool) -> None:
@@ -123,14 +143,25 @@ def _behind(words: list[str]) -> list[str]:
     return [*rest[:at], *option, *rest[at:]]
 
 
+def _is_for_bytes(words: Sequence[str]) -> bool:
+    """Whether standard output is to hold what `get` reads, so that nothing else may."""
+    return words[0] == "get" and any(word in ("-", "-o-", "--output=-") for word in words)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     streams.prepare()
     words = _behind(list(sys.argv[1:] if argv is None else argv))
     try:
-        parser = parser_of(words)
-        args = parser.parse_args(words)
+        parser, commands = _parsers(words)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:  # whose usage helps is the command's
+            commands.get(args.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as stop:  # argparse has said why
+        if isinstance(stop, _WrongUseError) and "--json" in words:
+            said = {"error": stop.problem, "status": Status.BAD_REQUEST.label, "fix": stop.fix}
+            with contextlib.suppress(OSError):
+                output.json_line(said, to_stderr=_is_for_bytes(words))
         streams.drop_unwritten()
         return stop.code if isinstance(stop.code, int) else errors.EXIT_USAGE
     if args.command is None:

@@ -250,15 +250,15 @@ def parse_block_size(text: str) -> int:
     return found
 
 
-def parse_span_ns(text: str) -> int:
+def parse_span_ns(text: str, *, most_s: int = limits.DEADLINE_NS_MAX // 10**9) -> int:
     """ "500ms", "10s", "2min" or seconds, in ns. Raises: ArgumentTypeError."""
     match = _QUANTITY.fullmatch(text.strip())
     if not match or match[2] not in _TIMES_NS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 500ms, 10s, 2min")
     found = _whole(match[1], _TIMES_NS[match[2]])
-    if not 0 < found <= limits.DEADLINE_NS_MAX:
+    if not 0 < found <= most_s * 10**9:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is out of range; more than 0, at most {limits.DEADLINE_NS_MAX // 10**9} s"
+            f"{text!r} is out of range; more than 0, at most {most_s} s"
         )
     return found
 

@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
         ("prefill-rate", "N", "tokens per second that are computed of a prompt (default: 2051)"),
         ("fetch-cost", "SHARE", "of that time, that a fetch takes (default: 3/62)"),
         ("dwpd", "N", "drive writes per day the drive is warranted for (default: 1)"),
-        ("warranty", "YEARS", "(default: 5)"),
+        ("warranty", "YEARS", "of that warranty (default: 5)"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     for name, text in (

@@ -109,7 +109,9 @@ def _add_use(group: Any) -> None:
     group.add_argument(
         "--context", type=_tokens, default=0, metavar="N", help="tokens of one context"
     )
-    group.add_argument("--users", type=_whole, default=1, metavar="N", help="(default: 1)")
+    group.add_argument(
+        "--users", type=_whole, default=1, metavar="N", help="who share it (default: 1)"
+    )
     group.add_argument(
         "--retention", type=_positive, default=1.0, metavar="N",
         help="contexts kept for each user (default: 1)",
@@ -150,7 +152,11 @@ def _add_hardware(group: Any) -> None:
         help="drive writes per day it is warranted for (default: 1)",
     )  # fmt: skip
     group.add_argument(
-        "--warranty", type=_positive, default=5.0, metavar="YEARS", help="(default: 5)"
+        "--warranty",
+        type=_positive,
+        default=5.0,
+        metavar="YEARS",
+        help="of that warranty (default: 5)",
     )
     group.add_argument(
         "--drives-per-shard", type=_whole, default=8, metavar="N",

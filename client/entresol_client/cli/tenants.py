@@ -102,7 +102,7 @@ def add_parser(subparsers: Any) -> None:
 
 SIZES = (
     ("flash", "flash_bytes", "flash it may use"),
-    ("dram", "dram_bytes", "the daemon's memory it may use"),
+    ("dram", "dram_bytes", "of the daemon's memory it may use"),
     ("get-bytes", "get_bytes", "memory its hosts may have leased or being staged for them"),
     ("put-bytes", "put_bytes", "its puts may have reserved and not yet on flash"),
 )
@@ -110,7 +110,7 @@ COUNTS = (
     ("index-blocks", "index_blocks", "blocks it may have in the index"),
     ("sessions", "sessions", "sessions it may have open"),
     ("leases", "leases", "leases its hosts may hold"),
-    ("watchers", "watchers", "consumers that may follow its events"),
+    ("watchers", "watchers", "consumers may follow its events"),
 )
 _COUNT_MAX = 2**32 - 1
 SEGMENT_BYTES = 64 * limits.MIB  # as daemons have it unless told otherwise
@@ -473,10 +473,12 @@ def _confirm(name: str, what: str) -> None:
     output.note(what)
     print("Type the tenant's name to go on: ", end="", file=sys.stderr, flush=True)
     try:
-        typed = sys.stdin.readline().strip()
+        line = sys.stdin.readline()
     except UnicodeError:
-        typed = ""
-    if typed != name:
+        line = ""
+    if not line.endswith("\n"):
+        output.note("")  # nobody typed the end of the line
+    if line.strip() != name:
         raise CliError(
             f"nothing was done to tenant {name!r}: that was not its name",
             hint="type it exactly, or give --yes",

@@ -35,7 +35,7 @@ from entresol_client.cli.top_reading import (
 
 DOCUMENT_BYTES_MAX = 4 * 1024 * 1024
 ANSWER_DEADLINE_S = 10.0
-INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600.0
+INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600
 ONCE_READS_MAX = 5  # for another overview than the first: a daemon asked often makes two a second
 PREFILL_RATE_MIN, PREFILL_RATE_MAX = 1e-3, 1e12
 KEYS_EACH_S = 0.25  # how soon a key or another size of the window is noticed
@@ -69,12 +69,15 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--url", help="base address of the daemon's metrics, http://HOST:PORT")
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="(default: 1)"
-    )
+        "--interval", type=_interval, default=1.0, metavar="SPAN",
+        help="from one frame to the next, such as 500ms or 10s (default: 1s)",
+    )  # fmt: skip
     parser.add_argument("--once", action="store_true", help="one frame as text, after one interval")
     parser.add_argument("--ascii", action="store_true", help="no characters beyond ASCII")
     parser.add_argument("--model", metavar="NAME", help="whose KV it holds, as `entresol size`")
-    parser.add_argument("--token-bytes", type=int, default=0, metavar="N", help="instead of it")
+    parser.add_argument(
+        "--token-bytes", type=int, default=0, metavar="N", help="bytes of a token, instead of it"
+    )
     parser.add_argument(
         "--dtype", default="bf16", metavar="NAME", help="of the cache (default: %(default)s)"
     )
@@ -88,15 +91,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _interval(words: str) -> float:
-    try:
-        found = float(words)
-    except ValueError:
-        found = 0.0
-    if not INTERVAL_S_MIN <= found <= INTERVAL_S_MAX:
-        raise argparse.ArgumentTypeError(
-            f"{words!r} is not {INTERVAL_S_MIN} to {INTERVAL_S_MAX:.0f} seconds"
-        )
-    return found
+    found_s = options.parse_span_ns(words, most_s=INTERVAL_S_MAX) / 1e9
+    if found_s < INTERVAL_S_MIN:
+        raise argparse.ArgumentTypeError(f"{words!r} is less than {INTERVAL_S_MIN} s")
+    return found_s
 
 
 def run(args: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=_context_tokens,
         metavar="N",
-        help=f"tokens of context, a multiple of {BLOCK_TOKENS} (default {CONTEXT_TOKENS_DEFAULT})",
+        help=f"tokens of context, a multiple of {BLOCK_TOKENS} (default: {CONTEXT_TOKENS_DEFAULT})",
     )
     size.add_argument(
         "--quick", action="store_true", help=f"{CONTEXT_TOKENS_QUICK} tokens of context"
@@ -67,7 +67,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_decode_tokens,
         default=DECODE_TOKENS_DEFAULT,
         metavar="N",
-        help=f"tokens to decode and compare (default {DECODE_TOKENS_DEFAULT})",
+        help=f"tokens to decode and compare (default: {DECODE_TOKENS_DEFAULT})",
     )
     parser.add_argument(
         "--fabric",
@@ -77,7 +77,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--codec",
-        choices=("plane", "zstd", "raw", "auto"),
+        choices=("plane", "fast", "dense", "zstd", "raw", "auto"),
         default="plane",
         help="how blocks are compressed (default: plane; auto would be raw on one host)",
     )

@@ -143,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"entresol: {Exception.__str__(error)}", file=sys.stderr)
         if error.hint:
             print(f"  fix: {error.hint}", file=sys.stderr)
+        if args.json:  # where the answer would have been
+            said = {"error": Exception.__str__(error), "status": error.status.label}
+            print(json.dumps(said | {"fix": error.hint}))
         return EXIT_USAGE if isinstance(error, TraceError) else EXIT_FAILED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""  # pyarrow has it in its text
