@@ -200,7 +200,8 @@ def _hung_up(
     return _HungUpError(
         Status.FORBIDDEN,
         f"{why} without a word, as it does with a certificate that it does not take",
-        hint=f"{_ONE_CA}; its log says why (event=handshake_failed, event=identity_refused)",
+        hint=f"{_ONE_CA}; its log says why (event=handshake_failed, event=identity_refused), "
+        "and if it says nothing, the port is not that of [listen] control_port",
     )
 
 

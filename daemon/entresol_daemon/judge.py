@@ -40,6 +40,7 @@ EXPIRY_WARN_DAYS = 14
 RUNTIME_BYTES = 256 * MIB  # of the process besides its slabs
 INDEX_BYTES_PER_BLOCK = 128  # bound; `make bench` measures
 FILES_ENOUGH = 4096
+_CLOSED = "chown it to the daemon's user; or its file system is mounted read-only"
 USED_WARN_PERCENT = 90  # of what the drive is warranted for
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -114,7 +115,7 @@ def _state(config: Config) -> Rows:
         )  # fmt: skip
         return
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        yield FAIL, f"{folder} is not open to this user", "chown it to the daemon's user"
+        yield FAIL, f"{folder} is not open to this user", _CLOSED
     elif stat.S_IMODE(folder.stat().st_mode) & 0o077:
         yield WARN, f"{folder} is open to other users", f"chmod 700 {folder}"
     else:
@@ -131,7 +132,7 @@ def _flash(config: Config) -> Rows:
     if path.exists():
         found = path.stat()
         if not os.access(path, os.R_OK | os.W_OK):
-            yield FAIL, f"{path} is not open to this user", "chown it to the daemon's user"
+            yield FAIL, f"{path} is not open to this user", _CLOSED
             return
         if stat.S_ISREG(found.st_mode) and not found.st_size:
             left = _room(path.parent)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import glob
 import grp
 import ipaddress
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from entresol_daemon.config import Config
     from entresol_daemon.keys.providers import KekProvider
 
+_FIXES = {
+    errno.ENOSPC: "free some space there",
+    errno.EROFS: "its file system is read-only: mount it for writing, or name another place",
+}
 _CA_KEY = "ca.key"  # of an authority that was made here
 
 
@@ -83,9 +88,12 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
             print(f"{found.kind} {found.version} {formats.READS[found.kind]} {found.path}")
         return 0 if all(found.readable for found in formats.look(config)) else 1
     except OSError as error:
+        folder = getattr(arguments, "folder", config.shard.state_dir)
         raise EntresolError(
-            f"{error.filename or config.shard.state_dir}: {error.strerror}",
-            hint="run it as root, or as who owns the daemon's folders",
+            f"{error.filename or folder}: {error.strerror}",
+            hint=_FIXES.get(
+                error.errno or 0, "run it as root, or as who owns the daemon's folders"
+            ),
             status=Status.IO_ERROR,
         ) from None
 

@@ -25,6 +25,7 @@ from entresol_client.cli import (
     output,
     overview,
     rpc,
+    session,
     storing,
     tenants,
     top,
@@ -481,3 +482,9 @@ def test_an_answer_that_ends_early_leaves_no_open_line(
     with pytest.raises(CliError, match="that was not its name"):
         tenants._confirm("acme", "this destroys")
     assert capsys.readouterr().err.endswith("to go on: \n")
+
+
+@pytest.mark.parametrize("status", [Status.IO_ERROR, Status.INTERNAL])
+def test_what_the_daemon_could_not_do_has_a_fix(status: Status) -> None:
+    """A put into a full state folder ended in a bare `io_error`."""
+    assert "log" in session.failure("block 0 was not stored", status).hint

@@ -7,6 +7,7 @@ that too many may read, an older version started on newer data.
 from __future__ import annotations
 
 import datetime
+import errno
 import grp
 import ipaddress
 import os
@@ -556,3 +557,20 @@ def test_client_configurations_have_brackets_and_quotes(toml: Path) -> None:
     assert (found["cert"], found["key"], found["ca"]) == ('c"', "k\\", "ca\t")
     assert found["shards"][0]["metrics"] == "http://[::1]:3"
     assert found["shards"][0]["admin_socket"] == '/run/a"b\\c/admin.sock'
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (13, "root")]
+)
+def test_a_disk_that_takes_nothing_is_told_from_a_wrong_user(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: int, fix: str,
+) -> None:  # fmt: skip
+    def refused(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(setup_command, "_certify", refused)
+    assert run(toml, "certify", "acme", toml.parent / "acme") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"entresold: {toml.parent / 'acme'}: {os.strerror(number)}")
+    assert fix in err.splitlines()[-1]

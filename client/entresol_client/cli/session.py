@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 FIXES = {
     Status.QUOTA: "the tenant's quota is used up: `entresol tenant quota`, or forget something",
     Status.NO_SPACE: "the flash is full: give the daemon more, or forget something",
+    Status.IO_ERROR: "the daemon's disk refuses: its log says what (a full [shard] state_dir "
+    "takes no new namespace, a drive that fails takes nothing)",
+    Status.INTERNAL: "a mistake of the daemon's: report it, with its log",
     Status.NOT_ADMITTED: "the admission policy spares the flash; see [admission] of the daemon",
     Status.LOCKED: "the daemon has no key-encryption key (`entresol unlock` there), or this host's "
     "tenant_key file lacks the block's version",
