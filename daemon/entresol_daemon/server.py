@@ -226,6 +226,7 @@ class Daemon:
 
     def on_hangup(self) -> None:
         """SIGHUP: look at the certificates again, and at the KEK's place if it is missing."""
+        log.info("event=hangup hint='certificates are read again; settings want a restart'")
         self.tls.check(force=True)
         if self.shard.parts.keyring.locked:
             self._unlocking = asyncio.ensure_future(self._try_unlock())

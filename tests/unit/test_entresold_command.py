@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,15 @@ def test_too_few_files_are_one_line(tmp_path: Path) -> None:
     assert daemon.returncode == 1, said
     assert "entresold: only 20 files may be open, a start takes 64" in said
     assert "fix: LimitNOFILE=65536" in said
+
+
+def test_a_reload_says_that_settings_want_a_restart(tmp_path: Path) -> None:
+    """Nothing was said, and a changed setting was believed to be in force."""
+    with limited(tmp_path / "d", 200, 200) as daemon:
+        assert daemon.stdout is not None
+        assert "entresold" in daemon.stdout.readline()
+        daemon.send_signal(signal.SIGHUP)
+        daemon.terminate()
+        _, said = daemon.communicate(timeout=60)
+    (line,) = [line for line in said.splitlines() if "event=hangup" in line]
+    assert "settings want a restart" in line
