@@ -206,7 +206,7 @@ def serve_a_network(world: World) -> str:
     for port in (7440, 7441, 7442):
         expect(not _reaches(world, address, port), f"whoever is in no list reaches port {port}")
     world.edit(Do.EDIT_SERVICE, f"[Service]\nIPAddressAllow={address}\n")
-    world.systemctl("restart", UNIT)
+    world.follow(Do.RESTART)
     expect(not _reaches(world, address, 7440), "the service's list opened the .socket unit's port")
     world.edit(Do.EDIT_SOCKET, f"{sockets}IPAddressAllow={address}\n")
     _begin_again(world)

@@ -44,6 +44,7 @@ class Do(StrEnum):
     START = "systemctl start entresold"
 
     RELOAD = "systemctl reload entresold"
+    RESTART = "systemctl restart entresold"
     RENEW = "entresold --config /etc/entresol/entresold.toml renew"
     ROTATE = "entresol tenant rotate acme"
     FORCE = "--force"
