@@ -95,6 +95,7 @@ class Peer:
         self.faults = Faults()
         self.seal_at_host = seal_at_host
         self.protocol = 1  # from 4 on blocks come within the grant where that is asked for
+        self.blocks_per_fetch_max = limits.BLOCKS_PER_FETCH_MAX
         self.codec_id = codecs.PLANE
         self.store: dict[bytes, Stored] = {}
         self.seen: list[Any] = []  # every request, in order
@@ -274,7 +275,7 @@ class PeerSession(asyncio.Protocol):
         self.send(
             opening.Welcome(
                 self.peer.protocol, bytes(16), 7, 10**10, limits.FRAME_PAYLOAD_BYTES_MAX,
-                limits.BLOCK_BYTES_MAX, limits.BLOCKS_PER_FETCH_MAX,
+                limits.BLOCK_BYTES_MAX, self.peer.blocks_per_fetch_max,
                 limits.REQUESTS_IN_FLIGHT_MAX, same_host_id(),
                 self.peer.name, "acme", tuple(self.offers),
             ),

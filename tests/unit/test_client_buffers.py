@@ -245,10 +245,10 @@ async def test_closing_fails_takers_and_a_region_is_given_back_once() -> None:
     made = Arena(shared_memory(KIB4), KIB4)
     held = await made.take(1, soon(1))
     assert held is not None
-    waiting = asyncio.ensure_future(made.take(1, soon(5)))
+    waiting = asyncio.ensure_future(made.take(1, soon(3600)))
     await asyncio.sleep(0)
     made.close()
-    assert await waiting is None
+    assert await asyncio.wait_for(waiting, 60) is None, "told now, not at its deadline"
     assert await made.take(1, soon(1)) is None
     held.give_back()
     with pytest.raises(AssertionError, match="twice"):

@@ -9,13 +9,22 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
-from entresol_client import AsyncClient, Namespace, PutBlock, UsageError, connection, namespace
+from entresol_client import (
+    AsyncClient,
+    Namespace,
+    PutBlock,
+    UsageError,
+    connection,
+    namespace,
+    storing,
+)
 from entresol_proto.fabric.base import FabricKind, Offer
 from entresol_proto.ids import BadKeyError, EngineKey, pack_token_ids, wire_key
 from entresol_proto.status import Status
@@ -273,12 +282,38 @@ async def test_an_expired_lease(tmp_path: Path, fabric: str, place: Any, expecte
     async with opened(tmp_path, fabric) as (peer, ns):
         fill(peer, 2)
         peer.faults.lease_ns = 0
-        into = empty(2)
-        got = await ns.get_into([key(0), key(1)], into, open_at=place)
-        assert got.statuses == [expected] * 2
-        for n in range(2):
-            wanted = content(n) if expected is OK else np.zeros(BLOCK_BYTES, np.uint8)
-            assert np.array_equal(into[n], wanted)
+        for count in (1, 2):  # one is opened at once, two by a thread
+            into = empty(count)
+            got = await ns.get_into([key(n) for n in range(count)], into, open_at=place)
+            assert got.statuses == [expected] * count
+            for n in range(count):
+                wanted = content(n) if expected is OK else np.zeros(BLOCK_BYTES, np.uint8)
+                assert np.array_equal(into[n], wanted)
+        await all_released(peer)
+
+
+async def test_a_get_asks_for_as_many_at_once_as_the_daemon_takes(tmp_path: Path) -> None:
+    async with serving(tmp_path) as peer:
+        peer.blocks_per_fetch_max = 2
+        fill(peer, 5)
+        async with await AsyncClient.open(peer.config()) as client:
+            ns, into = await client.namespace(DESCRIPTOR), empty(5)
+            assert (await ns.get_into([key(n) for n in range(5)], into)).ok
+            assert all(np.array_equal(into[n], content(n)) for n in range(5))
+        fetches = [one for one in peer.seen if isinstance(one, data.Fetch)]
+        assert [len(data.split_keys(one.keys)) for one in fetches] == [2, 2, 1]
+
+
+async def test_a_get_that_finds_no_staging_ends_at_its_deadline(tmp_path: Path) -> None:
+    async with opened(tmp_path, "tls") as (peer, ns):
+        fill(peer, 2)
+        arena = ns._client._links[0].read_staging
+        region = await arena.take(arena.length_bytes, 2**62)
+        assert region is not None
+        got = await ns.get_into([key(0), key(1)], empty(2), deadline_ns=200_000_000)
+        assert got.statuses == [Status.DEADLINE] * 2
+        region.give_back()
+        assert (await ns.get_into([key(0), key(1)], empty(2))).ok
         await all_released(peer)
 
 
@@ -548,6 +583,28 @@ async def test_what_cannot_be_sealed_in_time_is_given_up(tmp_path: Path) -> None
             await asyncio.sleep(0.01)
         assert not peer.reserved
         assert len(peer.store) + len(peer.given_up) >= 1
+
+
+async def test_staging_comes_back_where_nothing_of_it_could_be_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(_context: Any, jobs: list[Any], _region: Any, _starts: Any) -> list[Status]:
+        return [Status.DEADLINE] * len(jobs)
+
+    monkeypatch.setattr(storing, "seal_blocks", too_late)
+    async with opened(tmp_path) as (peer, ns):
+        put = await ns.put(blocks(3))
+        assert put.statuses == [Status.DEADLINE] * 3
+        session = ns._client._links[0]._session
+        assert session is not None
+        arena, _ = await session.put_staging(2**62)
+        assert arena.used_bytes == 0
+        assert not peer.store
+
+
+def test_nothing_is_sealed_after_the_deadline() -> None:
+    late = cast(Any, SimpleNamespace(deadline_ns=0))  # the blocks are not even looked at
+    assert storing.seal_blocks(late, cast(Any, [None]), memoryview(b""), [0]) == [Status.DEADLINE]
 
 
 async def test_cancelling_a_get_ends_it_completely(tmp_path: Path) -> None:
