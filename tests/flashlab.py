@@ -271,11 +271,13 @@ def stock_faults(engine: Engine) -> list[str]:
             has |= dict.fromkeys(shelf, f"{name} {stream.hex()}")
             if not shelf:
                 has[-1] = f"nothing under {name} {stream.hex()}"
+    used = {i.sequence for i in engine.segments() if i.state is not SegmentState.FREE}
+    lives = engine._table.lives.keys()
     return [
         f"segment {number} is {where.get(number)}, in stock as {has.get(number)}"
         for number in sorted(where.keys() | has.keys())
         if where.get(number) != has.get(number)
-    ]
+    ] + [f"sequence {number} is of no segment, or unknown" for number in sorted(lives ^ used)]
 
 
 def victims(engine: Engine) -> list[int]:

@@ -174,6 +174,8 @@ async def assert_idle(daemon: Daemon) -> None:
     def held() -> list[str]:
         found = {
             "leases": len(parts.leases),
+            "leases in the books": parts.held.leases.used,
+            "leased bytes": parts.held.get_bytes.used,
             "pinned residents": sum(r.pins > 0 for r in parts.residency._by_slot.values()),
             "loading": shard.gets.loading,
             "reservations": len(shard.puts._reservations),

@@ -310,6 +310,8 @@ class World:
         parts = self.shard.parts
         assert not self.shard.sessions, "a session is left"
         assert len(parts.leases) == 0, "a lease is left"
+        assert parts.held.leases.used == 0, "a lease is left in the books"
+        assert parts.held.get_bytes.used == 0, "leased bytes are left in the books"
         assert parts.put_budget.used_blocks == 0, "a put is left"
         assert parts.put_budget.used_bytes == 0, "put bytes are left"
         assert self.shard.gets.loading == 0, "a load is left"

@@ -306,6 +306,8 @@ class SimDaemon:
         held = {
             "sessions": len(shard.sessions),
             "leases": len(parts.leases),
+            "leases in the books": parts.held.leases.used,
+            "leased bytes": parts.held.get_bytes.used,
             "puts": parts.put_budget.used_blocks,
             "put bytes": parts.put_budget.used_bytes,
             "work of hosts": shard.under_way(),

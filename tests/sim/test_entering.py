@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from entresol_daemon.flash.engine import Record
 from entresol_daemon.shard import turns
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Ack, OpenAt
@@ -55,6 +57,34 @@ def test_a_block_whose_book_fails_is_counted_durable_and_can_go(tmp_path: Path, 
         await stored(host, KEYS[2:4])
         await host.forget(KEYS[:4])
         assert parts.accounts.by_name[host.tenant].flash_blocks == 0
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.parametrize("ack", Ack)
+def test_a_block_that_the_engine_does_not_take_is_not_said_to_be_stored(
+    tmp_path: Path, ack: Ack
+) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        engine = world.shard.parts.engine
+        append, calls = engine.append, 0
+
+        def refuses_the_second(stream: bytes, record: Record) -> tuple[int, asyncio.Future[Status]]:
+            nonlocal calls
+            calls += 1
+            if calls != 2:
+                return append(stream, record)
+            refused = asyncio.get_running_loop().create_future()
+            refused.set_result(Status.IO_ERROR)
+            return -1, refused
+
+        engine.append = refuses_the_second  # type: ignore[method-assign]
+        assert await host.put(KEYS[:3], ack) == [Status.OK, Status.IO_ERROR, Status.OK]
+        found = await host.get(KEYS[:3], OpenAt.HOST)
+        assert found == [Status.OK, Status.MISS, Status.OK]
+        await world.shard.puts.drain()
+        assert world.shard.parts.put_budget.used_blocks == 0
 
     simulate(tmp_path, story)
 

@@ -14,7 +14,9 @@ from entresol_client.opening import (
     GROUP_BYTES_MIN,
     Granted,
     OpenContext,
+    Wanted,
     open_alone,
+    open_blocks,
     open_group,
     plan_groups,
 )
@@ -22,6 +24,8 @@ from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.limits import KIB, MIB
 from entresol_proto.status import Status
 from entresol_proto.wire.data import GrantItem, Tier
+
+NEVER = 2**63
 
 
 def context(threads: int, *, maps: bool = False, workers: Any = None) -> OpenContext:
@@ -161,6 +165,36 @@ def test_one_short_block_is_opened_where_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert open_alone(here, batch(1, MIB)) == [Status.CORRUPT]
     assert told.opened_bytes == MIB
     assert told.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("in_place", "found", "lease_until_ns", "doubtful_ns", "told"),
+    [
+        (True, Status.OK, NEVER, 0, Status.OK),  # the grant was long in coming, and good since
+        (True, Status.OK, 0, 0, Status.LEASE_EXPIRED),  # another block may lie there by now
+        (False, Status.OK, 0, 0, Status.OK),  # of a copy, which is exact, however late
+        (True, Status.CORRUPT, NEVER, 0, Status.LEASE_EXPIRED),
+        (False, Status.CORRUPT, NEVER, 0, Status.LEASE_EXPIRED),
+        (False, Status.CORRUPT, NEVER, NEVER, Status.CORRUPT),
+    ],
+)
+def test_what_a_lease_that_ended_says_of_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+    in_place: bool,
+    found: Status,
+    lease_until_ns: int,
+    doubtful_ns: int,
+    told: Status,
+) -> None:
+    monkeypatch.setattr(opening, "open_into", lambda *_args, **_named: found)
+    into = bytearray(b"x" * 16)
+    one = batch(1, 16)[0]
+    one.wanted = Wanted(0, bytes(16), b"engine key", memoryview(into))
+    one.lease_until_ns, one.doubtful_ns = lease_until_ns, doubtful_ns
+    source = memoryview(bytes(16))
+    assert open_blocks(context(1), [one], [source], in_place=in_place) == [told]
+    if told is Status.LEASE_EXPIRED:
+        assert not any(into)
 
 
 def test_what_a_fabric_could_land_and_does_not_is_cut_for_the_threads() -> None:

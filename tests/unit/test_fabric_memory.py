@@ -13,6 +13,7 @@ import pytest
 
 from entresol_proto.fabric.base import SharedBuffer
 from entresol_proto.fabric.memory import MemfdBuffer, is_readers_only, seals_of
+from entresol_proto.fabric.regions import STEP_BYTES, CopyJob, Piece
 from entresol_proto.status import FabricError, Status
 
 
@@ -61,6 +62,20 @@ def test_seals_of_files_that_know_none_count_as_none() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+@pytest.mark.parametrize("length", [10_000, 3 * STEP_BYTES])  # in one step, and in several
+def test_a_copy_that_is_late_or_stopped_lands_nothing(length: int) -> None:
+    source, into = np.full(length, 7, np.uint8), np.zeros(length, np.uint8)
+    late, stopped, done = (CopyJob([Piece(memoryview(into), source)]) for _ in range(3))
+    late.run(deadline_ns=0)
+    stopped.stop()
+    stopped.run(deadline_ns=2**63)
+    assert late.copied == stopped.copied == 0
+    assert not into.any()
+    done.run(deadline_ns=2**63)
+    assert done.copied == 1
+    assert (into == source).all()
 
 
 def test_close_is_idempotent_and_leaks_nothing() -> None:

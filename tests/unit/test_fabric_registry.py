@@ -160,6 +160,24 @@ async def test_tickets_discard_what_was_built_on_them_exactly_once() -> None:
     assert dropped == ["left"]
 
 
+async def test_a_table_that_is_closed_discards_what_nobody_took() -> None:
+    dropped: list[str] = []
+    table: OfferTable[str] = OfferTable(dropped.append)
+    built, awaited = table.issue(), table.issue()
+    offer = table.find(built)
+    assert offer is not None
+    offer.endpoint = "built"
+    waiting = asyncio.ensure_future(table.wait(awaited, time.monotonic_ns() + 3600 * 10**9))
+    await asyncio.sleep(0)
+    table.close()
+    assert (dropped, len(table)) == (["built"], 0)
+    with pytest.raises(FabricError):
+        await asyncio.wait_for(waiting, 60)
+    for gone in (built, bytes(16)):
+        with pytest.raises(FabricError, match="unknown"):
+            await table.wait(gone, time.monotonic_ns() + 10**9)
+
+
 async def test_a_ticket_is_waited_for_once() -> None:
     table: OfferTable[str] = OfferTable(lambda _: None)
     ticket = table.issue()

@@ -79,6 +79,7 @@ def test_what_was_being_copied_when_writing_stopped_is_not_lost() -> None:
         for _ in range(3):
             assert await engine.evict(segment, slots) == []
             assert await all_there(engine)
+            assert not stock_faults(engine), stock_faults(engine)
         assert engine.failed
         assert engine.segment_info(segment).live_blocks == COUNT
         plan.enabled = False

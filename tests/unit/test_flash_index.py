@@ -153,6 +153,22 @@ def test_namespace_numbers_are_given_back() -> None:
     assert len(index.namespace_numbers()[1]) == 1
 
 
+def test_one_key_in_many_namespaces_is_a_block_of_each() -> None:
+    """Some of them share a bucket: there the namespace alone tells them apart."""
+    names = [bytes([n]) * 16 for n in range(200)]
+    index, many = Index(2 * len(names)), SCALAR_KEYS_MAX + 1
+    slots = [add(index, name, key(1), n) for n, name in enumerate(names)]
+    for n, name in enumerate(names):
+        add(index, name, key(2), n)  # so that it is known although the other goes
+    for gone in (None, *slots[::2]):
+        if gone is not None:
+            index.remove(gone)
+            slots[slots.index(gone)] = ABSENT
+    for name, slot in zip(names, slots, strict=True):
+        assert index.find(name, key(1)) == slot
+        assert index.lookup(name, key(1) * many).tolist() == [slot] * many
+
+
 def test_many_namespaces_look_up_in_batches() -> None:
     index = Index(200)
     names = [n.to_bytes(16, "little") for n in range(100)]

@@ -222,6 +222,22 @@ def test_parser_fuzz_catches_broken_parsers(broken: Callable[[bytes], Any]) -> N
         fuzz_parser(broken, seed=2025, rounds=8000)
 
 
+@pytest.mark.parametrize("size", [0, limits.ENGINE_KEY_BYTES_MIN, limits.ENGINE_KEY_BYTES_MAX])
+def test_a_meta_has_a_parent_key_of_any_allowed_length(size: int) -> None:
+    meta = header.BlockMeta(b"p" * size, 1, 16, bytes(8))
+    assert header.BlockMeta.decode(meta.encode()) == meta
+
+
+@pytest.mark.parametrize("size", [limits.ENGINE_KEY_BYTES_MIN - 1, limits.ENGINE_KEY_BYTES_MAX + 1])
+def test_and_of_no_other(size: int) -> None:
+    with pytest.raises(SealError):
+        header.BlockMeta(b"p" * size, 1, 16, bytes(8)).encode()
+    raw = bytearray(header.BlockMeta(b"", 1, 16, bytes(8)).encode())
+    raw[0] = size
+    with pytest.raises(SealError):
+        header.BlockMeta.decode(bytes(raw))
+
+
 def test_codec_error_is_a_seal_error() -> None:
     assert issubclass(CodecError, SealError)
     assert CodecError("x").status is Status.CORRUPT

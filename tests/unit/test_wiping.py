@@ -18,7 +18,8 @@ from keyring_lab import open_ring, seeded
 from entresol_daemon.keys import pool_ends, sweeping
 from entresol_daemon.shard.keycare import wipe_from_memory
 from entresol_proto.ids import TenantName
-from entresol_proto.seal.keys import derive_block_key
+from entresol_proto.seal import keys
+from entresol_proto.seal.keys import derive_block_key, derive_key_and_commitment
 from entresol_proto.seal.wiping import wipe
 from entresol_proto.status import SealError, Status
 from tests.proof.memory_scan import Search
@@ -43,6 +44,21 @@ def test_nothing_is_derived_from_a_wiped_key() -> None:
     with pytest.raises(SealError) as caught:
         derive_block_key(secret, bytes(32))
     assert caught.value.status is Status.ERASED
+
+
+def test_no_second_copy_of_a_derived_key_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    derived, derive = list[bytearray](), keys._derive
+
+    def noted(*args: bytes) -> bytearray:
+        derived.append(derive(*args))
+        return derived[-1]
+
+    monkeypatch.setattr(keys, "_derive", noted)
+    secret = os.urandom(32)
+    key, both = derive_block_key(secret, bytes(32)), derive_key_and_commitment(secret, bytes(32))
+    assert key.key + key.commitment == both
+    assert any(both)
+    assert derived == [bytearray(48)] * 2
 
 
 def test_erased_and_retired_keys_are_wiped_and_the_others_stay(tmp_path: Path) -> None:
