@@ -100,6 +100,22 @@ class Spoiler(Host):
         return span
 
 
+def test_plaintext_of_another_length_than_reserved_is_refused(tmp_path: Path) -> None:
+    class Other(Host):
+        async def _expose(self, item: Any, answer: Any, plain: bytes) -> Any:
+            return await super()._expose(item, answer, plain + b"more")
+
+    async def story(world: World) -> None:
+        host = Other(world, "alpha", private=True, careful=True)
+        await host.open()
+        assert not host.at_host
+        assert await host.put(KEYS[:2], Ack.DURABLE) == [Status.BAD_REQUEST] * 2
+        assert await host.present(KEYS[:2]) == [False] * 2
+        assert not len(world.shard.parts.engine.index)
+
+    simulate(tmp_path, story)
+
+
 @pytest.mark.parametrize("place", ["memory", "flash"])
 def test_what_a_host_sealed_wrongly_is_not_the_drives_doing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str

@@ -109,6 +109,42 @@ def test_a_stage_that_waits_outside_the_door_had_arrived_there(tmp_path: Path) -
     simulate(tmp_path, story)
 
 
+def test_what_was_removed_before_its_read_had_its_turn_is_not_read(tmp_path: Path) -> None:
+    """The others of its portion are."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:3])
+        forget_memory(world)
+        parts, turn = world.shard.parts, asyncio.Event()
+        take, read, asked = parts.turns.flash.take, parts.engine.read, list[int]()
+
+        async def late(account: Any, cost: int) -> int:
+            await turn.wait()
+            return await take(account, cost)
+
+        async def noted(ops: Any) -> list[Status]:
+            asked.extend(slot for slot, _ in ops)
+            return await read(ops)
+
+        parts.turns.flash.take = late  # type: ignore[method-assign]
+        parts.engine.read = noted  # type: ignore[method-assign]
+        gone, *others = (
+            parts.engine.index.find(host.namespace_id, n) for n in host._names(KEYS[:3])
+        )
+        asking = asyncio.ensure_future(host.get(KEYS[:3], OpenAt.HOST))
+        while world.shard.gets.loading < 3:
+            await asyncio.sleep(0.001)
+        world.shard.removal.forget([gone])
+        turn.set()
+        assert await asking == [Status.MISS, Status.OK, Status.OK]
+        assert asked == others
+        await asyncio.sleep(0.1)
+        assert world.shard.gets.loading == 0
+
+    simulate(tmp_path, story)
+
+
 def test_a_key_twice_in_a_fetch_and_removed_meanwhile_leaves_no_pin(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host = await joined(world)

@@ -221,5 +221,8 @@ def test_weights_say_how_much_of_what_is_free() -> None:
     books.add(three)
     assert (books.of_free(one), books.of_free(three)) == (HELD_OF_FREE, 3 * HELD_OF_FREE)
     assert (books.weight_of(three.stream), books.weight_of(b"nobody's")) == (3, 1)
+    one.weight, three.weight = 2, 8
+    books.reweigh()
+    assert (books.of_free(one), books.of_free(three)) == (HELD_OF_FREE, 4 * HELD_OF_FREE)
     books.remove(three.name)
     assert books.of_free(one) == 0

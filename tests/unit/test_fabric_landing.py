@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -19,7 +23,7 @@ from entresol_proto import native
 from entresol_proto.fabric import framing, registry
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, SPAN
-from entresol_proto.fabric.landing import SPAN_BYTES_MAX
+from entresol_proto.fabric.landing import SPAN_BYTES_MAX, Lander
 from entresol_proto.fabric.tcp import TcpEndpoint, TcpFabricServer
 from entresol_proto.status import Status
 
@@ -355,3 +359,35 @@ def test_batches_from_a_real_peer_over_several_streams(runner: object, streams: 
 
     run(runner, scenario())
     assert SPAN.size == 16
+
+
+async def test_a_lander_that_is_told_to_close_again_touches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its descriptors may be somebody else's by then."""
+    assert native.KERNEL is not None
+    mine, other = socket.socketpair()
+    with mine, other:
+        lander = Lander(native.KERNEL, mine, cast(Any, None))
+        lander.close()
+        await asyncio.to_thread(lander._thread.join, 60)
+        written: list[int] = []
+        monkeypatch.setattr(os, "eventfd_write", lambda fd, _count: written.append(fd))
+        lander.close()
+        assert not written
+
+
+async def test_a_lander_that_cannot_be_made_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(*_args: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    assert native.KERNEL is not None
+    monkeypatch.setattr(os, "eventfd", none_left)
+    mine, other = socket.socketpair()
+    with mine, other:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="too many"):
+            Lander(native.KERNEL, mine, cast(Any, None))
+        assert len(os.listdir("/proc/self/fd")) == before

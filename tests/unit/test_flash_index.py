@@ -155,7 +155,8 @@ def test_namespace_numbers_are_given_back() -> None:
 
 def test_one_key_in_many_namespaces_is_a_block_of_each() -> None:
     """Some of them share a bucket: there the namespace alone tells them apart."""
-    names = [bytes([n]) * 16 for n in range(200)]
+    rng = random.Random(7)
+    names = [rng.randbytes(16) for _ in range(200)]
     index, many = Index(2 * len(names)), SCALAR_KEYS_MAX + 1
     slots = [add(index, name, key(1), n) for n, name in enumerate(names)]
     for n, name in enumerate(names):

@@ -6,9 +6,11 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
+from entresol_proto.fabric.datastream import DataStream
 from entresol_proto.transports import write_now
 
 
@@ -85,3 +87,45 @@ def test_a_peer_that_is_gone_is_the_transports_to_tell(
     closed = os.open(os.devnull, os.O_RDONLY)
     os.close(closed)
     assert write_now(closed, parts) == parts
+
+
+class Transport:
+    """Has `queued` bytes that its socket has not taken yet."""
+
+    def __init__(self, sock: socket.socket, queued: int) -> None:
+        self.sock, self.queued = sock, queued
+        self.written: list[bytes] = []
+
+    def get_extra_info(self, name: str) -> object:
+        return self.sock if name == "socket" else None
+
+    def get_write_buffer_size(self) -> int:
+        return self.queued
+
+    def is_closing(self) -> bool:
+        return False
+
+    def set_write_buffer_limits(self, high: int, low: int) -> None: ...
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.written += parts
+
+
+@pytest.mark.parametrize("queued", [0, 1])
+async def test_nothing_overtakes_what_the_transport_has(queued: int) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs, _ = listener.accept()
+        with theirs:
+            ours.setblocking(False)
+            stream = DataStream(owner=cast(Any, None), greeter=cast(Any, "unused"))
+            transport = Transport(ours, queued)
+            stream.connection_made(cast(Any, transport))
+            parts = [b"head", bytes(range(256)) * 1024]
+            assert stream._write_all(list(parts)) == sum(map(len, parts))
+            taken = received(theirs) if not queued else b""
+            if queued:
+                assert transport.written == parts, "behind what was there before"
+            else:
+                assert taken, "written without the transport"
+            assert (taken + b"".join(transport.written))[:4] == b"head"
