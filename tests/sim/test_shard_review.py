@@ -109,6 +109,45 @@ def test_a_stage_that_waits_outside_the_door_had_arrived_there(tmp_path: Path) -
     simulate(tmp_path, story)
 
 
+def test_of_an_erased_tenants_blocks_and_of_nobodys_no_event_is_told(tmp_path: Path) -> None:
+    """TENANT_ERASED says it all."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:3])
+        parts, removal, told = world.shard.parts, world.shard.removal, list[Any]()
+        account = parts.accounts.by_name[host.tenant]
+        parts.events.publish = lambda kind, *_args, **_words: told.append(kind)  # type: ignore
+        assert await removal.drop_stream(account) == 3
+        assert not told
+        await stored(host, KEYS[:3])
+        await world.shard.puts.drain()
+        told.clear()
+        parts.accounts.remove(host.tenant)
+        assert removal.forget(parts.engine.index.live_slots().tolist()) == 3
+        assert not told
+        account.flash_bytes = account.flash_blocks = 0
+        parts.accounts.add(account)
+
+    simulate(tmp_path, story)
+
+
+def test_a_quota_is_reached_and_not_passed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:3])
+        within = world.shard.removal.within_quota
+        account = world.shard.parts.accounts.by_name[host.tenant]
+        account.flash_quota_bytes = account.flash_bytes + 4096
+        assert [within(account, size) for size in (0, 4096, 4097)] == [True, True, False]
+        account.flash_quota_bytes, account.index_quota_blocks = 0, account.flash_blocks + 1
+        assert within(account, 4096)
+        account.index_quota_blocks -= 1
+        assert [within(account, size) for size in (0, 4096)] == [True, False]
+
+    simulate(tmp_path, story)
+
+
 def test_what_was_removed_before_its_read_had_its_turn_is_not_read(tmp_path: Path) -> None:
     """The others of its portion are."""
 

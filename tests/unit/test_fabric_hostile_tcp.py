@@ -272,6 +272,23 @@ def test_cancelled_requests_stay_counted_until_they_are_answered(
     run(runner, scenario())
 
 
+def test_a_cancelled_request_is_answered_for_all_its_spans(runner: object) -> None:
+    """Until then it counts for the reader, who may have only so many."""
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            exposure = await endpoint.expose(memoryview(bytearray(MIB)))
+            peer.say(ask(7, exposure, MIB, 8), framing.cancel(7), ask(8, exposure, 10))
+            heard = [await peer.hear()]
+            while heard[-1][3] == 7:
+                heard.append(await peer.hear())
+            (kind, status, index, *_), (_, _, _, request, _, body) = heard[-2:]
+            assert (kind, status, index) == (Message.ERROR, Status.DEADLINE, EVERY_INDEX)
+            assert (request, len(body)) == (8, 10)
+
+    run(runner, scenario())
+
+
 def test_spans_of_any_value_are_answered(runner: object) -> None:
     async def scenario() -> None:
         rng = random.Random(3)

@@ -165,6 +165,25 @@ def test_a_bad_answer_ends_the_session_and_is_not_handed_over(runner: object, ho
     run(runner, scenario())
 
 
+def test_nothing_behind_a_bad_answer_is_handed_over(runner: object) -> None:
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            first, second = Landed(), Landed()
+            landings = [
+                asyncio.ensure_future(endpoint.land(spans(1_000), each, soon()))
+                for each in (first, second)
+            ]
+            requests = [await peer.asked(), await peer.asked()]
+            good = framing.data(requests[1], 0, 0, 1_000) + bytes(1_000)
+            peer.say(framing.error(requests[1] + 7, 0, 9), good)
+            assert await asyncio.gather(*landings) == [[Status.FABRIC_ERROR]] * 2
+            await peer.cut_off()
+            assert not first.seen
+            assert not second.seen
+
+    run(runner, scenario())
+
+
 def test_what_the_function_says_is_the_status(runner: object) -> None:
     async def scenario() -> None:
         def on_landed(number: int, view: memoryview) -> Status:
