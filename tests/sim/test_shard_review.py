@@ -148,6 +148,27 @@ def test_a_quota_is_reached_and_not_passed(tmp_path: Path) -> None:
     simulate(tmp_path, story)
 
 
+def test_opened_blocks_that_their_host_cannot_be_shown_are_busy_and_kept_by_nobody(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:3])
+        opened = world.shard.gets.granting.opened
+        items = opened.items
+
+        async def none(*_args: Any) -> list[Any]:
+            return []
+
+        opened.items = none  # type: ignore[method-assign]
+        assert await host.get(KEYS[:3], OpenAt.DAEMON) == [Status.BUSY] * 3
+        assert sum(each.pins for each in world.shard.parts.residency._by_slot.values()) == 0
+        opened.items = items  # type: ignore[method-assign]
+        assert await host.get(KEYS[:3], OpenAt.DAEMON) == [Status.OK] * 3
+
+    simulate(tmp_path, story)
+
+
 def test_what_was_removed_before_its_read_had_its_turn_is_not_read(tmp_path: Path) -> None:
     """The others of its portion are."""
 

@@ -241,6 +241,23 @@ def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None
     assert after.generation > failed.generation
 
 
+@pytest.mark.parametrize("name", ["keyring.json", "keyring.json.bak"])
+@pytest.mark.parametrize("suffix", [".tmp", ".old"])
+def test_a_start_destroys_what_an_interrupted_write_left(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
+    """A wrapped key that was erased since may be in it."""
+    before = seeded(tmp_path)
+    left = tmp_path / (name + suffix)
+    left.write_bytes(b"wrapped")
+    with left.open("rb") as held:
+        ring = open_ring(tmp_path)
+        assert ring.get("acme") == before["acme"]
+        ring.close()
+        assert not left.exists()
+        assert not any(held.read()), "it was not overwritten"
+
+
 CHANGES: dict[str, Callable[[Keyring], object]] = {
     "add": lambda ring: ring.add_tenant("new", now_unix_s=7),
     "quota": lambda ring: ring.set_quota("acme", TenantQuota(weight=7)),
@@ -283,6 +300,29 @@ def test_a_start_believes_what_the_running_keyring_does(
             assert not refused
             break
     assert k > 8
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_neither_copy_took_did_not_happen(tmp_path: Path, change: str) -> None:
+    class Full(FaultyCalls):
+        full = False
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.full and flags & os.O_CREAT:
+                raise OSError(errno.ENOSPC, "no space")
+            return super().open(path, flags)
+
+    before, calls = seeded(tmp_path), Full()
+    ring = open_ring(tmp_path, calls=calls)
+    calls.full = True
+    with pytest.raises(KeyringError):
+        CHANGES[change](ring)
+    assert ring.get("acme") == before["acme"], "nothing is sealed under what no start will find"
+    calls.full = False
+    ring.close()
+    again = open_ring(tmp_path)
+    assert again.get("acme") == before["acme"]
+    again.close()
 
 
 def test_content_is_flushed_before_and_the_folder_after_each_change_of_names(
