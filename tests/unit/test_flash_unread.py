@@ -333,6 +333,40 @@ def test_removals_of_a_group_that_failed_are_not_missed_where_they_were_to_be() 
     simloop.run(whole())
 
 
+def test_removals_that_are_read_wrongly_once_are_asked_for_again() -> None:
+    """Without them the block would be back."""
+
+    async def whole() -> None:
+        device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        await stored(engine, range(3))
+        engine.remove(engine.index.find(NS, key_of(0)), RemoveReason.FORGOTTEN)
+        await engine.barrier()
+        (where,) = (s for s in engine._table.used() if s.tombstone_offsets)
+        at = DATA_OFFSET + where.index * SEGMENT + where.tombstone_offsets[0] * BLOCK
+        await stored(engine, range(3, 12))  # so that it is sealed, and has a footer
+        after = device.crash()
+        await engine.close(clean=False)
+        honest, wrong = after._read_one, list[int]()
+
+        def read_one(op: IoOp) -> Status:
+            status = honest(op)
+            if op.offset_bytes == at and not wrong:
+                wrong.append(at)
+                op.view[-BLOCK:] = bytes(BLOCK)
+            return status
+
+        after._read_one = read_one  # type: ignore[method-assign]
+        engine = await open_engine(after)
+        assert wrong, "nobody read it by itself"
+        assert engine.index.find(NS, key_of(0)) == ABSENT
+        assert engine.recovery.tombstones_lost == 0
+        await check(engine, range(1, 12))
+        await engine.close()
+
+    simloop.run(whole())
+
+
 def test_an_eviction_that_finds_writing_paused_drops_nothing() -> None:
     async def whole() -> None:
         device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
