@@ -70,6 +70,23 @@ def test_every_truncation_and_flip_of_the_file_is_noticed(tmp_path: Path) -> Non
             decode(bytes(flipped))
 
 
+def test_a_flip_in_what_is_remembered_of_namespaces_is_noticed(tmp_path: Path) -> None:
+    before = seeded(tmp_path)
+    path = tmp_path / "namespaces" / f"{before['acme'].stream.hex()}.json"
+    raw = path.read_bytes()
+    for at in range(raw.index(b'"body"'), len(raw) - 1, 5):
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << (at % 7)
+        path.write_bytes(flipped)
+        ring = open_ring(tmp_path)
+        assert ring.namespaces_of("acme") == [], at
+        ring.close()
+        path.write_bytes(raw)
+    ring = open_ring(tmp_path)
+    assert len(ring.namespaces_of("acme")) == 1
+    ring.close()
+
+
 def test_impossible_contents_are_damage_even_with_a_fitting_checksum(tmp_path: Path) -> None:
     seeded(tmp_path)
     good = json.loads((tmp_path / "keyring.json").read_bytes())["body"]
