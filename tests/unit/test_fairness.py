@@ -475,3 +475,6 @@ def test_spacing_forgets_who_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> Non
         assert spacing.note(number, number * 10, 0) == 0
         assert len(spacing._due_ns) <= 8
     assert spacing.note("many", 1_000, 10_000) == 10
+    for number in range(100):  # all of them ahead of it
+        spacing.note(f"flood {number}", 2_000, 10_000)
+        assert len(spacing._due_ns) <= 8

@@ -16,7 +16,7 @@ from entresol_daemon.core.history import History
 from entresol_daemon.core.residency import IN_VAIN, Residency, Resident, ResidentState
 from entresol_daemon.memory import slabs as slabs_module
 from entresol_daemon.memory.slabs import Extent, SlabPool
-from entresol_proto.limits import ALIGN_BYTES
+from entresol_proto.limits import ALIGN_BYTES, MIB
 from entresol_proto.wire.data import Reason
 
 PAGE = ALIGN_BYTES
@@ -61,6 +61,15 @@ def test_least_recently_used_goes_first() -> None:
     assert [slot for slot in range(4) if table.get(slot) is None] == [1, 2]
     assert table.evictions == 2
     assert blocks[1].state is ResidentState.DEAD
+
+
+def test_who_has_nothing_gets_no_slabs_from_pinned_blocks() -> None:
+    table = residency(MIB // SLAB)
+    for slot in range(MIB // PAGE):
+        put(table, slot, pins=1)
+    assert table.pool.may_fit(2 * SLAB)
+    assert table.allocate(B, 2 * SLAB, NO_LIMIT) is None
+    assert len(table) == MIB // PAGE
 
 
 def test_pinned_blocks_stay() -> None:
