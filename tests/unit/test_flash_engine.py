@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import simloop
@@ -549,26 +546,6 @@ def test_closing_waits_for_an_eviction_and_counts_what_it_moved(tmp_path: Path) 
         await again.close()
 
     play(life())
-
-
-def test_a_checkpoint_is_flushed_whole_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A crash of the machine leaves the one before, or all of this one."""
-    path, flushed = tmp_path / "index.arrow", list[tuple[bool, int | None]]()
-    fsync = os.fsync
-
-    def noted(fd: int) -> None:
-        found = os.fstat(fd)
-        length = found.st_size if stat.S_ISREG(found.st_mode) else None
-        flushed.append((path.exists(), length))
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    raw = bytes(1000)
-    checkpoint.save(path, cast(Any, SimpleNamespace(check_key=bytes(32))), raw)
-    assert flushed == [(False, len(raw)), (True, None)]
-    assert path.read_bytes() == raw
 
 
 def test_a_removal_during_the_close_spoils_the_checkpoint(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import simloop
 from flashlab import (
     FORGOTTEN,
@@ -92,3 +96,23 @@ def test_a_checkpoint_is_not_believed_if_a_namespace_was_being_dropped(tmp_path:
         await after.close()
 
     simloop.run(life(), 1)
+
+
+def test_a_checkpoint_is_flushed_whole_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine leaves the one before, or all of this one."""
+    path, flushed = tmp_path / "index.arrow", list[tuple[bool, int | None]]()
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        found = os.fstat(fd)
+        length = found.st_size if stat.S_ISREG(found.st_mode) else None
+        flushed.append((path.exists(), length))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    raw = bytes(1000)
+    checkpoint.save(path, cast(Any, SimpleNamespace(check_key=bytes(32))), raw)
+    assert flushed == [(False, len(raw)), (True, None)]
+    assert path.read_bytes() == raw
