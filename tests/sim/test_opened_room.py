@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from entresol_daemon.shard import gets
+from entresol_daemon.shard.opened import OpenedBlocks
+from entresol_proto.limits import KIB
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import Ack, OpenAt, Tier
@@ -160,6 +163,32 @@ def test_a_grant_that_cannot_be_sent_keeps_nothing_of_what_waits(tmp_path: Path)
             await world.shard.gets.fetch(session, fetch(host, KEYS[:40]), emit)
 
     simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+def test_what_is_absent_is_told_once_however_many_windows_are_opened_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gets, "LOAD_FIRST_BYTES", 4 * 64 * KIB)
+    monkeypatch.setattr(gets, "LOAD_WINDOW_BYTES", 4 * 64 * KIB)
+    at_once = OpenedBlocks.open
+
+    async def slowly(self: OpenedBlocks, leased: Any, removal: Any) -> list[tuple[int, Status]]:
+        await asyncio.sleep(0.05)  # until other windows have landed
+        return await at_once(self, leased, removal)
+
+    monkeypatch.setattr(OpenedBlocks, "open", slowly)
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:24])
+        forget_memory(world)
+        grants = [grant async for grant in host._answers(fetch(host, KEYS[:28]))]
+        told = [index for grant in grants for index, _ in grant.misses]
+        told += [item.index for grant in grants for item in grant.items]
+        assert len(grants) > 2
+        assert sorted(told) == list(range(28))
+
+    simulate(tmp_path, story)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -301,6 +301,18 @@ def test_what_we_ship_uses_no_dangerous_call() -> None:
     assert not found
 
 
+def test_nothing_shared_is_added_to_across_an_await() -> None:
+    """`a.b += await c()` reads `a.b` before the wait, and writes over what others did meanwhile."""
+    found = set()
+    for path in filter(is_shipped, files()):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.AugAssign) or isinstance(node.target, ast.Name):
+                continue
+            if any(isinstance(inner, ast.Await) for inner in ast.walk(node.value)):
+                found.add(f"{name_of(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not found
+
+
 def test_what_we_ship_verifies_its_peers() -> None:
     found = set()
     for path in filter(is_shipped, files()):
@@ -433,6 +445,7 @@ SINS = {
     "test_what_we_ship_uses_no_dangerous_call": "import os\nos.system('x')",
     "test_what_we_ship_uses_no_dangerous_call ": "import xml.sax",
     "test_what_we_ship_uses_no_dangerous_call  ": "run('x', shell=True)",
+    "test_nothing_shared_is_added_to_across_an_await": "async def f(a):\n    a.b += [await a.c()]",
     "test_what_we_ship_verifies_its_peers": "x.verify_mode = ssl.CERT_NONE",
     "test_what_we_ship_verifies_its_peers ": "x.check_hostname = False",
     "test_nothing_binds_every_interface": "HOST = '0.0.0.0'",

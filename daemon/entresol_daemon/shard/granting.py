@@ -66,7 +66,8 @@ class Granting:
         left: list[tuple[int, Resident]] = []
         try:
             if job.open_at is OpenAt.DAEMON and entries:
-                job.misses += await self.opened.open(leased, self._removal)
+                failed = await self.opened.open(leased, self._removal)
+                job.misses += failed  # others may have told, and replaced, what there was before
                 left = self._take_sealed(leased)
                 if len(left) == len(entries):
                     return left
