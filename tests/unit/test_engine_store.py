@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import leaks
+import numpy as np
 import pytest
 from harness import DaemonProcess, Running, eventually, running_daemon
 
@@ -351,6 +352,20 @@ def test_every_session_is_told_of_registered_memory_and_lets_go_of_it() -> None:
     assert not late.held, "a session that opens later hears nothing"
     view.release()
     pool.close()  # raises BufferError while anyone refers to it
+
+
+async def test_what_is_no_buffer_is_refused_alike_by_loads_and_stores(tmp_path: Path) -> None:
+    bad: list[Any] = [None, 7, (8,), (8, "9"), (8, -(2**40)), np.zeros((4, 4))[:, ::2], b""]
+    async with running_daemon(tmp_path / "d") as running, opened(settings_for(running)) as store:
+        space = store.space(DESCRIPTOR)
+        for buffer in bad:
+            for job in (
+                space.store([PutBlock(key(0), buffer)]),
+                space.load([key(0)], [buffer]),
+            ):
+                assert (await got(job)).statuses == (Status.BAD_REQUEST,), buffer
+        assert (await got(space.store(bad[:1]))).statuses == (Status.BAD_REQUEST,)
+        assert store.stats()["backlog_bytes"] == 0
 
 
 def test_only_writable_contiguous_memory_can_be_registered() -> None:

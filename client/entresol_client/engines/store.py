@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from entresol_client.buffers import UsageError
+from entresol_client.buffers import UsageError, view_of
 from entresol_client.client import AsyncClient, Namespace
 from entresol_client.config import ClientConfig
 from entresol_client.engines.answer import Answer
@@ -389,7 +389,7 @@ class Space:
         """
         store, wanted = self._store, list(blocks)
         begun = time.monotonic()
-        length_bytes = sum(_length_bytes(block.buffer) for block in wanted)
+        length_bytes = sum(map(_length_bytes, wanted))
 
         def counted(statuses: Sequence[Status], stored_bytes: int) -> StoreReply:
             counts = Counter(statuses)
@@ -448,11 +448,12 @@ class Space:
         return self._store.start(work(), lambda error: False)
 
 
-def _length_bytes(buffer: Any) -> int:
-    if isinstance(buffer, tuple):
-        return int(buffer[1])
-    length_bytes = getattr(buffer, "nbytes", None)
-    return int(length_bytes) if length_bytes is not None else memoryview(buffer).nbytes
+def _length_bytes(block: PutBlock) -> int:
+    """Of its buffer; 0 of what is none, which the put refuses, as a get does."""
+    try:
+        return view_of(block.buffer).nbytes
+    except Exception:
+        return 0
 
 
 def _status_of(error: Exception) -> Status:
