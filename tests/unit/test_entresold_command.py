@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,20 +47,29 @@ def test_a_package_that_is_nobodys_extra_is_a_bug(monkeypatch: pytest.MonkeyPatc
         entresold.main(["--dev"])
 
 
-@pytest.mark.parametrize("words", [["inspect", "data"], ["replay", "t.jsonl"]])
+@pytest.mark.parametrize(
+    ("package", "run"),
+    [
+        ("xxhash", lambda: entresol(["inspect", "data"])),
+        ("pyarrow", lambda: entresol(["inspect", "data"])),  # entresol[kvbm] has xxhash
+        ("xxhash", lambda: entresol(["replay", "t.jsonl"])),
+        ("xxhash", lambda: demo.main(["--quick"])),
+    ],
+)
 def test_the_clients_command_names_the_extra_too(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    package: str,
+    run: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "xxhash" else find(name)
+        "importlib.util.find_spec", lambda name: None if name == package else find(name)
     )
-    assert entresol(words) == 1
+    assert run() == 1
     said = capsys.readouterr().err
     assert "not installed" in said
     assert "fix: pip install 'entresol[daemon]'" in said
-    assert demo.main(["--quick"]) == 1
-    assert "fix: pip install 'entresol[daemon]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["/dev/full", "|"])

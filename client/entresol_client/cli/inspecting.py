@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_reader(args: argparse.Namespace) -> int:
-    if lacks_daemon("xxhash"):
+    if lacks_daemon("pyarrow", "xxhash"):
         raise CliError(
             "reading data files is part of the daemon's package, which is not installed",
             hint=DAEMON_HINT,
