@@ -58,7 +58,10 @@ def engine_keys(keys: Sequence[bytes], count_max: int) -> list[EngineKey]:
     if isinstance(keys, (bytes, bytearray, str)):
         raise UsageError("keys is one key, not a sequence of keys")
     if isinstance(keys, np.ndarray):  # numpy drops the zeros at a key's end: another key's name
-        raise UsageError("keys is a numpy array, not a sequence of bytes", hint="pass a list")
+        raise UsageError(
+            "keys is a numpy array, not a sequence of bytes",
+            hint="pass a list of bytes that were in none: it drops zeros at their ends",
+        )
     if count_of("keys", keys) > count_max:
         raise UsageError(f"{len(keys)} keys in one call, at most {count_max}")
     if keys and set(map(type, keys)) == {bytes}:  # of thousands: what is common is quick
@@ -71,7 +74,7 @@ def engine_keys(keys: Sequence[bytes], count_max: int) -> list[EngineKey]:
         ):
             return cast(list[EngineKey], list(keys))
     for key in keys:
-        if not isinstance(key, bytes):
+        if not isinstance(key, bytes) or isinstance(key, np.bytes_):  # as above
             raise UsageError(f"a key is {type(key).__name__}, not bytes")
     return [check_engine_key(key) for key in keys]
 

@@ -486,6 +486,8 @@ async def test_tokens_that_fit_no_block_are_warned_of_once(
         (lambda ns: ns.exists({bytes(16)}), "keys is a set, not a sequence"),
         (lambda ns: ns.exists(np.array([b"k" * 15 + b"\0"])), "keys is a numpy array"),
         (lambda ns: ns.exists(np.array([], "S16")), "keys is a numpy array"),
+        (lambda ns: ns.exists([*np.array([b"k" * 15 + b"\0"])]), "a key is bytes_, not bytes"),
+        (lambda ns: ns.put([PutBlock(np.bytes_(bytes(16)), b"x")]), "a key is bytes_, not bytes"),
         (lambda ns: ns.put({PutBlock(bytes(16), b"x")}), "items is a set, not a sequence"),
         (lambda ns: ns.get_into(KEYS_2, [bytearray(8)] * 2), "two buffers share memory"),
         (lambda ns: ns.get_into(KEYS_2, [SHARED[4:12], SHARED[:5]]), "two buffers share memory"),
