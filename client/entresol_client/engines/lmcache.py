@@ -10,9 +10,9 @@ result, read once; an object's bytes are used under the layout of the very buffe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +29,7 @@ from entresol_client.engines import lmcache_keys as names
 from entresol_client.engines.lmcache_spaces import Spaces
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, LoadReply, Space, StoreReply
+from entresol_client.loopthread import Gate
 from entresol_client.results import PutBlock
 from entresol_proto.status import ConfigError, Status
 
@@ -45,12 +46,16 @@ DELETE_SECONDS_MAX = 30.0
 
 
 class Board(Generic[R]):
-    """Results of one kind of task, each taken once, and the file descriptor that announces them."""
+    """Results of one kind of task, each taken once, and the file descriptor that announces them.
+
+    Without a lock: the loop posts, and must not wait for who takes (see `store`).
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # over what follows
         self._results: dict[int, R] = {}
         self._notifier: Any = create_event_notifier()
+        self._posting: set[int] = set()  # tasks whose result is being posted now
+        self._to_close: list[Any] = [self._notifier]  # by whoever takes it out
         self._closed = False
 
     def fileno(self) -> int:
@@ -58,26 +63,36 @@ class Board(Generic[R]):
 
     def post(self, task: int, result: R) -> None:
         """From any thread; after `close` nobody is told."""
-        with self._lock:
+        self._posting.add(task)
+        try:
             if not self._closed:
                 self._results[task] = result
                 self._notifier.notify()
+        finally:
+            self._posting.discard(task)
+            if self._closed:
+                self._end()
 
     def take(self, task: int) -> R | None:
-        with self._lock:
-            return self._results.pop(task, None)
+        return self._results.pop(task, None)
 
     def take_all(self) -> dict[int, R]:
-        with self._lock:
-            taken, self._results = self._results, {}
-            return taken
+        taken: dict[int, R] = {}
+        with contextlib.suppress(KeyError):  # as many as there are
+            while True:
+                task, result = self._results.popitem()
+                taken[task] = result
+        return taken
 
     def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._notifier.close()
+        """Close the descriptor, once nobody posts. Idempotent."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(IndexError):
+            if not self._posting:
+                self._to_close.pop().close()
 
 
 class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no type marker
@@ -112,8 +127,7 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
             log.warning("event=lmcache_untested version=%s tested=%s", version, TESTED)
         self._store = EngineStore(settings)
         self._spaces = Spaces(self._store, params.get("kv_format", f"lmcache-{version}"))
-        self._lock = threading.Lock()
-        self._last_task = 0
+        self._tasks = itertools.count(1)
         self._closed = False
         self._stores: Board[L2StoreResult] = Board()
         self._lookups: Board[Bitmap] = Board()
@@ -220,17 +234,18 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
         """Forget objects, for all hosts of the tenant, in every layout that they may have. Called
         by LMCache's own eviction (a quota of a salt); waits for the daemon, at most
         `DELETE_SECONDS_MAX`. What cannot be named here is not reported as deleted."""
-        done = threading.Event()
+        done = Gate()
         each = [(p, one) for p, key in enumerate(keys) for one in self._spaces.layouts(key)]
+        sizes = [self._spaces.size_bytes(key) for key in keys]
 
         def finish(replies: list[tuple[list[int], bool]]) -> None:
             left = Counter(p for p, _ in each)
             left.subtract(each[at][0] for ats, complete in replies if complete for at in ats)
             gone = [p for p, layouts in left.items() if not layouts]
-            sizes = [self._spaces.size_bytes(keys[p]) for p in gone]
             if gone:
-                _listeners(self._notify_keys_deleted, [keys[p] for p in gone], sizes)
-            done.set()
+                told = [keys[p] for p in gone], [sizes[p] for p in gone]
+                _listeners(self._notify_keys_deleted, *told)
+            done.open()
 
         def start(space: Space, at: list[int], blocks: list[bytes]) -> Future[bool]:
             return space.forget(blocks)
@@ -253,10 +268,7 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
     def close(self) -> None:
         """Give stores under way a moment, end the sessions, close the descriptors. Idempotent.
         After it nothing lands in any buffer."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        self._closed = True
         self._store.close()
         self._spaces.close()
         for board in (self._stores, self._lookups, self._loads):
@@ -265,9 +277,7 @@ class EntresolL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache sh
     # Inside ------------------------------------------------------------------------------------
 
     def _next_task(self) -> int:
-        with self._lock:
-            self._last_task += 1
-            return self._last_task
+        return next(self._tasks)
 
     def _run(
         self,

@@ -38,7 +38,7 @@ class Spaces:
             raise ConfigError(f"adapter_params: kv_format is {kv_format!r}, not a text")
         self._store = store
         self._format = kv_format
-        self._lock = threading.Lock()  # over what follows
+        self._lock = threading.RLock()  # over what follows; never asked for on the loop
         self._spaces: dict[tuple[str, names.Layout, int], Space] = {}
         self._layouts: dict[Place, list[names.Layout]] = {}  # the newest last
         self._revisions: dict[str, Future[str]] = {}
