@@ -348,7 +348,7 @@ async def fetch_blocks(
         try:
             if session.endpoint is None:
                 raise RequestFailedError(Status.FABRIC_ERROR, "no data path")
-            namespace = await session.connection.namespace(canonical, deadline_ns)
+            namespace = await link.namespace(session, canonical, deadline_ns)
             names, size = batch.wire_keys(positions, namespace), limits.WIRE_KEY_BYTES
             step = min(limits.BLOCKS_PER_FETCH_MAX, max(1, session.welcome.blocks_per_fetch_max))
             for at in range(0, len(positions), step):

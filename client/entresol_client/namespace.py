@@ -411,7 +411,7 @@ class Namespace:
                 return
             with session:
                 try:
-                    ns = await session.connection.namespace(self.canonical, until_ns)
+                    ns = await link.namespace(session, self.canonical, until_ns)
                     for at in range(0, len(positions), step):
                         await ask(session, ns, positions[at : at + step])
                 except Exception as error:

@@ -30,6 +30,7 @@ from entresol_proto import limits
 from entresol_proto.fabric.base import Endpoint, Exposure, RegisteringEndpoint
 from entresol_proto.seal.bypass import Bypass
 from entresol_proto.status import FabricError, Status
+from entresol_proto.wire.opening import NamespaceOpened
 
 log = logging.getLogger("entresol.client")
 
@@ -207,11 +208,18 @@ class ShardLink:
 
     def remember(self, canonical: bytes) -> None:
         """Open this namespace on every later session without being asked, as far as there is room:
-        of more the latest."""
+        of more those that were named or used last."""
         self._namespaces.pop(canonical, None)
         self._namespaces[canonical] = None
         if len(self._namespaces) > limits.NAMESPACES_PER_SESSION_MAX:
             del self._namespaces[next(iter(self._namespaces))]
+
+    async def namespace(
+        self, session: Session, canonical: bytes, deadline_ns: int
+    ) -> NamespaceOpened:
+        """The handle of a namespace that is used now. Raises: RequestFailedError."""
+        self.remember(canonical)
+        return await session.connection.namespace(canonical, deadline_ns)
 
     def land_in(self, memory: RegisteredMemory) -> None:
         """Reads will land in this memory, now and in every later session, until it is closed."""

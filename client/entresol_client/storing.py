@@ -382,7 +382,7 @@ async def store_blocks(
         try:
             if session.endpoint is None:
                 raise RequestFailedError(Status.FABRIC_ERROR, "no data path")
-            namespace = await session.connection.namespace(canonical, deadline_ns)
+            namespace = await link.namespace(session, canonical, deadline_ns)
             context = _SealContext(namespace, dtype, seal, link.bypass, deadline_ns)
             if not context.at_host and not session.endpoint.capabilities.private:
                 raise RequestFailedError(

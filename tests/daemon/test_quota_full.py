@@ -195,11 +195,13 @@ async def test_sessions_and_namespaces_at_their_limits(tmp_path: Path) -> None:
 
 
 async def test_a_client_remembers_no_more_namespaces_than_a_session_has(tmp_path: Path) -> None:
-    """Of more the latest: they are in use where the first ones no longer are."""
+    """Of more those that were used last, also one that was named first."""
     count = NAMESPACES_PER_SESSION_MAX + 8
     async with running_daemon(tmp_path / "d") as running, client_of(running) as client:
-        for at in range(count):
+        oldest = await client.namespace(replace(DESCRIPTOR, tp_rank=0))
+        for at in range(1, count):
             await client.namespace(replace(DESCRIPTOR, tp_rank=at))
+        assert (await put(oldest, keys_of(1), 4 * KIB)).ok
         (link,) = client._links
         first = link._session
         assert first is not None
@@ -214,8 +216,9 @@ async def test_a_client_remembers_no_more_namespaces_than_a_session_has(tmp_path
             )
 
         await eventually(reopened)
-        space = await client.namespace(replace(DESCRIPTOR, tp_rank=count - 1))
-        assert (await put(space, keys_of(1), 4 * KIB)).ok
+        latest = await client.namespace(replace(DESCRIPTOR, tp_rank=count - 1))
+        assert (await put(latest, keys_of(1), 4 * KIB)).ok
+        assert (await get(oldest, keys_of(1), 4 * KIB)).ok
 
 
 async def test_too_many_requests_in_flight_end_only_that_session(tmp_path: Path) -> None:
