@@ -482,7 +482,7 @@ def interrupt(ask):
         def handler():  # what is asked about ends meanwhile
             end()
             space.lookup([b"k" * 32]).result()
-        late = threading.Timer(0.3, end)  # where nobody came in between
+        late = threading.Timer(0.05, end)  # where nobody came in between
         late.start()
         future = store.start(ends.wait(), bool)
         came = at_line(lines, lambda: ask(future), handler)
