@@ -494,7 +494,8 @@ def interrupt(ask):
         lines += 1
 called = []
 for ask in (lambda future: future.result(), lambda future: future.exception(10),
-            lambda future: (future.done(), future.running(), future.cancel(), future.cancelled()),
+            lambda future: (future.done(), future.running(), future.cancel(), future.cancelled(),
+                            repr(future)),
             lambda future: future.add_done_callback(called.append)):
     lines = interrupt(ask)
     assert lines > 1, lines

@@ -31,6 +31,9 @@ class Answer(Future[R]):
         self._given: R
         self._calls: deque[Callable[[Future[R]], object]] = deque()
 
+    def __repr__(self) -> str:
+        return f"<Answer {'given' if self._gate.is_open else 'awaited'}>"
+
     def done(self) -> bool:
         return self._gate.is_open
 
