@@ -465,6 +465,9 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
 ) -> None:
     assert "usage: entresol version " in said(capsys, "version", "--nosuch")[2]
     assert "usage: entresol [-h]" in said(capsys, "--nosuch")[2]
+    before = said(capsys, "--json", "version")[2]  # it has that option, elsewhere
+    assert "usage: entresol [-h]" in before
+    assert "entresol: error: options go behind the command: --json\n" in before
 
 
 def test_an_interval_is_a_span_as_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,19 @@ def _behind(words: list[str]) -> list[str]:
     return [*rest[:at], *option, *rest[at:]]
 
 
+def _refuse(
+    unknown: Sequence[str],
+    parser: argparse.ArgumentParser,
+    command: argparse.ArgumentParser | None,
+    *,
+    first: str,
+) -> NoReturn:
+    """Whose usage helps is the command's, but for what comes before it."""
+    if command is not None and first.startswith("-"):
+        parser.error(f"options go behind the command: {' '.join(unknown)}")
+    (command or parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+
+
 def _is_for_bytes(words: Sequence[str]) -> bool:
     """Whether standard output is to hold what `get` reads, so that nothing else may."""
     return words[0] == "get" and any(word in ("-", "-o-", "--output=-") for word in words)
@@ -155,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, commands = _parsers(words)
         args, unknown = parser.parse_known_args(words)
-        if unknown:  # whose usage helps is the command's
-            commands.get(args.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        if unknown:
+            _refuse(unknown, parser, commands.get(args.command), first=words[0])
     except SystemExit as stop:  # argparse has said why
         if isinstance(stop, _WrongUseError) and "--json" in words:
             said = {"error": stop.problem, "status": Status.BAD_REQUEST.label, "fix": stop.fix}
