@@ -177,6 +177,20 @@ def test_room_that_is_one_byte_short_is_refused(dtype: DType, by_channel: bool) 
 
 
 @every_kind
+def test_a_section_with_the_tables_of_the_one_before_needs_no_room_for_its_own(
+    dtype: DType,
+) -> None:
+    """Also where it is shorter than tables are."""
+    section = 32_768 // 96 * 96
+    plain = activations(dtype, 500, 96)[: (section + 32) * dtype.item_bytes]
+    made = check(plain, dtype, channels=True)
+    assert made is not None
+    assert ladder_twin.HEAD.unpack_from(made)[4] == 96
+    assert check(plain, dtype, True, len(made)) == made
+    assert check(plain, dtype, True, len(made) - 1) is None
+
+
+@every_kind
 @by_channel
 def test_noise_is_declined(dtype: DType, by_channel: bool) -> None:
     for size in (1, 64, 5000, 100_000):

@@ -282,7 +282,7 @@ static size_t LADDER(put_section)(const uint8_t *plain, size_t count, int kind,
     struct LADDER(ranking) ranking;
     int again = 0; /* the tables are those of the section before */
     size_t resets = 0, rows = 0, left[LEVELS + 1] = {count};
-    if ((size_t)(at - out) + 8u * (unsigned)contexts > room)
+    if ((size_t)(at - out) > room)
         return 0;
     if (flat) {
         base = LADDER(sample)(plain, count, kind, s->sym, counts, &outside);
@@ -304,10 +304,11 @@ static size_t LADDER(put_section)(const uint8_t *plain, size_t count, int kind,
     }
     plan->ranking = ranking;
     plan->begun = 1;
-    for (int i = 0; i < (again ? 0 : 8 * contexts); i++)
-        *at++ = (uint8_t)(ranking.place_of[2 * i] | ranking.place_of[2 * i + 1] << 4);
-    if ((size_t)(at - out) + (rows + 7) / 8 + resets > room)
+    const size_t tables = again ? 0 : 8 * (size_t)contexts;
+    if ((size_t)(at - out) + tables + (rows + 7) / 8 + resets > room)
         return 0;
+    for (size_t i = 0; i < tables; i++)
+        *at++ = (uint8_t)(ranking.place_of[2 * i] | ranking.place_of[2 * i + 1] << 4);
     memcpy(at, s->flags, (rows + 7) / 8);
     at += (rows + 7) / 8;
     memcpy(at, s->resets, resets);
