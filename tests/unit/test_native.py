@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,16 @@ def test_it_can_be_turned_off() -> None:
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_the_processor_is_asked_for_all_that_the_vectors_take() -> None:
+    """An instruction that a hypervisor leaves out ends the process."""
+    source = native.SOURCE.with_name("ladder.h").read_text()
+    targets = re.findall(r'target\("([a-z0-9,]+)"\)', source)
+    asked = re.findall(r'__builtin_cpu_supports\("([a-z0-9]+)"\)', source)
+    assert len(targets) == 2, "GCC's way to say it, and Clang's"
+    for target in targets:
+        assert sorted(target.split(",")) == sorted(asked)
 
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:

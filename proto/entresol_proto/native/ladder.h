@@ -186,7 +186,12 @@ struct ladder_model {
 #else
 #pragma GCC pop_options
 #endif
-static int ladder_wide(void) { return __builtin_cpu_supports("avx2"); }
+/* A hypervisor may leave out any of them. */
+static int ladder_wide(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt") &&
+           __builtin_cpu_supports("bmi");
+}
 #endif
 
 /* True when low bytes repeat, which mantissas do not: padding, or values of fewer bits. Of 64 bytes
