@@ -219,7 +219,7 @@ def fix_scan(rng: Random, raw: bytes) -> bytes:
     """Right checks, and sometimes right payload hashes, wherever a record begins."""
     out = bytearray(raw)
     for at in range(0, len(out) - segment.RECORD_HEADER_BYTES, BLOCK):
-        if out[at : at + 4] != segment._RECORD_MAGIC.to_bytes(4, "little"):
+        if out[at : at + 4] != segment.RECORD_MAGIC.to_bytes(4, "little"):
             continue
         sealed = int.from_bytes(out[at + 28 : at + 32], "little")
         if rng.random() < 0.5 and sealed < len(out) - at - segment.RECORD_HEADER_BYTES:
