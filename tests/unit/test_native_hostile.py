@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,11 +33,11 @@ CHECKS = {
 
 
 def build(source: Path, made: Path, headers: Path) -> subprocess.CompletedProcess[str]:
-    compiler = os.environ.get("CC") or shutil.which("cc")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC") or shutil.which("cc") or "")
+    if not compiler:
         pytest.skip("not run here: no C compiler")
     return subprocess.run(
-        [compiler, *FLAGS, f"-I{headers}", "-o", str(made), str(source)],
+        [*compiler, *FLAGS, f"-I{headers}", "-o", str(made), str(source)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
