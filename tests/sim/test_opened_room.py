@@ -149,6 +149,24 @@ def test_a_stage_that_finds_none_says_so_at_its_deadline(tmp_path: Path) -> None
     simulate(tmp_path, story, opened_bytes=ROOM)
 
 
+def test_blocks_that_are_open_do_not_wait_for_one_that_is_not(tmp_path: Path) -> None:
+    """All were BUSY at the deadline, also those that a STAGE had brought up."""
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:35])
+        may_hold(world, 2 * ROOM)
+        assert set(await stage(host, KEYS[:34], OpenAt.DAEMON)) == {OK}
+        keys = [KEYS[0], KEYS[34], *KEYS[1:8]]
+        tiers, misses = await answered(host, fetch(host, keys, seconds=0.3))
+        assert misses == {1: Status.BUSY}
+        assert sorted(tiers) == [0, *range(2, len(keys))]
+        tiers, misses = await answered(host, fetch(host, [KEYS[34], KEYS[0]], seconds=0.3))
+        assert (misses, list(tiers)) == ({0: Status.BUSY}, [1])
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
 def test_a_grant_that_cannot_be_sent_keeps_nothing_of_what_waits(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host = await joined(world, private=True)

@@ -86,7 +86,8 @@ class OpenedBlocks:
         """Replace a lease's sealed blocks by opened ones; returns what failed.
 
         The sealed residents are unpinned here; `leased.held_bytes` follows. From the first on that
-        finds no memory they stay as they were: nothing is awaited where that is the first of all.
+        finds no memory, those that are not open yet stay as they were; nothing is awaited where
+        that are all.
         """
         parts, session = self._parts, leased.session
         failed: list[tuple[int, Status]] = []
@@ -95,7 +96,7 @@ class OpenedBlocks:
         for index, resident in leased.sealed.items():
             # The salt, too: a block that was removed and stored again is another block.
             place = (resident.namespace_id, resident.wire_key, resident.salt)
-            ready = None if short else session.plain_blocks.get(place)
+            ready = session.plain_blocks.get(place)
             extent = None
             if not (short or ready):
                 extent = self.memory.pool(session).allocate(PLAIN_OWNER, resident.plain_bytes)
