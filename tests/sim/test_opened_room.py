@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,27 @@ def test_blocks_that_are_open_do_not_wait_for_one_that_is_not(tmp_path: Path) ->
         assert sorted(tiers) == [0, *range(2, len(keys))]
         tiers, misses = await answered(host, fetch(host, [KEYS[34], KEYS[0]], seconds=0.3))
         assert (misses, list(tiers)) == ({0: Status.BUSY}, [1])
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+@pytest.mark.parametrize("revokes", [True, False])
+def test_a_session_that_ends_gives_its_room_at_once(tmp_path: Path, revokes: bool) -> None:
+    """Over shm its leases end by themselves, later; its memory is gone before."""
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        end = host.wire.daemon
+        end.capabilities = replace(end.capabilities, revokes=revokes)
+        await stored(host, KEYS[:34])
+        other = await joined(world, private=True)
+        await leased(host, KEYS[:34])
+        asking = asyncio.ensure_future(answered(other, fetch(other, KEYS[:4], seconds=0.4)))
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        host.cut()
+        tiers, misses = await asking
+        assert (sorted(tiers), misses) == ([0, 1, 2, 3], {})
 
     simulate(tmp_path, story, opened_bytes=ROOM)
 

@@ -63,6 +63,7 @@ class PlainMemory:
         if pool is not None:
             del self._sessions[session.number]
             pool.close()
+            self._parts.room.notify()
 
     def _make(self, session: Session, size_bytes: int) -> SlabBuffer:
         """Raises: OSError when there is no room for it now."""
