@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from entresol_daemon.core.accounts import Account
 from entresol_daemon.events.types import Medium
 from entresol_daemon.flash.sim import Fault
 from entresol_daemon.shard import listing
 from entresol_daemon.shard.choosing import PLACES_MAX
 from entresol_daemon.shard.keycare import LOOK_NS
-from entresol_proto.ids import NamespaceDescriptor, TenantName
+from entresol_daemon.shard.turns import FLASH_ITEM_BYTES, Turns
+from entresol_proto.ids import NamespaceDescriptor, TenantName, pack_token_ids
+from entresol_proto.status import Status
+from tests.sim import shardlab
 from tests.sim.shardlab import World
 from tests.sim.test_shard_review import KEYS, forget_memory, joined, simulate, stored
 from tests.sim.test_tenant_changes import admin_of
@@ -130,6 +134,38 @@ def test_a_snapshot_names_a_block_that_took_the_slot_of_one_read_ahead(tmp_path:
         assert {key for each in found for key in each.engine_keys} >= {KEYS[20]}
         assert KEYS[5] not in {key for each in found for key in each.engine_keys}
         assert all(each.engine_keys for each in found)
+
+    simulate(tmp_path, story)
+
+
+def test_a_snapshot_pays_for_whole_records_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block with many tokens is read whole: that was nobody's turn."""
+    tokens = pack_token_ids(tuple(range(2_000)))  # more than the first 4 KiB have
+
+    async def story(world: World) -> None:
+        monkeypatch.setattr(shardlab, "pack_token_ids", lambda _ids: tokens)
+        await stored(await joined(world, private=True), KEYS[:4])
+        forget_memory(world)
+        parts = world.shard.parts
+        honest_read, honest_take = parts.engine.read, Turns.take
+        whole, paid = list[int](), list[int]()
+
+        async def read(items: list[tuple[int, memoryview]]) -> list[Status]:
+            whole.extend(view.nbytes for _, view in items)
+            return await honest_read(items)
+
+        async def take(self: Turns, account: Account, cost: int, *rest: int) -> int:
+            paid.append(cost)
+            return await honest_take(self, account, cost, *rest)
+
+        monkeypatch.setattr(parts.engine, "read", read)
+        monkeypatch.setattr(Turns, "take", take)
+        found = [event async for event in admin_of(world).snapshot(ALPHA)]
+        assert [event.token_ids_u32le for event in found] == [tokens] * 4
+        assert len(whole) == 4
+        assert sum(paid) >= sum(whole) + (len(whole) + 4) * FLASH_ITEM_BYTES
 
     simulate(tmp_path, story)
 

@@ -6,6 +6,7 @@ waits for its turns, of the loop and of flash, and others have theirs in between
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -93,15 +94,21 @@ class Listing:
         self._heads = dict(zip(wanted, await self._read(wanted), strict=True)) if wanted else {}
 
     async def _read(self, slots: list[int]) -> list[bytes]:
-        parts, cost = self._parts, (limits.ALIGN_BYTES + FLASH_ITEM_BYTES) * len(slots)
-        account = parts.accounts.by_name.get(self._tenant)
+        async with self._flash_turn((limits.ALIGN_BYTES + FLASH_ITEM_BYTES) * len(slots)) as may:
+            return await self._parts.engine.read_heads(slots) if may else [b""] * len(slots)
+
+    @contextlib.asynccontextmanager
+    async def _flash_turn(self, cost: int) -> AsyncIterator[bool]:
+        """The tenant's turn to read; False when it is gone."""
+        turns, account = self._parts.turns.flash, self._parts.accounts.by_name.get(self._tenant)
         if account is None:
-            return [b""] * len(slots)
-        await parts.turns.flash.take(account, cost)
+            yield False
+            return
+        await turns.take(account, cost)
         try:
-            return await parts.engine.read_heads(slots)
+            yield True
         finally:
-            parts.turns.flash.give(cost)
+            turns.give(cost)
 
     async def _stored_event(self, namespace_id: bytes, slot: int) -> Event | None:
         """None when it is gone. What cannot be read just now is listed by its key alone: left out,
@@ -163,9 +170,13 @@ class Listing:
             (head,) = await self._read([slot])
             sealed = memoryview(head)[RECORD_HEADER_BYTES:]
         header = SealedHeader.parse(sealed)
-        if header.header_bytes + header.meta_bytes <= len(sealed) or not engine.index.is_live(slot):
+        if header.header_bytes + header.meta_bytes <= len(sealed):
             return sealed
         # A long meta. The slot may have become another block's meanwhile: then it is that one's.
-        record = aligned_buffer(extent_bytes(engine.index.m_sealed_bytes[slot]))
-        statuses = await engine.read([(slot, record)])
+        length_bytes, is_live = engine.index.m_sealed_bytes, engine.index.is_live
+        async with self._flash_turn(extent_bytes(length_bytes[slot]) + FLASH_ITEM_BYTES) as may:
+            if not (may and is_live(slot)):
+                return sealed
+            record = aligned_buffer(extent_bytes(length_bytes[slot]))
+            statuses = await engine.read([(slot, record)])
         return record[RECORD_HEADER_BYTES:] if statuses == [Status.OK] else sealed
