@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import simloop
-from flashlab import NAMESPACES, device_bytes, get, key_of, open_engine, put
+from flashlab import NAMESPACES, OPTIONS, device_bytes, get, key_of, open_engine, put
 
 from entresol_daemon.examine import examine
 from entresol_daemon.flash.device import BLOCK, aligned_buffer
-from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
+from entresol_daemon.flash.engine import Engine, RecoveryKind, RemoveReason, SegmentState
 from entresol_daemon.flash.salvaging import salvage
 from entresol_daemon.flash.sim import FaultPlan, SimDevice
 from entresol_proto.status import Status
@@ -86,6 +87,28 @@ def test_what_was_forgotten_stays_forgotten_without_the_header(
         assert keys_of(last) == others
         assert all([(await get(last, (NS, key)))[0] is Status.OK for key in others])
         await last.close()
+
+    play(life())
+
+
+@pytest.mark.parametrize("damage", [flip, zeros])
+def test_a_clean_stop_with_it_is_followed_by_a_quick_start(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """Until it was evicted, every start read all segments again, whatever the checkpoint said."""
+    options = replace(OPTIONS, checkpoint_path=tmp_path / "checkpoint")
+
+    async def life() -> None:
+        device, number, others = await after_damage(damage)
+        engine = await open_engine(device, options, seed=1)
+        await engine.close()
+        engine = await open_engine(device.crash(), options, seed=2)
+        assert engine.recovery.kind is RecoveryKind.CHECKPOINT, engine.recovery.checkpoint_refused
+        assert keys_of(engine) == others
+        await engine.evict(number)
+        assert engine.stats.tombstones_carried == 1
+        assert engine.segment_info(number).state is SegmentState.FREE
+        await engine.close(clean=False)
 
     play(life())
 

@@ -107,10 +107,10 @@ class Recovery:
                     any(block) and (header is None or header.state is not HeaderState.FREE)
                 ):
                     return f"segment {number} was free and is not"
-            elif header is None or (header.state, header.sequence) != (
-                HeaderState.OPEN,
-                note.sequence,
-            ):
+            elif header is None:
+                if not note.condemned:  # such a one may have lost its header, or never flushed it
+                    return f"segment {number} is not the one of the checkpoint"
+            elif (header.state, header.sequence) != (HeaderState.OPEN, note.sequence):
                 return f"segment {number} is not the one of the checkpoint"
         if notes:
             return "it names segments that do not exist"
