@@ -41,6 +41,17 @@ def test_a_generated_kek_file_opens_and_is_never_overwritten(tmp_path: Path) -> 
         FileKek.generate(tmp_path / "none" / "kek")
 
 
+def test_a_folder_is_no_place_for_a_new_kek(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`entresold keygen .` ended in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    for place in (".", "..", str(tmp_path)):
+        with pytest.raises(KeyringError, match=r"exists and is not overwritten|cannot write"):
+            FileKek.generate(place)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [

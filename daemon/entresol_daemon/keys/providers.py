@@ -179,7 +179,7 @@ def _read(file: Path) -> bytes:
 
 def _write_new(file: Path, raw: bytes) -> None:
     """Half a key under its name would be in the way of a whole one. Raises: OSError."""
-    temporary = file.with_name(f".entresol-kek-{secrets.token_hex(8)}.tmp")
+    temporary = file.parent / f".entresol-kek-{secrets.token_hex(8)}.tmp"
     try:
         with open(temporary, "xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as opened:
             opened.write(raw)
