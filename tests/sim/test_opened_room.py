@@ -168,6 +168,34 @@ def test_blocks_that_are_open_do_not_wait_for_one_that_is_not(tmp_path: Path) ->
     simulate(tmp_path, story, opened_bytes=ROOM)
 
 
+def test_a_session_that_has_all_it_may_keeps_no_other_of_its_tenant_waiting(
+    tmp_path: Path,
+) -> None:
+    """Its gets looked again whenever anything became free, in vain, and others had no look left."""
+
+    async def story(world: World) -> None:
+        object.__setattr__(world.shard.parts.config.limits, "lease_ns", 5 * SECOND_NS)
+        full, asks = await joined(world, private=True), await joined(world, private=True)
+        other = await joined(world, private=True, tenant="beta")
+        await stored(full, KEYS)
+        await stored(other, KEYS[:1])
+        await leased(full, KEYS[:34])
+        theirs = await leased(other, KEYS[:1])
+        may_hold(world, 2 * ROOM)  # sealed, as where blocks are shorter so
+        waiting = [asyncio.ensure_future(answered(full, fetch(full, [key]))) for key in KEYS[34:50]]
+        await asyncio.sleep(0.1)
+        asking = asyncio.ensure_future(answered(asks, fetch(asks, KEYS[:1], seconds=0.3)))
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in (asking, *waiting))
+        other._send(data.Release(theirs, ()))
+        tiers, misses = await asking
+        assert (list(tiers), misses) == ([0], {})
+        found = await asyncio.gather(*waiting)
+        assert [misses for _, misses in found] == [{0: Status.BUSY}] * 16
+
+    simulate(tmp_path, story, opened_bytes=4 * ROOM)
+
+
 @pytest.mark.parametrize("revokes", [True, False])
 def test_a_session_that_ends_gives_its_room_at_once(tmp_path: Path, revokes: bool) -> None:
     """Over shm its leases end by themselves, later; its memory is gone before."""

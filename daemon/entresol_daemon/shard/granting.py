@@ -113,10 +113,12 @@ class Granting:
         """Wait until there may be memory to open blocks into; those that are still wanted then. At
         the deadline they are BUSY. What is not wanted is undone."""
         session, left_ns = job.session, job.deadline_ns - self._parts.now_ns()
+        own = self.opened.memory.is_full(session)
         waiting = self._parts.room.wait(
-            session.account, left_ns, again=again, cost=FRAME_COST + BLOCK_COST
-        )
-        if not await job.visit.outside(waiting, own=self.opened.memory.is_full(session)):
+            session.account, left_ns, session=session.number if own else 0, again=again,
+            cost=FRAME_COST + BLOCK_COST,
+        )  # fmt: skip
+        if not await job.visit.outside(waiting, own=own):
             job.misses += [(index, Status.BUSY) for index, _ in entries]
             self.undo(job, entries)
             return []

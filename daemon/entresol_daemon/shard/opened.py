@@ -150,6 +150,7 @@ class OpenedBlocks:
                 wrong.append(resident)
                 failed.append((index, Status.CORRUPT))
         if wrong:  # their bytes are those that were hashed for flash, or never left memory
+            parts.room.notify(session.number)
             await removal.sealed_wrongly(session.account, wrong)
         return failed
 
