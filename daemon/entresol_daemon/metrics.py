@@ -347,7 +347,7 @@ class Metrics:
         )
         self.tls_not_after = self._make.gauge(
             "tls_not_after_seconds",
-            "When the certificate in force ends, or the last of its CAs, in seconds since 1970.",
+            "When the certificate in force ends, or the last CA if sooner, in seconds since 1970.",
         )
         self.state = self._make.gauges(
             "state",

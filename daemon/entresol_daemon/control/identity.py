@@ -220,7 +220,7 @@ class ReloadingServerContext:
         unix_s: Callable[[], float] = time.time,
     ) -> None:
         """`shard`: whom the certificate must name. Raises: IdentityError when the files cannot be
-        used now, for another reason than the dates of the certificate."""
+        used now, for another reason than dates."""
         self._paths = (Path(cert), Path(key), Path(ca))
         self._shard = shard
         self._interval_ns = interval_ns
@@ -313,8 +313,9 @@ class ReloadingServerContext:
             )  # fmt: skip
 
     def not_after_s(self) -> float:
-        """When the certificate in force ends, or the last of its CAs, in seconds since 1970; looks
-        at the files first, so that a daemon that nobody connects to tells of new ones."""
+        """When the certificate in force ends, or the last CA if that is sooner, in seconds since
+        1970; looks at the files first, so that a daemon that nobody connects to tells of new ones.
+        """
         self.check()
         return self._dates.not_after_s
 
