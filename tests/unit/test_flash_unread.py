@@ -227,6 +227,10 @@ def test_nothing_is_formatted_where_segments_are(more: int) -> None:
         with pytest.raises(FormatError, match="has segments"):
             await open_engine(device)
         assert not device.writes
+        device._latent.add(DATA_OFFSET // BLOCK)
+        with pytest.raises(DeviceError, match="where segments may be"):
+            await open_engine(device)
+        assert not device.writes
         device = SimDevice(len(image), image=image)
         engine = await open_engine(device)
         await check(engine, range(12))

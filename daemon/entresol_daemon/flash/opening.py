@@ -59,7 +59,15 @@ async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]
     found = await _read_superblock(device)
     if found[0] is None:
         found = await _read_superblock(device)
-    if found[0] is None and (await _read_block(device, DATA_OFFSET) or b"")[:8] == SEGMENT_MAGIC:
+    if found[0] is not None:
+        return found
+    begin = await _read_block(device, DATA_OFFSET)
+    if begin is None:
+        raise DeviceError(
+            f"{device.name}: its first block is blank, and it cannot be read where segments begin",
+            hint="nothing is formatted where segments may be: see the kernel's log",
+        )
+    if begin[:8] == SEGMENT_MAGIC:
         raise FormatError(
             f"{device.name} has segments, but its first block is blank and no superblock is at its "
             "end",
