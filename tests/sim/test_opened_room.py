@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from entresol_daemon.shard import gets
+from entresol_daemon.shard import gets, opened
 from entresol_daemon.shard.opened import OpenedBlocks
 from entresol_proto.limits import KIB
 from entresol_proto.status import Status
@@ -120,6 +120,33 @@ def test_without_room_it_is_busy_at_the_deadline_and_not_before(tmp_path: Path) 
         assert (tiers, set(misses.values()), len(misses)) == ({}, {Status.BUSY}, 6)
         assert session.held_bytes == held
         assert world.shard.gets.door.outside == 0
+
+    simulate(tmp_path, story, opened_bytes=ROOM)
+
+
+def test_nothing_is_opened_for_a_get_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what waits behind a part that could not be shown, part after part was opened, and BUSY."""
+    monkeypatch.setattr(opened, "EXPOSED_BLOCKS_MAX", 30)
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:60])
+        await leased(host, KEYS[:30])
+        may_hold(world, 2 * ROOM)
+        honest = OpenedBlocks._open_all
+        begun_ns, times = world.shard.parts.now_ns(), list[int]()
+
+        async def open_all(self: OpenedBlocks, *rest: Any) -> list[tuple[int, Status]]:
+            times.append(world.shard.parts.now_ns() - begun_ns)
+            return await honest(self, *rest)
+
+        monkeypatch.setattr(OpenedBlocks, "_open_all", open_all)
+        tiers, misses = await answered(host, fetch(host, KEYS[30:60], seconds=0.3))
+        assert (tiers, set(misses.values()), len(misses)) == ({}, {Status.BUSY}, 30)
+        assert times
+        assert max(times) < 0.3 * SECOND_NS, times
 
     simulate(tmp_path, story, opened_bytes=ROOM)
 

@@ -42,7 +42,7 @@ class Granting:
         to be opened those for which there is no memory yet follow in further leases."""
         again = False
         while left := await self._grant_some(job, entries, final=final):
-            if len(left) < len(entries):
+            if len(left) < len(entries) and self._parts.now_ns() < job.deadline_ns:
                 again, entries = False, left
                 continue  # there may be more by now
             try:
