@@ -55,7 +55,8 @@ async def lsns(world: World, host: Host, keys: list[bytes]) -> list[int | None]:
         if slot < 0:
             found.append(None)
             continue
-        header = decode_record_header(await engine.read_head(slot), engine._superblock.check_key)
+        (head,) = await engine.read_heads([slot])
+        header = decode_record_header(head, engine._superblock.check_key)
         assert header is not None
         found.append(header.lsn)
     return found

@@ -344,13 +344,9 @@ class Engine:
         """
         return await self._reader.read(ops)
 
-    async def read_head(self, slot: int) -> bytes:
-        """The record's first block: header, then the first sealed bytes. Its header is verified,
-        the sealed bytes are not. Empty when it cannot be had."""
-        return (await self._reader.heads([slot]))[0]
-
     async def read_heads(self, slots: Sequence[int]) -> list[bytes]:
-        """`read_head` of many, in one batch of I/O."""
+        """Of each record the first block: header, then the first sealed bytes. The header is
+        verified, the sealed bytes are not. Empty where it cannot be had."""
         return await self._reader.heads(slots)
 
     def remove(self, slot: int, reason: RemoveReason) -> Removed:
