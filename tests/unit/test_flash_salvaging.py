@@ -13,7 +13,7 @@ import simloop
 from flashlab import NAMESPACES, OPTIONS, device_bytes, get, key_of, open_engine, put
 
 from entresol_daemon.examine import examine
-from entresol_daemon.flash.device import BLOCK, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.engine import Engine, RecoveryKind, RemoveReason, SegmentState
 from entresol_daemon.flash.salvaging import salvage
 from entresol_daemon.flash.sim import FaultPlan, SimDevice
@@ -87,6 +87,36 @@ def test_what_was_forgotten_stays_forgotten_without_the_header(
         assert keys_of(last) == others
         assert all([(await get(last, (NS, key)))[0] is Status.OK for key in others])
         await last.close()
+
+    play(life())
+
+
+@pytest.mark.parametrize("damage", [flip, zeros])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_one_read_that_goes_wrong_brings_nothing_back(
+    damage: Callable[[bytes], bytes], wrong: int
+) -> None:
+    """The device says that all is well, and gives zeros for the removal, once."""
+
+    async def life() -> None:
+        device, number, others = await after_damage(damage)
+        size = 64 * 1024
+        start = device.size_bytes - BLOCK - (12 - number) * size
+        honest, reads = device._read_one, 0
+
+        def read_one(op: IoOp) -> Status:
+            nonlocal reads
+            status = honest(op)
+            if (op.offset_bytes, op.view.nbytes) == (start, size):
+                if reads == wrong:
+                    op.view[BLOCK:] = bytes(size - BLOCK)
+                reads += 1
+            return status
+
+        device._read_one = read_one  # type: ignore[method-assign]
+        engine = await open_engine(device, seed=1)
+        assert keys_of(engine) == others
+        await engine.close(clean=False)
 
     play(life())
 

@@ -28,7 +28,7 @@ from entresol_daemon.flash.model import (
 )
 from entresol_daemon.flash.renewing import renew_free, renew_records
 from entresol_daemon.flash.resolve import distinct, resolve
-from entresol_daemon.flash.salvaging import salvage
+from entresol_daemon.flash.salvaging import Salvage, salvage
 from entresol_daemon.flash.segment import (
     RECORD_HEADER_BYTES,
     ROW,
@@ -235,9 +235,11 @@ class Recovery:
         """Removals in a segment without edges count all the same; with such it is freed as one that
         failed, by an eviction, which carries them on. False when there are none."""
         start, size = self._superblock.segment_at(segment.index), self._superblock.segment_bytes
-        buffer = aligned_buffer(size)
-        whole = await self._read_whole(start, buffer)
-        found = await self._compute.run(salvage, self._superblock, segment.index, buffer)
+        buffer, found, whole = aligned_buffer(size), Salvage(), True
+        for _ in range(2):  # what is not found now is freed: ask twice
+            whole &= await self._read_whole(start, buffer)
+            again = await self._compute.run(salvage, self._superblock, segment.index, buffer)
+            found = found.with_found(again)
         self._log.warning(
             "event=segment_without_edges segment=%d removals=%d effect=its_blocks_are_gone",
             segment.index, sum(map(len, found.tombstones)),
@@ -393,13 +395,11 @@ class Recovery:
 
     async def _read_whole(self, start: int, buffer: memoryview) -> bool:
         size = len(buffer)
-        good = await self._looking.read(
-            [
-                IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
-                for at in range(0, size, _SCAN_OP_BYTES)
-            ]
-        )
-        return all(good)
+        ops = [
+            IoOp(start + at, buffer[at : min(size, at + _SCAN_OP_BYTES)])
+            for at in range(0, size, _SCAN_OP_BYTES)
+        ]
+        return all(await self._looking.read(ops))
 
     def _leave_alone(self, segment: Segment) -> None:
         """The device refuses parts of it now: what is there may be read at another opening."""

@@ -32,6 +32,15 @@ class Salvage:
     tombstones: list[Tombstones] = field(default_factory=list)  # a part for each record
     offsets: list[int] = field(default_factory=list)
 
+    def with_found(self, other: Salvage) -> Salvage:
+        """What either of two reads of one segment found: one that went wrong hides removals."""
+        if self.sequence != other.sequence:
+            return max(self, other, key=lambda each: each.sequence)
+        found = dict(zip(other.offsets, other.tombstones, strict=True))
+        found |= zip(self.offsets, self.tombstones, strict=True)
+        offsets = sorted(found)
+        return Salvage(self.sequence, [found[at] for at in offsets], offsets)
+
 
 def salvage(superblock: Superblock, number: int, raw: memoryview) -> Salvage:
     """Search a whole segment's bytes. Nothing where its last block says that it was freed since."""
