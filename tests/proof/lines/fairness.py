@@ -36,6 +36,7 @@ from tests.proof.machines import BusyLoop, on
 
 FAIR = 0.9
 SLOWER = 2.0
+CANARY_TRIES = 3  # of the flood against the real daemon
 CONTEST_S = 0.6
 STORM_S = {Size.COMMIT: 2.0, Size.NIGHTLY: 4.0, Size.RELEASE: 6.0}
 CONTESTS = ((floods.FlashGets, (1, 1, 1, 1, 1)), (floods.ResidentGets, (1, 1, 1, 1, 1)),
@@ -190,12 +191,19 @@ def _judge_real(tally: Tally, seed: int, kind: str, rows: list[dict[str, Any]]) 
 
 
 def canary_real() -> None:
-    """First come, first served, in a real daemon, and however long it takes."""
-    with tempfile.TemporaryDirectory() as folder:
-        tally = Tally()
-        rows = fair_daemon.measure(Path(folder), "look-ups", fair_daemon.UNFAIR, rounds=2)
-        _judge_real(tally, 0, "look-ups", rows)
-    assert tally.findings, f"a daemon without fairness was not found: {tally.figures}"
+    """First come, first served, in a real daemon, and however long it takes.
+
+    Mostly a victim is 40 to 70 times as slow then. Now and then its look-ups fall between those of
+    the flood, and it is not: of three tries one counts.
+    """
+    tally = Tally()
+    for _ in range(CANARY_TRIES):
+        with tempfile.TemporaryDirectory() as folder:
+            rows = fair_daemon.measure(Path(folder), "look-ups", fair_daemon.UNFAIR, rounds=2)
+            _judge_real(tally, 0, "look-ups", rows)
+        if tally.findings:
+            return
+    raise AssertionError(f"a daemon without fairness was not found: {tally.figures}")
 
 
 def _finds(run: Callable[[Slice], Tally], seeds: tuple[int, ...], what: str) -> None:
