@@ -176,15 +176,21 @@ def test_a_segment_that_the_device_does_not_give_is_kept(
     play(life())
 
 
+async def killed_with_one_block() -> tuple[SimDevice, int, int]:
+    """A device with one durable block, in a segment without a footer: its number and its place."""
+    device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+    engine = await open_engine(device)
+    slot, durable = put(engine, (NS, KEYS[0]), b"x" * 3000)
+    assert await durable is Status.OK
+    number = engine.index.m_segment[slot]
+    at = engine._superblock.segment_at(number)
+    await engine.close(clean=False)
+    return device, number, at
+
+
 def test_a_segment_without_removals_is_freed() -> None:
     async def life() -> None:
-        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
-        engine = await open_engine(device)
-        slot, durable = put(engine, (NS, KEYS[0]), b"x" * 3000)
-        assert await durable is Status.OK
-        number = engine.index.m_segment[slot]
-        at = engine._superblock.segment_at(number)
-        await engine.close(clean=False)
+        device, number, at = await killed_with_one_block()
         device.poke(at, flip(device.image_at(at, BLOCK)))
         again = await open_engine(device.crash(plan=FaultPlan()), seed=1)
         await asyncio.sleep(0.1)
@@ -225,13 +231,7 @@ def test_a_header_that_the_power_took_with_its_group_is_no_damage() -> None:
     """The first group of a segment was never flushed: nothing in it was said to be there."""
 
     async def life() -> None:
-        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
-        engine = await open_engine(device)
-        slot, durable = put(engine, (NS, KEYS[0]), b"x" * 3000)
-        assert await durable is Status.OK
-        number = engine.index.m_segment[slot]
-        at = engine._superblock.segment_at(number)
-        await engine.close(clean=False)
+        device, number, at = await killed_with_one_block()
         device.poke(at, bytes(BLOCK))
         again = await open_engine(device.crash(plan=FaultPlan()), seed=1)
         assert again.segment_info(number).state is SegmentState.FREE
