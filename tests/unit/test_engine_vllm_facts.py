@@ -46,7 +46,17 @@ def engine(**changes: Any) -> Any:
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         speculative_config=SimpleNamespace(
             draft_model_config=SimpleNamespace(model="acme/draft", revision=None, dtype="x"),
-            draft_load_config=None,
+            draft_load_config=None, method="eagle3", attention_backend=None, kv_cache_dtype=None,
+            draft_tensor_parallel_size=1,
+        ),
+        attention_config=SimpleNamespace(
+            backend=None, backend_per_kind={}, indexer_kv_dtype="auto", use_non_causal=False,
+        ),
+        lora_config=SimpleNamespace(
+            target_modules=None, lora_dtype="torch.bfloat16", enable_tower_connector_lora=False,
+        ),
+        parallel_config=SimpleNamespace(
+            cp_kv_cache_interleave_size=1, dcp_kv_cache_interleave_size=1,
         ),
     )  # fmt: skip
     for name, value in changes.items():
@@ -90,6 +100,19 @@ def mark(**changes: Any) -> str:
         {"speculative_config.draft_model_config.model": "acme/other-draft"},
         {"speculative_config.draft_model_config.dtype": "y"},
         {"speculative_config.draft_load_config": SimpleNamespace(load_format="tensorizer")},
+        {"speculative_config.method": "mtp"},
+        {"speculative_config.attention_backend": Backend.FLASH_ATTN},
+        {"speculative_config.kv_cache_dtype": "fp8_e5m2"},
+        {"speculative_config.draft_tensor_parallel_size": 4},
+        {"attention_config.backend_per_kind": {"sliding_window": Backend.FLASH_ATTN}},
+        {"attention_config.indexer_kv_dtype": "nvfp4"},
+        {"attention_config.use_non_causal": True},
+        {"parallel_config.cp_kv_cache_interleave_size": 16},
+        {"parallel_config": SimpleNamespace(dcp_kv_cache_interleave_size=16)},
+        {"lora_config": None},
+        {"lora_config.target_modules": ["q_proj"]},
+        {"lora_config.lora_dtype": "torch.float16"},
+        {"lora_config.enable_tower_connector_lora": True},
     ],
     ids=str,
 )
@@ -97,6 +120,17 @@ def test_a_setting_that_keeps_a_blocks_size_and_changes_its_content_is_another_n
     change: dict[str, Any],
 ) -> None:
     assert mark(**change) != mark()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, {"VLLM_PP_LAYER_PARTITION": "8,10,6,8"}],
+    ids=str,
+)
+def test_so_is_what_the_environment_says_of_the_layout(variables: dict[str, str]) -> None:
+    assert vllm_facts.config_facts(engine(), variables) != vllm_facts.config_facts(engine(), {})
+    said = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}  # as it is where nothing is said
+    assert vllm_facts.config_facts(engine(), said) == vllm_facts.config_facts(engine(), {})
 
 
 @pytest.mark.parametrize("load_format", sorted(naming.LOAD_FORMATS_ALIKE))

@@ -70,6 +70,19 @@ _ENGINE_FACTS = (
     "speculative_draft_model_revision",
     "speculative_draft_model_quantization",
     "speculative_draft_kv_cache_dtype",
+    "modelopt_quant",
+    "modelopt_checkpoint_restore_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+    "mm_process_config",
+    "enable_precise_embedding_interpolation",
+    "enable_encoder_swa_bounded_replay",
+    "enable_decoder_swa_bounded_replay",
+    "enable_linear_replayssm",
+    "enable_linear_replayssm_spec",
+    "enable_int8_mamba_checkpoint",
+    "enable_deepseek_v4_fp4_indexer",
+    "experts_shared_outer_loras",
 )
 
 

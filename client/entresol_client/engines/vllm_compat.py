@@ -188,7 +188,7 @@ def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:
     extra: dict[str, Any] = {
         "attention": told,
         **_platform_facts(config, current_platform, told),
-        **config_facts(vllm_config),
+        "config": config_facts(vllm_config),
     }
     return EngineFacts(
         version=VERSION,

@@ -10,7 +10,7 @@ their configurations say; the vLLM tier and KVBM's have them in their namespaces
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from entresol_client.engines import naming
@@ -35,20 +35,41 @@ MULTIMODAL_FACTS = (
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
 )
+# Of AttentionConfig, beside the backend: that of single kinds of layers, what the keys of a sparse
+# indexer are kept in, and whether tokens see those behind them.
+ATTENTION_FACTS = ("backend_per_kind", "indexer_kv_dtype", "use_non_causal")
+# Of LoRAConfig: to which modules adapters are applied, and in which numbers. Their content is in
+# `EngineSettings.adapters`.
+LORA_FACTS = ("target_modules", "lora_dtype", "enable_tower_connector_lora")
+# Of SpeculativeConfig: how the KV of a draft's layers lies, which is in the same blocks.
+DRAFT_FACTS = ("method", "attention_backend", "kv_cache_dtype", "draft_tensor_parallel_size")
+# Of ParallelConfig, the name of today first: with context parallelism, how many tokens in a row lie
+# on one rank.
+INTERLEAVE_FACTS = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+# How vLLM lays out Mamba's convolution states where nothing is said (get_conv_state_layout).
+CONV_STATES_DEFAULT = "SD"
 
 
-def config_facts(vllm_config: Any) -> dict[str, Any]:
+def config_facts(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """See the module. JSON values; nothing of a model where there is no configuration to ask."""
     cache = getattr(vllm_config, "cache_config", None)
     model = getattr(vllm_config, "model_config", None)
+    attention = getattr(vllm_config, "attention_config", None)
+    lora = getattr(vllm_config, "lora_config", None)
     images = getattr(model, "multimodal_config", None)
     facts: dict[str, Any] = {
-        "cache": {name: naming.plain(getattr(cache, name, None)) for name in CACHE_FACTS},
+        "cache": _some(cache, CACHE_FACTS),
         "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
         "load": _load_facts(getattr(vllm_config, "load_config", None)),
+        "attention": _some(attention, ATTENTION_FACTS),
+        "interleave": _interleave(getattr(vllm_config, "parallel_config", None)),
+        "conv_states": environment.get("VLLM_SSM_CONV_STATE_LAYOUT") or CONV_STATES_DEFAULT,
+        "stages": environment.get("VLLM_PP_LAYER_PARTITION", ""),
     }
+    if lora is not None:
+        facts["lora"] = _some(lora, LORA_FACTS)
     if images is not None:
-        facts["images"] = {n: naming.plain(getattr(images, n, None)) for n in MULTIMODAL_FACTS}
+        facts["images"] = _some(images, MULTIMODAL_FACTS)
     drafts = getattr(vllm_config, "speculative_config", None)
     draft = getattr(drafts, "draft_model_config", None)
     for name, each in (("model", model), ("draft", draft)):
@@ -57,7 +78,19 @@ def config_facts(vllm_config: Any) -> dict[str, Any]:
     if draft is not None:
         facts["draft_name"] = [str(draft.model), str(getattr(draft, "revision", None) or "")]
         facts["draft_load"] = _load_facts(getattr(drafts, "draft_load_config", None))
+        facts["draft_kv"] = _some(drafts, DRAFT_FACTS)
     return facts
+
+
+def _some(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: naming.plain(getattr(config, name, None)) for name in names}
+
+
+def _interleave(parallel: Any) -> int:
+    for name in INTERLEAVE_FACTS:
+        if size := getattr(parallel, name, None):
+            return int(size)
+    return 1
 
 
 def _load_facts(load: Any) -> dict[str, Any]:
