@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 def _list(options: argparse.Namespace) -> int:
     for one in ENVIRONMENTS.values():
         at = builder.find(one)
-        print(f"{one.name:8} {one.about}\n         {at or 'not built'}")
+        print(f"{one.name:9} {one.about}\n          {at or 'not built'}")
     return 0
 
 

@@ -118,6 +118,7 @@ def _build(environment: Environment) -> None:
             _pip(at, ["--no-deps", *extra, *environment.first])
             say(f"{environment.name}: {' '.join(environment.first)} is in")
         _install(environment, at)
+        _borrow(environment, at)
         _probe(environment, at)
         (at / READY).write_text(f"{environment.key()}\n", encoding="utf-8")
     except BaseException:
@@ -134,6 +135,19 @@ def _lay_over(environment: Environment, at: Path) -> None:
     base = _site(folder(environment.layers()[-2]))
     line = f"import site; site.addsitedir({str(base)!r})\n"
     (_site(at) / "entresol_base.pth").write_text(line, encoding="utf-8")
+
+
+def _borrow(environment: Environment, at: Path) -> None:
+    """Put the base's files in place of the environment's own, as kernels for this processor in
+    place of those for a GPU, which cannot be loaded here."""
+    for pattern in environment.borrows:
+        own, base = _site(at), _site(folder(environment.layers()[-2]))
+        for path in own.glob(pattern):
+            path.unlink()
+        for path in base.glob(pattern):
+            to = own / path.relative_to(base)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, to)
 
 
 def _site(at: Path) -> Path:

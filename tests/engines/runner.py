@@ -140,7 +140,8 @@ def _sweep(before: set[Path]) -> None:
 
 def words_for(environment: Environment, words: Sequence[str]) -> list[str]:
     """pytest's arguments: its suite, unless files or folders of it are named."""
-    paths = any(not word.startswith("-") and environment.name in word for word in words)
+    name = environment.suite.name
+    paths = any(not word.startswith("-") and name in word for word in words)
     return [*words] if paths else [str(environment.suite), *words]
 
 
@@ -199,6 +200,7 @@ def suite_env(
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        **dict(environment.variables),
     }
 
 

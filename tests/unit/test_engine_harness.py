@@ -81,6 +81,7 @@ def test_everything_that_changes_an_environment_changes_its_key(
     lab("lower", "alpha==2")
     assert lower.key() != before[0]
     assert upper.key() != before[1], "what lies under it is another"
+    assert replace(upper, borrows=("*.so",)).key() != upper.key()
     monkeypatch.setattr(environments, "RECIPE", environments.RECIPE + 1)
     assert upper.key() not in before
 
@@ -157,6 +158,29 @@ def test_a_layer_sees_what_lies_under_it_and_prefers_its_own(
     assert says(lower, "import alpha; print(alpha.VERSION)") == "1"
     version = "import importlib.metadata as m; print(m.version('alpha'))"
     assert (says(upper, version), says(lower, version)) == ("2", "1")
+
+
+def test_a_layer_that_borrows_has_the_files_of_what_lies_under_it(
+    lab: Callable[..., Environment],
+) -> None:
+    lab("lower", "alpha==1", "beta==1")
+    upper = replace(lab("upper", "alpha==2", base="lower"), borrows=("alp*.py", "be*.py"))
+    builder.ensure(upper)
+    where = "import alpha, beta; print(alpha.VERSION, 'upper-' in alpha.__file__, beta.__file__)"
+    version, own, beta = says(upper, where).split()
+    assert (version, own) == ("1", "True")
+    assert "upper-" in beta, "also one that it had none of"
+
+
+def test_an_environment_that_runs_the_suite_of_another() -> None:
+    one = ENVIRONMENTS["vllm-next"]
+    assert one.suite == ENVIRONMENTS["vllm"].suite
+    assert runner.words_for(one, ["-k", "x"]) == [str(one.suite), "-k", "x"]
+    assert runner.words_for(one, ["tests/engines/vllm/test_x.py"]) == [
+        "tests/engines/vllm/test_x.py"
+    ]
+    assert runner.suite_env(one, "full").items() >= dict(one.variables).items()
+    assert "VLLM_TARGET_DEVICE" not in runner.suite_env(ENVIRONMENTS["vllm"], "full")
 
 
 def test_a_failed_build_leaves_nothing_and_says_why(lab: Callable[..., Environment]) -> None:

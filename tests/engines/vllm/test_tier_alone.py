@@ -11,13 +11,14 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm import config as vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (
     scheduler as offloading_scheduler,
@@ -41,7 +42,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.request import Request
 
-from entresol_client.engines import vllm_compat
+from entresol_client.engines import vllm_compat, vllm_facts
 from entresol_client.engines.vllm import EntresolTier
 from entresol_client.engines.vllm_connector import EntresolConnector
 from entresol_client.engines.vllm_metrics import METRIC
@@ -141,6 +142,11 @@ class Engine:
             for _ in self.manager.take_events():
                 pass
             time.sleep(0.002)
+
+    def reset(self) -> None:
+        """Drop all caches; the scheduler also tells, from 0.33 on, that its workers are done."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
 
     def look(self, context: ReqContext, *numbers: int) -> list[LookupResult]:
         """Ask for chunks as the scheduler does, until none has to be asked again."""
@@ -260,8 +266,9 @@ def test_a_request_whose_images_have_given_names_uses_no_tier(
             name, prompt_token_ids=[1, 2, 3], pooling_params=None, mm_features=images,
             sampling_params=SamplingParams(max_tokens=1),
         )  # fmt: skip
-        connector: Any = SimpleNamespace(manager=engine.manager, config=None, _req_status={})
-        OffloadingConnectorScheduler.on_new_request(connector, request)
+        connector: Any = object.__new__(OffloadingConnectorScheduler)
+        connector.__dict__.update(manager=engine.manager, config=None, _req_status={})
+        connector.on_new_request(request)
         return connector._req_status[name].req_context  # type: ignore[no-any-return]
 
     a, b, open_to_all = make(), make(), make(multimodal="accept")
@@ -408,7 +415,7 @@ def test_after_a_reset_nothing_of_before_is_found(make: Make, on_reset: str) -> 
     under_way = engine.request("r")
     engine.store(under_way, 1, 2)
     engine.settle()
-    engine.manager.reset_cache()
+    engine.reset()
     kept = on_reset == "keep"
     assert engine.load(engine.request("q"), 1, 2) == [kept] * 2
     assert engine.load(under_way, 1) == [kept]
@@ -574,6 +581,23 @@ def test_the_entry_point_names_tier_and_connector() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("EntresolConnector") is EntresolConnector
     assert EntresolTier.cache_hit_source is not None
     assert vllm_compat.VERSION.split("+")[0] in TESTED
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (vllm_config.CacheConfig, vllm_facts.CACHE_FACTS),
+        (vllm_config.MultiModalConfig, vllm_facts.MULTIMODAL_FACTS),
+        (vllm_config.AttentionConfig, vllm_facts.ATTENTION_FACTS),
+        (vllm_config.LoRAConfig, vllm_facts.LORA_FACTS),
+        (vllm_config.SpeculativeConfig, vllm_facts.DRAFT_FACTS),
+        (vllm_config.ParallelConfig, vllm_facts.INTERLEAVE_FACTS[:1]),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_what_is_read_of_vllms_configuration_is_there(kind: type, names: Sequence[str]) -> None:
+    """What vLLM renames would be None in every engine's namespace, and tell none apart."""
+    assert set(names) <= {one.name for one in dataclasses.fields(kind)}
 
 
 def test_the_renamed_fields_of_older_versions_are_known() -> None:
