@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +190,21 @@ def test_namespaces_are_bounded_and_the_first_ones_stay(
         assert one.plan([chunk(0, model=f"m{number}")], [LAYOUT])
     assert one.plan([chunk(0, model="one too many")], [LAYOUT]) == []
     assert one.plan([chunk(0, model="m0")], [LAYOUT])
+
+
+def test_weights_are_found_behind_a_name_that_says_how_kv_lies(
+    planner: Callable[..., spaces.Spaces], tmp_path: Path
+) -> None:
+    """With context parallelism LMCache appends its interleaving to the model's path."""
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    plain, decorated = str(tmp_path), f"{tmp_path}##lmcache-dcp-layout-v1-d2-interleave16"
+    found = [planner().plan([chunk(0, model=name)], [LAYOUT])[0][0] for name in (plain, decorated)]
+    assert naming.WEIGHTS_SIGN in found[0].model_revision
+    assert found[0].model_revision == found[1].model_revision
+    assert found[0].model != found[1].model
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    other = planner().plan([chunk(0, model=decorated)], [LAYOUT])[0][0]
+    assert other.model_revision != found[1].model_revision
 
 
 def test_slow_weights_delay_one_call_and_then_the_model_has_a_name(

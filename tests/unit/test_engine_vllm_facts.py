@@ -122,6 +122,24 @@ def test_a_setting_that_keeps_a_blocks_size_and_changes_its_content_is_another_n
     assert mark(**change) != mark()
 
 
+def test_an_interleaving_that_workers_choose_is_another_name() -> None:
+    """Before 0.33 the scheduler does not see it (vLLM: `adjust_dcp_kv_cache_interleave_size`)."""
+
+    def of(ranks: int, *connectors: str) -> Any:
+        return vllm_facts.config_facts(
+            engine(
+                **{
+                    "kv_transfer_config": SimpleNamespace(has_connector=connectors.__contains__),
+                    "parallel_config.decode_context_parallel_size": ranks,
+                }
+            ),
+            {},
+        )
+
+    assert of(2, "NixlConnector", "OffloadingConnector") != of(2, "OffloadingConnector")
+    assert of(1, "NixlConnector", "OffloadingConnector") == of(1, "OffloadingConnector")
+
+
 @pytest.mark.parametrize(
     "variables",
     [{"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, {"VLLM_PP_LAYER_PARTITION": "8,10,6,8"}],

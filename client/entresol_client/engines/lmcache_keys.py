@@ -23,6 +23,7 @@ Layout = tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype) of each tenso
 CHUNK_HASH_BYTES_MAX = limits.ENGINE_KEY_BYTES_MAX - naming.SALT_BYTES - 12
 KV_RANK_MAX = 2**64 - 1
 GROUP_MAX = 2**32 - 1
+DECORATION = "##lmcache-"  # what stands behind it in a model's name says how its KV lies
 KV_DIMENSIONS = 4  # [K and V, layers, tokens, hidden]: LMCache's form of attention KV
 
 
@@ -30,6 +31,14 @@ def layout_of(shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> Layout:
     """The layout of an object, from the shapes and the torch dtypes of its tensors."""
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     return tuple((tuple(map(int, shape)), name) for shape, name in zip(shapes, names, strict=True))
+
+
+def model_of(name: str) -> str:
+    """The model itself, of the name that LMCache keeps its KV under.
+
+    Source: LMCache 0.5.6, integration/vllm/lmcache_mp_connector.py (get_dcp_decorated_model_name).
+    """
+    return name.partition(DECORATION)[0]
 
 
 def engine_key(chunk_hash: bytes, kv_rank: int, group: int, salt: str) -> bytes:

@@ -108,7 +108,7 @@ class Spaces:
                 settings = self._store.settings
                 revision = self._readers.submit(
                     naming.revision,
-                    model,
+                    names.model_of(model),
                     settings.model_revision,
                     "",
                     settings.weights,

@@ -62,7 +62,7 @@ def config_facts(vllm_config: Any, environment: Mapping[str, str] = os.environ) 
         "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
         "load": _load_facts(getattr(vllm_config, "load_config", None)),
         "attention": _some(attention, ATTENTION_FACTS),
-        "interleave": _interleave(getattr(vllm_config, "parallel_config", None)),
+        "interleave": _interleave(vllm_config),
         "conv_states": environment.get("VLLM_SSM_CONV_STATE_LAYOUT") or CONV_STATES_DEFAULT,
         "stages": environment.get("VLLM_PP_LAYER_PARTITION", ""),
     }
@@ -86,11 +86,14 @@ def _some(config: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: naming.plain(getattr(config, name, None)) for name in names}
 
 
-def _interleave(parallel: Any) -> int:
-    for name in INTERLEAVE_FACTS:
-        if size := getattr(parallel, name, None):
-            return int(size)
-    return 1
+def _interleave(vllm_config: Any) -> list[Any]:
+    """What is told, and whether vLLM chooses another because of NIXL: before 0.33 its workers do,
+    and this process still has what was told."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    has = getattr(getattr(vllm_config, "kv_transfer_config", None), "has_connector", None)
+    sharded = (getattr(parallel, "decode_context_parallel_size", None) or 1) > 1
+    chosen = sharded and has is not None and bool(has("NixlConnector"))
+    return [*_some(parallel, INTERLEAVE_FACTS).values(), chosen]
 
 
 def _load_facts(load: Any) -> dict[str, Any]:
