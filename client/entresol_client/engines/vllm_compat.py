@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload import base as offload_base
@@ -211,6 +212,9 @@ def _platform_facts(config: Any, platform: Any, attention: str) -> dict[str, Any
         facts["layout"] = os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
     if "fp8" in str(config.model.dtype):  # MI300 has another e4m3 than all others
         facts["fp8"] = _asked(platform, "fp8_dtype")
+    if platform.device_type == "cpu":  # keys lie as its tiles or vectors want them
+        facts["processor"] = _asked(platform, "get_cpu_architecture")
+        facts["amx"] = _asked(torch.cpu, "_is_amx_tile_supported")
     canonical = getattr(config, "canonical_layout", False)
     if platform.device_type != "cpu" and not canonical and not (attention and layout):
         # Then vLLM chooses backend and layout itself, by the processor's generation.
@@ -219,7 +223,7 @@ def _platform_facts(config: Any, platform: Any, attention: str) -> dict[str, Any
 
 
 def _asked(platform: Any, name: str) -> str:
-    """What a platform answers; empty if it has no such thing, or cannot now."""
+    """What vLLM's platform or PyTorch answers; empty if it has no such thing, or cannot now."""
     try:
         return str(getattr(platform, name)())
     except Exception:  # each platform has its own

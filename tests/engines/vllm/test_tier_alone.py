@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import config as vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (
@@ -598,6 +599,19 @@ def test_the_entry_point_names_tier_and_connector() -> None:
 def test_what_is_read_of_vllms_configuration_is_there(kind: type, names: Sequence[str]) -> None:
     """What vLLM renames would be None in every engine's namespace, and tell none apart."""
     assert set(names) <= {one.name for one in dataclasses.fields(kind)}
+
+
+def test_processors_that_lay_keys_out_otherwise_have_other_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's `_get_attn_isa` (v1/attention/backends/cpu_attn.py) chooses by the processor."""
+
+    def facts(amx: bool) -> Any:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        return vllm_compat.engine_facts(offloading_config({}), None).extra
+
+    assert facts(True) != facts(False)
+    assert facts(True) == facts(True)
 
 
 def test_the_renamed_fields_of_older_versions_are_known() -> None:
