@@ -109,6 +109,7 @@ def mark(**changes: Any) -> str:
         {"attention_config.use_non_causal": True},
         {"parallel_config.cp_kv_cache_interleave_size": 16},
         {"parallel_config": SimpleNamespace(dcp_kv_cache_interleave_size=16)},
+        {"additional_config": {"enable_kv_nz": True}},
         {"lora_config": None},
         {"lora_config.target_modules": ["q_proj"]},
         {"lora_config.lora_dtype": "torch.float16"},
@@ -163,6 +164,7 @@ def test_how_the_same_files_are_read_changes_nothing(load_format: str) -> None:
 
 
 def test_an_order_that_says_nothing_changes_nothing() -> None:
+    assert mark(additional_config={}) == mark(additional_config=None) == mark()
     one, other = (
         {"cache_config.kv_cache_dtype_skip_layers": layers} for layers in (["1", "0"], ["0", "1"])
     )

@@ -64,6 +64,8 @@ def config_facts(vllm_config: Any, environment: Mapping[str, str] = os.environ) 
         "attention": _some(attention, ATTENTION_FACTS),
         "interleave": _interleave(vllm_config),
         "conv_states": environment.get("VLLM_SSM_CONV_STATE_LAYOUT") or CONV_STATES_DEFAULT,
+        # What it means only the platform's own package knows; one lays KV out otherwise by it.
+        "platform_config": naming.plain(getattr(vllm_config, "additional_config", None) or {}),
         "stages": environment.get("VLLM_PP_LAYER_PARTITION", ""),
     }
     if lora is not None:
