@@ -273,6 +273,19 @@ def test_what_tokens_do_not_name_is_left_to_kvbm(unfit: dict[str, Any]) -> None:
     assert one.step(scheduled(request, 4, 13, [1, 2, 3, 4, 5])) == StepPlan()
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_session_is_left_to_kvbm_once_an_image_has_come(new: bool) -> None:
+    """Its input comes in parts, and of an image the keys have the placeholder tokens alone."""
+    request, one = Request(tokens(2, 1)), planner(lambda tenant, index: False)
+    one.seen(request)
+    assert stored(one.step(scheduled(request, 0, 9, [1, 2, 3]))) == [(0, 1), (1, 2)]
+    request.mm_features.append(object())
+    request.all_token_ids += tokens(2)
+    assert one.step(scheduled(request, 9, 8, [1, 2, 3, 4, 5], new=new)) == StepPlan()
+    assert one.match(request, 0, kvbm(1)) == (BLOCK, True)
+    assert one.counts["unfit_requests"] == 1
+
+
 def test_a_tenant_sees_its_own_blocks_alone() -> None:
     asked = []
     one = planner(lambda tenant, index: bool(asked.append(tenant)) or tenant == "a", tenants=["a"])

@@ -41,7 +41,7 @@ log = logging.getLogger("entresol.engine")
 
 EXTRA_CONFIG_KEY = "entresol"
 TESTED_KVBM = ("1.6.1",)
-TESTED_VLLM = ("0.31.0", "0.32.0")
+TESTED_VLLM = ("0.31.0", "0.32.0", "0.33.0")
 DISK_TIER_VARIABLES = ("DYN_KVBM_DISK_CACHE_GB", "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS")
 
 

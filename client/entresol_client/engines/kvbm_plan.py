@@ -228,14 +228,14 @@ class Planner:
         """The work of the step that `scheduled` (vLLM's SchedulerOutput) describes."""
         counts: Mapping[str, int] = scheduled.num_scheduled_tokens
         for new in scheduled.scheduled_new_reqs:
-            track = self._tracks.get(new.req_id)
+            track = self._known(new.req_id)
             if track is not None:
                 track.device_blocks = list(new.block_ids[0])
                 self._keep(track, new.num_computed_tokens + counts.get(new.req_id, 0))
         cached = scheduled.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, new_blocks, computed in rows:
-            track = self._tracks.get(request_id)
+            track = self._known(request_id)
             if track is None:
                 continue
             added = list(new_blocks[0]) if new_blocks is not None else []
@@ -271,7 +271,7 @@ class Planner:
         """The request's record; None when the tier is not for it."""
         request_id = request.request_id
         if request_id in self._tracks:
-            return self._tracks[request_id]
+            return self._known(request_id)
         if self._over:
             return None
         who = None
@@ -280,11 +280,7 @@ class Planner:
         track = None
         if who is None or who.tenant not in self._tenants:
             self.counts.update(unknown_tenant_requests=1)
-        elif (
-            getattr(request, "lora_request", None) is not None
-            or getattr(request, "mm_features", None)
-            or getattr(request, "prompt_embeds", None) is not None
-        ):
+        elif _has_more_than_tokens(request):
             self.counts.update(unfit_requests=1)
         else:
             cache_salt = getattr(request, "cache_salt", None)
@@ -292,6 +288,15 @@ class Planner:
             chain = KeyChain(self.block_tokens, cache_salt, private_salt=salt)
             track = _Track(request, who.tenant, chain)
         self._tracks[request_id] = track
+        return track
+
+    def _known(self, request_id: str) -> _Track | None:
+        """The record of a request that was seen; None from when a later part of its input (a
+        session's comes in parts) has what its tokens do not name."""
+        track = self._tracks.get(request_id)
+        if track is not None and _has_more_than_tokens(track.request):
+            self.counts.update(unfit_requests=1)
+            track = self._tracks[request_id] = None
         return track
 
     def _ask(self, track: _Track) -> bool:
@@ -340,3 +345,12 @@ class Planner:
             parent_key=track.chain.parent(index),
             token_ids=tuple(track.request.all_token_ids[start : start + self.block_tokens]),
         )
+
+
+def _has_more_than_tokens(request: Any) -> bool:
+    """Whether the KV of a request depends on what its keys leave out."""
+    return (
+        getattr(request, "lora_request", None) is not None
+        or bool(getattr(request, "mm_features", None))
+        or getattr(request, "prompt_embeds", None) is not None
+    )

@@ -177,7 +177,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
     def on_new_request(self, req_context: Any) -> Any:
         """Find out whose blocks the request may use."""
         if not self._given_names_pass:
-            compat.note_given_names(req_context)
+            compat.note_images(req_context)
         self._add(req_context)
         return compat.RequestOffloadingContext()
 
@@ -189,19 +189,30 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             who = who_asks(context.kv_transfer_params)
             space, salt = self._spaces.get(who.tenant), who.salt
             reason = f"unknown tenant {who.tenant!r}"
-            if not self._given_names_pass and compat.has_given_names(context):
-                space, reason = None, "its images have names that are no hashes (multi_modal_uuids)"
         except ParamsError as error:
             reason = str(error)
         if space is None:
-            self._counts["refused_requests"] += 1
-            count = self._counts["refused_requests"]
-            if count.bit_count() == 1:  # the 1st, 2nd, 4th, ...: one client cannot fill the log
-                log.warning(
-                    "event=request_without_tier request=%s reason=%r refused_requests=%d",
-                    context.req_id, reason, count,
-                )  # fmt: skip
-        return self._requests.add(context.req_id, space if self._usable else None, salt)
+            self._refused(context, reason)
+        request = self._requests.add(context.req_id, space if self._usable else None, salt)
+        return self._fit(request, context)
+
+    def _fit(self, request: Request[Space], context: Any) -> Request[Space]:
+        """`request`, which uses the tier no more if images have come with names of their own."""
+        if (
+            request.space is not None
+            and not self._given_names_pass
+            and compat.has_given_names(context)
+        ):
+            request.space = None
+            self._refused(context, "its images have names that are no hashes (multi_modal_uuids)")
+        return request
+
+    def _refused(self, context: Any, reason: str) -> None:
+        self._counts["refused_requests"] += 1
+        count = self._counts["refused_requests"]
+        if count.bit_count() == 1:  # the 1st, 2nd, 4th, ...: one client cannot fill the log
+            log.warning("event=request_without_tier request=%s reason=%r refused_requests=%d",
+                        context.req_id, reason, count)  # fmt: skip
 
     def _check_seed(self) -> None:
         """vLLM has chosen the seed of its hashes by now: one of chance finds nobody's blocks."""
@@ -214,6 +225,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what was asked for the request. Its jobs go on."""
         self._requests.remove(req_context.req_id)
+        compat.forget_images(req_context)
         live_requests.remove(req_context.req_id)
         if self._prefills is not None:
             self._prefills.finished(req_context.req_id)
@@ -222,7 +234,8 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT, MISS, or RETRY while the daemon is asked, at most `lookup_deadline_ms`."""
-        request = self._requests.get(req_context.req_id) or self._add(req_context)
+        known = self._requests.get(req_context.req_id)
+        request = self._fit(known, req_context) if known else self._add(req_context)
         now_s = time.monotonic()
         if self._prefills is not None and request.space is not None:
             end_token = compat.end_token_of(req_context, bytes(key)) or 0
@@ -316,7 +329,7 @@ class EntresolTier(compat.SecondaryTierManager):  # type: ignore[misc]
             self._requests.remove(job.request_id)
             if self._requests.begun_anew:  # its blocks may have been computed before that
                 request.space = None
-        return request, job
+        return self._fit(request, metadata.req_context), job
 
     def _blocks(self, request: Request[Space], job: Job, context: Any) -> list[PutBlock]:
         group = self._config.groups[0]

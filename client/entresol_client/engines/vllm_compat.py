@@ -44,6 +44,17 @@ NAMED_REQUESTS_MAX = 65_536  # remembered, the newest; far more than live at a t
 _named_requests: OrderedDict[str, None] = OrderedDict()
 
 
+@dataclasses.dataclass(slots=True)
+class _Images:
+    """Those of a live request: vLLM's own list, to which later parts of its input may add."""
+
+    mm_features: Sequence[Any]
+    looked_at: int = 0
+
+
+_images: dict[str, _Images] = {}  # by request, until it has finished
+
+
 def tell_version() -> None:
     """A warning when this vLLM is not one that was tested."""
     if words := told_apart(VERSION):
@@ -158,24 +169,38 @@ def config_of_callers() -> Any | None:
     return None
 
 
-def note_given_names(context: Any) -> None:
-    """Note of a new request whether its images have names that a caller gave.
+def note_images(context: Any) -> None:
+    """Note a new request's images, for `has_given_names`.
 
     The interface does not pass the request on, so it is looked for among the callers, as above.
     """
     for names in _callers():
         request = names.get("request")
         if getattr(request, "request_id", None) == context.req_id:
-            if given_names(request):
-                _named_requests[context.req_id] = None
-                while len(_named_requests) > NAMED_REQUESTS_MAX:
-                    _named_requests.popitem(last=False)
+            features = getattr(request, "mm_features", None)
+            if features is not None:
+                _images[context.req_id] = _Images(features)
             return
 
 
 def has_given_names(context: Any) -> bool:
-    """Whether that was noted. It is kept: jobs may come when the request is over."""
+    """Whether images of the request have names that a caller gave. To be asked each time: a
+    session's images may come when it has been going on for long. What was found is kept: jobs may
+    come when the request is over."""
+    images = _images.get(context.req_id)
+    if images is not None and len(images.mm_features) != images.looked_at:
+        images.looked_at = len(images.mm_features)
+        if given_names(images):
+            _named_requests[context.req_id] = None
+            while len(_named_requests) > NAMED_REQUESTS_MAX:
+                _named_requests.popitem(last=False)
     return context.req_id in _named_requests
+
+
+def forget_images(context: Any) -> None:
+    """The request has finished: let go of its images, after a last look."""
+    has_given_names(context)
+    _images.pop(context.req_id, None)
 
 
 def engine_facts(config: Any, vllm_config: Any | None) -> EngineFacts:

@@ -27,10 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
-from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -41,7 +42,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from entresol_client.engines import vllm_compat, vllm_facts
 from entresol_client.engines.vllm import EntresolTier
@@ -179,6 +180,26 @@ class Engine:
         self.manager.shutdown()
 
 
+def session_part(*identifiers: str) -> Request:
+    images = [
+        MultiModalFeatureSpec(None, "image", one, PlaceholderRange(0, 1)) for one in identifiers
+    ]
+    return Request(
+        "session", prompt_token_ids=[1, 2, 3], pooling_params=None, mm_features=images,
+        sampling_params=SamplingParams(max_tokens=1), resumable=True,
+    )  # fmt: skip
+
+
+def arrived(engine: Engine, name: str, *identifiers: str) -> tuple[ReqContext, Request]:
+    """A request with images of these names, as vLLM's connector tells of it."""
+    request = session_part(*identifiers)
+    request.request_id = name
+    connector: Any = object.__new__(OffloadingConnectorScheduler)
+    connector.__dict__.update(manager=engine.manager, config=None, _req_status={})
+    connector.on_new_request(request)
+    return connector._req_status[name].req_context, request
+
+
 Make = Callable[..., Engine]
 
 
@@ -262,15 +283,7 @@ def test_a_request_whose_images_have_given_names_uses_no_tier(
     monkeypatch.setattr(offloading_scheduler, "RequestOffloadState", SimpleNamespace)
 
     def arrive(engine: Engine, name: str, identifier: str | None) -> ReqContext:
-        images = [MultiModalFeatureSpec(None, "image", identifier, None)] if identifier else []
-        request = Request(
-            name, prompt_token_ids=[1, 2, 3], pooling_params=None, mm_features=images,
-            sampling_params=SamplingParams(max_tokens=1),
-        )  # fmt: skip
-        connector: Any = object.__new__(OffloadingConnectorScheduler)
-        connector.__dict__.update(manager=engine.manager, config=None, _req_status={})
-        connector.on_new_request(request)
-        return connector._req_status[name].req_context  # type: ignore[no-any-return]
+        return arrived(engine, name, *([identifier] if identifier else []))[0]
 
     a, b, open_to_all = make(), make(), make(multimodal="accept")
     named = arrive(a, "named", "cat")
@@ -286,6 +299,30 @@ def test_a_request_whose_images_have_given_names_uses_no_tier(
     assert b.load(arrive(b, "named", "cat"), 2, 3) == [False] * 2
     assert b.load(arrive(b, "hashed", "ab" * 32), 1, 2, 3, 4) == [False, True, True, False]
     assert open_to_all.load(arrive(open_to_all, "named", "cat"), 2, 3) == [True] * 2
+
+
+def test_a_session_whose_later_images_have_given_names_uses_the_tier_no_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The input of a session comes in parts, and vLLM tells a connector of the first alone."""
+    monkeypatch.setattr(offloading_scheduler, "RequestOffloadState", SimpleNamespace)
+    a, b = make(), make()
+    context, request = arrived(a, "session")
+    a.store(context, 1)
+    update = StreamingUpdate.from_request(session_part("cat"))
+    scheduler: Any = SimpleNamespace(
+        hash_block_size=32, num_waiting_for_streaming_input=1, log_stats=False
+    )
+    request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    Scheduler._update_request_as_session(scheduler, request, update)
+    a.store(context, 2)
+    a.settle()
+    assert (a.tier.counts()["refused_requests"], a.tier.counts()["stored_blocks"]) == (1, 1)
+    assert a.look(context, 1, 5) == [LookupResult.HIT, LookupResult.MISS]
+    a.tier.on_request_finished(context)
+    a.store(context, 3)
+    a.settle()
+    assert b.load(b.request("q"), 1, 2, 3) == [True, False, False]
 
 
 def test_a_word_for_images_that_is_not_known_is_refused(make: Make) -> None:
