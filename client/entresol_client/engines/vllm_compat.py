@@ -7,6 +7,7 @@ test of ours ran against is told of, never refused for that alone.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import os
@@ -30,6 +31,7 @@ from entresol_client.engines.vllm_facts import (
 )
 from entresol_client.engines.vllm_naming import EngineFacts, roots_agree
 from entresol_client.engines.vllm_versions import TESTED, told_apart
+from entresol_proto.seal.dtypes import DType
 from entresol_proto.status import ConfigError
 
 log = logging.getLogger("entresol.engine")
@@ -241,10 +243,21 @@ def _platform_facts(config: Any, platform: Any, attention: str) -> dict[str, Any
         facts["processor"] = _asked(platform, "get_cpu_architecture")
         facts["amx"] = _asked(torch.cpu, "_is_amx_tile_supported")
     canonical = getattr(config, "canonical_layout", False)
-    if platform.device_type != "cpu" and not canonical and not (attention and layout):
-        # Then vLLM chooses backend and layout itself, by the processor's generation.
+    own = naming.dtype_of(config.model.dtype) is DType.OPAQUE  # a format of the backend's
+    if platform.device_type != "cpu" and not canonical and (own or not (attention and layout)):
+        # Then vLLM chooses backend and layout itself, by the processor's generation; or the backend
+        # its numbers: TurboQuant has another fp8 before sm_89.
         facts["capability"] = _asked(platform, "get_device_capability")
+    if "turboquant" in str(config.model.dtype):  # its rows lie otherwise where FlyDSL is installed
+        facts["flydsl"] = _asked(_flydsl(), "is_flydsl_available")
     return facts
+
+
+def _flydsl() -> Any:
+    try:
+        return importlib.import_module("vllm.v1.attention.ops.flydsl_turboquant_decode")
+    except Exception:  # not in this version, or not on this platform
+        return None
 
 
 def _asked(platform: Any, name: str) -> str:

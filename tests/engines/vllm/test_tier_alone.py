@@ -651,6 +651,28 @@ def test_processors_that_lay_keys_out_otherwise_have_other_names(
     assert facts(True) == facts(True)
 
 
+def test_numbers_that_a_backend_chooses_by_the_processor_have_other_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TurboQuant, also where it was told: `_use_fp8_e4b15`, `is_flydsl_available`."""
+    flydsl = SimpleNamespace(is_flydsl_available=lambda: False)
+    monkeypatch.setattr(vllm_compat, "_flydsl", lambda: flydsl)
+
+    def facts(dtype: str, capability: str = "8.0") -> Any:
+        told = offloading_config({}, model=OffloadingModelConfig("tiny", dtype))
+        platform = SimpleNamespace(
+            device_type="cuda", get_device_capability=lambda: capability, fp8_dtype=lambda: "e4m3"
+        )
+        return vllm_compat._platform_facts(told, platform, "TOLD")
+
+    assert facts("turboquant_k8v4") != facts("turboquant_k8v4", "9.0")
+    for dtype in ("bfloat16", "fp8_e4m3"):
+        assert facts(dtype) == facts(dtype, "9.0")
+    usual = facts("turboquant_k8v4")
+    flydsl.is_flydsl_available = lambda: True
+    assert facts("turboquant_k8v4") != usual
+
+
 def test_the_renamed_fields_of_older_versions_are_known() -> None:
     assert vllm_compat.slots_of(SimpleNamespace(block_ids=np.array([3, 1]))) == [3, 1]
     assert vllm_compat.slots_of(SimpleNamespace(chunk_ids=np.array([2]))) == [2]
