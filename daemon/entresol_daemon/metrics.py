@@ -330,7 +330,7 @@ class Metrics:
         )
         self.event_gaps = self._make.counters(
             "event_consumers_dropped_total",
-            "Event subscriptions ended with a gap, by reason.",
+            "Watches, and snapshots that were followed, ended with a gap, by reason.",
             eager=True,
             reason=Domain(tuple(reason.label for reason in GapReason)),
         )

@@ -349,8 +349,8 @@ def test_following_goes_on_after_a_restart(
             assert [next_row(running)["seq"] for _ in range(3)] == [1, 2, 3]
             daemon.kill()
             daemon.start()
-            kinds = [next_row(running)["type"] for _ in range(5)]
-            assert kinds == ["gap", "snapshot", "event", "event", "event"]
+            kinds = [next_row(running)["type"] for _ in range(6)]
+            assert kinds == ["gap", "snapshot", "event", "event", "event", "complete"]
             cli("put", path, "--key", "text:after")
             assert next_row(running)["kind"] == "stored"
             running.send_signal(signal.SIGINT)

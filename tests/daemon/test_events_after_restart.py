@@ -31,7 +31,7 @@ BLOCKS = 24
 
 
 async def snapshot(running: Running) -> list[Event]:
-    return [event async for event in running.daemon.admin.snapshot(DEV)]
+    return [event async for event in running.daemon.admin.snapshot(DEV) if event is not None]
 
 
 def check_chain(found: list[Event], chain: list[PutBlock], medium: Medium) -> None:

@@ -484,9 +484,8 @@ async def test_a_snapshot_tells_what_the_put_said(tmp_path: Path, fabric: str) -
         following.close()
         assert isinstance(events, list)
         assert [event.engine_keys[0] for event in events] == keys, "a child before its parent"
-        told = {
-            event.engine_keys[0]: event async for event in running.daemon.admin.snapshot(tenant)
-        }
+        steps = running.daemon.admin.snapshot(tenant)
+        told = {event.engine_keys[0]: event async for event in steps if event is not None}
         assert list(told) == keys
         for at, block in enumerate(chain):
             event = told[block.key]

@@ -36,7 +36,10 @@ from entresol_client.relay import feed, metrics
 from entresol_client.relay.service import Options, Relay
 from entresol_client.relay.workers import Worker
 from entresol_client.results import PutBlock
+from entresol_daemon.config import Config
 from entresol_daemon.control import devcerts
+from entresol_daemon.events.types import GapReason
+from entresol_daemon.shard.listing import Listing
 from entresol_proto.ids import NamespaceDescriptor, TenantName
 from entresol_proto.limits import KIB
 from entresol_proto.status import Status
@@ -46,6 +49,9 @@ MODEL = "lab/model"
 TOKENS = 16
 DESCRIPTOR = NamespaceDescriptor(model=MODEL, block_tokens=TOKENS, page_layout="vllm:lab")
 SECONDS_MAX = 30.0
+DEV = TenantName("dev")
+HELD = 64  # events, where it is about how few are held
+LISTING_S = 0.01  # for each block, likewise
 
 
 def chain(blocks: int, name: int = 0) -> list[PutBlock]:
@@ -297,6 +303,76 @@ async def test_a_chain_over_two_shards_is_one(tmp_path: Path) -> None:
                     assert router.index.dropped == late.index.dropped == 0
                 finally:
                     late.close()
+
+
+async def test_a_snapshot_that_outlasts_the_events_is_followed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large shard all that the log holds goes by while it is listed: what a relay watched from
+    the snapshot's position on began with a gap, each time."""
+    turn = Listing._turn
+
+    async def slow(self: Listing, cost: int) -> None:
+        await asyncio.sleep(LISTING_S)
+        await turn(self, cost)
+
+    monkeypatch.setattr(Listing, "_turn", slow)
+
+    def small(config: Config) -> Config:
+        config = shape()(config)
+        return replace(config, events=replace(config.events, history_events_max=HELD))
+
+    async with running_daemon(tmp_path, small) as running, client_of(running) as client:
+        space = await client.namespace(DESCRIPTOR)
+        listed, gone, new = chain(60, 1), chain(20, 2), chain(20, 3)
+        for one in (listed, gone):
+            assert (await space.put(one, ack="durable")).ok
+        log = running.daemon.shard.parts.events
+        gaps = list[GapReason]()
+        monkeypatch.setattr(log, "_on_gap", gaps.append)
+        busy = True
+
+        async def others() -> None:
+            """Blocks come and go, faster than a snapshot lists them."""
+            other, number = chain(1, 4)[0], 0
+            while busy:
+                assert (await space.put([other])).ok
+                assert (await space.forget([other.key])).count == 1
+                if number < len(gone):
+                    assert (await space.forget([gone[-1 - number].key])).count == 1
+                    assert (await space.put([new[number]])).ok
+                number += 1
+
+        async with relaying(running.client_config(), round_pause_s=0.1) as (relay, router):
+
+            async def followed() -> None:
+                await eventually(
+                    lambda: relay.shards["dev"].synchronised, seconds=SECONDS_MAX,
+                    what="a complete snapshot",
+                )  # fmt: skip
+                await eventually(lambda: gaps or log.subscriptions_of(DEV), what="a watch")
+                assert not gaps
+
+            before = log.position(DEV).seq
+            working = asyncio.create_task(others())
+            try:
+                await followed()
+                assert log.position(DEV).seq - before > 2 * HELD, "it was too quick"
+                relay.again()  # as for a reader that comes later
+                await eventually(lambda: not relay.shards["dev"].synchronised)
+                await followed()
+                await router.scores(new, len(new))
+                await router.scores(listed, len(listed))
+                await router.scores(gone, 0)
+                assert not gaps
+            finally:
+                busy = False
+                await working
+            index = running.daemon.shard.parts.engine.index
+            await eventually(
+                lambda: relay.mirror.stored_blocks == relay.mirror.told_blocks == len(index),
+                seconds=SECONDS_MAX, what="the shard's index",
+            )  # fmt: skip
 
 
 async def test_metrics_tell_what_the_status_tells(tmp_path: Path) -> None:

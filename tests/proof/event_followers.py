@@ -82,26 +82,39 @@ class Follower:
     def log(self) -> EventLog:
         return self.world.shard.parts.events
 
-    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
+    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event | None]:
         """As the daemon's gRPC service takes it: the walk needs the shard alone."""
         admin = ShardAdmin.__new__(ShardAdmin)
         admin._shard = self.world.shard
         return admin.snapshot(tenant)
 
     async def synchronise(self) -> None:
-        """Snapshot; the index changes meanwhile. One that is cut short is none."""
-        place: Position | None = None
-        batches = snapshot_batches(self.log, self.snapshot, self.tenant, batch_events=8)
-        async with contextlib.aclosing(batches):
-            async for batch in batches:
-                if isinstance(batch, Position):
-                    self.mirror.restart(batch)
-                    self.mirror.position, place = None, batch
-                else:
-                    self.mirror.load(batch)
-                    await asyncio.sleep(self.rng.uniform(0, 0.004))
-        self.mirror.position = place
-        self.tally.figure("snapshots", 1)
+        """Snapshot, with or without what happens meanwhile. One that is cut short is none."""
+        follow = self.rng.random() < 0.7
+        batches = snapshot_batches(
+            self.log, self.snapshot, self.tenant, batch_events=8, follow=follow
+        )
+        incarnation, whole = self.log.incarnation, False
+        try:
+            async with contextlib.aclosing(batches):
+                async for batch in batches:
+                    if isinstance(batch, Position):
+                        self.mirror.restart(batch)
+                    elif isinstance(batch, Gap):
+                        self.tally.figure(f"gaps_{batch.reason.label}", 1)
+                        return
+                    else:
+                        for event in batch:
+                            if event.seq:
+                                self.mirror.follow(incarnation, [event])
+                            else:
+                                self.mirror.load([event])
+                        await asyncio.sleep(self.rng.uniform(0, 0.004))
+            whole = True
+        finally:
+            if not whole:
+                self.mirror.position = None
+        self.tally.figure("snapshots_followed" if follow else "snapshots", 1)
 
     async def follow(self) -> None:
         """For ever, with disconnects; cancelled by whoever ends the world."""

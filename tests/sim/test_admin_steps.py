@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from entresol_daemon.core.accounts import Account
-from entresol_daemon.events.types import Medium
+from entresol_daemon.events.mirror import Mirror
+from entresol_daemon.events.stream import snapshot_batches
+from entresol_daemon.events.types import Event, Gap, Medium, Position
 from entresol_daemon.flash.sim import Fault
 from entresol_daemon.shard import listing
 from entresol_daemon.shard.choosing import PLACES_MAX
@@ -51,6 +54,11 @@ class Ticks:
             ticking.cancel()
 
 
+async def listed(world: World) -> list[Event]:
+    """A snapshot."""
+    return [event async for event in admin_of(world).snapshot(ALPHA) if event is not None]
+
+
 def contended(world: World) -> None:
     """Two tenants used the loop just now."""
     for name in ("alpha", "beta"):
@@ -80,9 +88,9 @@ def test_a_snapshot_looks_through_the_index_in_pieces(
         await stored(await joined(world), KEYS)
         host = await joined(world)
         await host.forget(KEYS[10:30])
-        whole = [event async for event in admin_of(world).snapshot(ALPHA)]
+        whole = await listed(world)
         monkeypatch.setattr(listing, "SCAN_SLOTS", 7)
-        pieces = [event async for event in admin_of(world).snapshot(ALPHA)]
+        pieces = await listed(world)
         assert [each.wire_keys for each in pieces] == [each.wire_keys for each in whole]
         assert len(whole) == len(KEYS) - 20
 
@@ -96,7 +104,7 @@ def test_a_snapshot_reads_many_heads_at_once(
 
     async def story(world: World) -> None:
         await stored(await joined(world), KEYS)
-        whole = [event async for event in admin_of(world).snapshot(ALPHA)]
+        whole = await listed(world)
         forget_memory(world)
         reader, asked = world.shard.parts.engine._reader, list[int]()
         honest = reader.heads
@@ -106,7 +114,7 @@ def test_a_snapshot_reads_many_heads_at_once(
             return await honest(slots)
 
         monkeypatch.setattr(reader, "heads", heads)
-        found = [event async for event in admin_of(world).snapshot(ALPHA)]
+        found = await listed(world)
         assert [replace(each, medium=Medium.MEMORY, time_unix_ns=0) for each in found] == [
             replace(each, time_unix_ns=0) for each in whole
         ]
@@ -124,13 +132,15 @@ def test_a_snapshot_names_a_block_that_took_the_slot_of_one_read_ahead(tmp_path:
         index = world.shard.parts.engine.index
         walk = admin_of(world).snapshot(ALPHA)
         first = await anext(walk)
+        while first is None:
+            first = await anext(walk)
         before = {index.key_of(slot): slot for slot in index.live_slots().tolist()}
         await host.forget(KEYS[5:6])
         await stored(host, KEYS[20:21])
         forget_memory(world)
         (new,) = (slot for slot in index.live_slots().tolist() if index.key_of(slot) not in before)
         assert new in before.values(), "in the slot of the one that is gone"
-        found = [first, *[event async for event in walk]]
+        found = [first, *[event async for event in walk if event is not None]]
         assert {key for each in found for key in each.engine_keys} >= {KEYS[20]}
         assert KEYS[5] not in {key for each in found for key in each.engine_keys}
         assert all(each.engine_keys for each in found)
@@ -162,7 +172,7 @@ def test_a_snapshot_pays_for_whole_records_too(
 
         monkeypatch.setattr(parts.engine, "read", read)
         monkeypatch.setattr(Turns, "take", take)
-        found = [event async for event in admin_of(world).snapshot(ALPHA)]
+        found = await listed(world)
         assert [event.token_ids_u32le for event in found] == [tokens] * 4
         assert len(whole) == 4
         assert sum(paid) >= sum(whole) + (len(whole) + 4) * FLASH_ITEM_BYTES
@@ -175,10 +185,10 @@ def test_a_snapshot_lists_blocks_that_the_device_does_not_give_just_now(tmp_path
 
     async def story(world: World) -> None:
         await stored(await joined(world), KEYS[:4])
-        whole = [event async for event in admin_of(world).snapshot(ALPHA)]
+        whole = await listed(world)
         forget_memory(world)
         world.device.plan.rates = {Fault.READ_EIO: 1.0}
-        found = [event async for event in admin_of(world).snapshot(ALPHA)]
+        found = await listed(world)
         world.device.plan.rates = {}
         assert [each.wire_keys for each in found] == [each.wire_keys for each in whole]
         assert {each.medium for each in found} == {Medium.FLASH}
@@ -295,5 +305,71 @@ def test_a_tenants_namespaces_tell_nothing_of_anothers(tmp_path: Path) -> None:
         assert not parts.codecs.latest("alpha")
         assert not parts.meters.ratios.rows("alpha")
         assert await admin.namespaces(BETA) == before
+
+    simulate(tmp_path, story)
+
+
+async def picture(world: World) -> Mirror:
+    """What a snapshot that is followed shows, with no event after it."""
+    parts, mirror = world.shard.parts, Mirror()
+    steps = snapshot_batches(
+        parts.events, admin_of(world).snapshot, ALPHA, batch_events=2, follow=True
+    )
+    async for batch in steps:
+        assert not isinstance(batch, Gap)
+        if isinstance(batch, Position):
+            mirror.restart(batch)
+            continue
+        for event in batch:
+            if event.seq:
+                mirror.follow(parts.events.incarnation, [event])
+            else:
+                mirror.load([event])
+    return mirror
+
+
+def test_a_block_that_goes_while_it_is_read_is_not_listed_behind_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For who follows it were there for ever: what ended it was told already."""
+    tokens = pack_token_ids(tuple(range(2_000)))  # read whole, so that there is time for it
+
+    async def story(world: World) -> None:
+        monkeypatch.setattr(shardlab, "pack_token_ids", lambda _ids: tokens)
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:6])
+        forget_memory(world)
+        parts = world.shard.parts
+        honest, reads = parts.engine.read, itertools.count()
+
+        async def read(items: list[tuple[int, memoryview]]) -> list[Status]:
+            statuses = await honest(items)
+            if (at := next(reads)) % 2:
+                await host.forget(KEYS[at : at + 1])  # the one that is read
+            return statuses
+
+        monkeypatch.setattr(parts.engine, "read", read)
+        mirror = await picture(world)
+        index = parts.engine.index
+        left = {index.key_of(slot) for slot in index.live_slots().tolist()}
+        assert {key for _, key in mirror.blocks} == left
+        assert len(left) == 3
+
+    simulate(tmp_path, story)
+
+
+def test_a_snapshot_that_finds_nothing_for_long_says_that_it_goes_on(tmp_path: Path) -> None:
+    """Whoever follows it reads the log in between; silent, it were overtaken."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS)
+        walk = admin_of(world).snapshot(ALPHA)
+        while await anext(walk) is None:
+            pass
+        await host.forget(KEYS[1:])
+        left = [event async for event in walk]
+        assert len(left) >= len(KEYS) // listing.HEADS_AT_ONCE - 1
+        assert left == [None] * len(left)
 
     simulate(tmp_path, story)

@@ -441,6 +441,121 @@ async def test_a_snapshot_left_half_way_closes_its_provider():
     assert closed == [True]
 
 
+class Walked:
+    """What is stored, walked while it changes; `per_step` changes with each block listed."""
+
+    def __init__(self, log: EventLog, blocks: int, per_step: int) -> None:
+        self.log, self.per_step = log, per_step
+        self.names = {key(number) for number in range(blocks)}
+        self.changes = 0
+
+    def change(self) -> None:
+        """One block comes, one goes: also such as were listed, or are to be."""
+        self.changes += 1
+        store(self.log, A, 10_000 + self.changes)
+        self.names.add(key(10_000 + self.changes))
+        gone = sorted(self.names)[self.changes * 7 % len(self.names)]
+        self.names.remove(gone)
+        self.log.publish(
+            Kind.REMOVED, A, time_unix_ns=1, namespace_id=NS, wire_keys=(gone,),
+        )  # fmt: skip
+
+    async def walk(self, tenant: TenantName) -> AsyncIterator[Event | None]:
+        for name in sorted(self.names):
+            for _ in range(self.per_step):
+                self.change()
+            await asyncio.sleep(0)
+            if name not in self.names:
+                yield None
+                continue
+            yield Event(0, 1, tenant, Kind.STORED, NS, (name,), medium=Medium.FLASH)
+
+
+async def followed(
+    batches: AsyncIterator[Position | list[Event] | Gap], mirror: Mirror
+) -> Gap | None:
+    """A reader of a snapshot that is followed: takes everything in the order in which it came."""
+    incarnation = 0
+    async for batch in batches:
+        if isinstance(batch, Position):
+            mirror.restart(batch)
+            incarnation = batch.incarnation
+        elif isinstance(batch, Gap):
+            return batch
+        else:
+            for event in batch:
+                if event.seq:
+                    mirror.follow(incarnation, [event])
+                else:
+                    mirror.load([event])
+    return None
+
+
+@pytest.mark.parametrize("batch_events", [1, 3, 256])
+@pytest.mark.parametrize("per_step", [1, 7])
+async def test_a_followed_snapshot_needs_none_of_what_the_log_lost(batch_events, per_step):
+    """The log holds a hundredth of what happens during the walk."""
+    log = EventLog(5, event_limits=EventLimits(tenant_events_max=2 * per_step))
+    for number in range(200):
+        store(log, A, number)
+    walked, mirror = Walked(log, 200, per_step), Mirror()
+    batches = snapshot_batches(log, walked.walk, A, batch_events=batch_events, follow=True)
+    assert await followed(batches, mirror) is None
+    assert walked.changes == 200 * per_step
+    assert mirror.position == log.position(A)
+    assert set(mirror.blocks) == {(NS, name) for name in walked.names}
+    assert log.subscriptions_count == 0
+    plain = [batch async for batch in snapshot_batches(log, walked.walk, A, batch_events=99)]
+    assert all(not event.seq for batch in plain if isinstance(batch, list) for event in batch)
+
+
+async def test_a_followed_snapshot_goes_on_while_more_happens_than_it_sends():
+    """Whatever comes while a batch is sent waits for the next block: both make progress."""
+    log = EventLog(5)
+    walked, mirror = Walked(log, 20, 3), Mirror()
+
+    async def busy() -> AsyncIterator[Position | list[Event] | Gap]:
+        batches = snapshot_batches(log, walked.walk, A, batch_events=1, follow=True)
+        async for batch in batches:
+            if isinstance(batch, list):
+                walked.change()  # two events while one is sent
+            yield batch
+
+    async with asyncio.timeout(30):
+        assert await followed(busy(), mirror) is None
+    events, _ = drain(log.subscribe(A, after=mirror.position))
+    mirror.follow(5, events)
+    assert set(mirror.blocks) == {(NS, name) for name in walked.names}
+
+
+async def test_who_reads_a_followed_snapshot_too_slowly_gets_a_gap():
+    log = EventLog(5, event_limits=EventLimits(tenant_events_max=4))
+    walked = Walked(log, 20, 1)
+    batches = snapshot_batches(log, walked.walk, A, batch_events=3, follow=True)
+    got: list[Position | list[Event] | Gap] = [await anext(batches), await anext(batches)]
+    for _ in range(5):
+        walked.change()  # while it does not read
+    got += [batch async for batch in batches]
+    assert isinstance(got[-1], Gap)
+    assert (got[-1].reason, got[-1].asked_seq, got[-1].last_seq) == (GapReason.SLOW, 2, 14)
+    assert not any(isinstance(batch, Gap) for batch in got[:-1])
+
+
+async def test_a_followed_snapshot_ends_with_the_tenant():
+    log = EventLog(5)
+
+    async def provider(tenant: TenantName) -> AsyncIterator[Event]:
+        for number in range(3):
+            yield Event(0, 1, tenant, Kind.STORED, NS, (key(number),), medium=Medium.FLASH)
+            if number == 1:
+                log.publish(Kind.TENANT_ERASED, A, time_unix_ns=1)
+
+    mirror = Mirror()
+    batches = snapshot_batches(log, provider, A, batch_events=9, follow=True)
+    assert await followed(batches, mirror) is None
+    assert (mirror.blocks, mirror.position) == ({}, log.position(A))
+
+
 # --------------------------------------------------- rebuilt from events == the shard's index
 
 

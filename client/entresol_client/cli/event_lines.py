@@ -149,6 +149,13 @@ class Printer:
         else:
             print(f"-- stored at {place} --", flush=True)
 
+    def end_snapshot(self, place: Place) -> None:
+        """All that is stored at a position was told."""
+        if self._json:
+            output.json_line({"type": "complete", "position": str(place)})
+        else:
+            print(f"-- complete at {place} --", flush=True)
+
     def end(self, place: Place) -> None:
         """Where to go on another time."""
         if self._json:

@@ -46,13 +46,14 @@ position is written INCARNATION:NUMBER, and --since takes one, or a number of th
 
 When the daemon no longer holds what came after a position, it says so: a gap. With --follow the
 command then tells which numbers are missing, prints a snapshot (every block stored now, as `stored`
-events with number 0) and follows from there: what is printed is again the whole truth. Of
---all-tenants nothing is replayed: after a lost connection, or where this command was too slow,
-numbers that were not seen are a gap.
+events with number 0; what happens meanwhile comes in between, under its own numbers) and goes on
+from there: what is printed is again the whole truth. Of --all-tenants nothing is replayed: after a
+lost connection, or where this command was too slow, numbers that were not seen are a gap.
 
 --tenant NAME uses client-NAME.toml beside the configuration; where there is none, the admin socket.
 
-With --json every line is an object with "type": "event", "gap", "snapshot" (begins) or "position".
+With --json every line is an object with "type": "event", "gap", "snapshot" (begins), "complete" (it
+is, with --follow) or "position".
 
 exit status: 0 done, 1 refused or gap without --follow, 2 wrong use, 3 no daemon.
 """
@@ -234,21 +235,40 @@ class Watcher:
             call.cancel()
 
     def _snapshot(self, stub: Any) -> Place:
-        """Print what is stored; returns its position."""
-        call = stub.Snapshot(self._pb.SnapshotRequest(tenant=self._named))
+        """Print what is stored, and what happens meanwhile while following; returns the position
+        to go on from. Of one that ended with a gap, because this command was too slow, nothing
+        holds: another one follows."""
+        while True:
+            place = self._snapshot_once(stub)
+            if place is not None:
+                return place
+
+    def _snapshot_once(self, stub: Any) -> Place | None:
+        """None after a gap. Raises: Unreachable."""
+        following = self._args.follow
+        call = stub.Snapshot(self._pb.SnapshotRequest(tenant=self._named, follow=following))
         place: Place | None = None
         complete = False
         try:
             for reply in call:
+                self._connected = self._answered = True
                 if reply.HasField("position"):
                     place = Place(reply.position.incarnation, reply.position.seq)
                     self._printer.begin_snapshot(place)
+                if reply.HasField("gap"):
+                    self._printer.gap(reply.gap, following=True)
+                    return None
                 self._print(reply.events)
+                seen = max((event.seq for event in reply.events), default=0)  # 0: listed only
+                if place is not None and seen:
+                    place = Place(place.incarnation, seen)
                 complete = complete or reply.complete
         finally:
             call.cancel()
         if place is None or not complete:
             raise Unreachable("the snapshot was cut short", hint="try again")
+        if following:
+            self._printer.end_snapshot(place)
         return place
 
     def _follow_through_gaps(self, stub: Any) -> None:

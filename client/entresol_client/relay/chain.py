@@ -195,8 +195,9 @@ class Mirror:
         position: int,
         block_tokens: int,
         token_ids: Sequence[int],
+        live: bool = False,
     ) -> None:
-        """A `stored` event, live or of a snapshot; keys of a namespace not added are ignored."""
+        """A `stored` event, `live` or of a snapshot; keys of a namespace not added are ignored."""
         space = self._spaces.get((shard, namespace_id))
         if space is None:
             return
@@ -208,7 +209,7 @@ class Mirror:
             return
         fits = block_tokens > 0 and len(token_ids) == block_tokens * len(wire_keys)
         before, headless = self._before(space, parent, position)
-        new = space.before is None or not space.listed
+        new = live or space.before is None or not space.listed
         for at, (wire_key, engine_key) in enumerate(zip(wire_keys, engine_keys, strict=True)):
             parts = keys.split(engine_key, space.maker)
             if parts.salted and not self._with_salted:

@@ -1,8 +1,9 @@
 """One shard's events, as a thread that never ends by itself: snapshot, then watch, and again.
 
-Invariants: it hands over events in the shard's order; a snapshot is between `Begin` and `End`, and
-an `End` that is not complete was cut short; nothing is skipped silently: after a lost connection it
-goes on behind the last number seen, after a gap it takes a snapshot.
+Invariants: it hands over events in the shard's order; a snapshot is between `Begin` and `End`, with
+what happens meanwhile, and an `End` that is not complete was cut short; nothing is skipped
+silently: after a lost connection it goes on behind the last number seen, after a gap it takes a
+snapshot.
 
 The inbox is bounded: a relay that is slower than the daemon makes this thread wait, the daemon's
 stream with it, and in the end gets a gap instead of growing.
@@ -243,15 +244,23 @@ class ShardFeed(threading.Thread):
         self._put(Events(self.shard, events))
 
     def _snapshot(self, stub: Any) -> tuple[int, int] | None:
-        """Hand over what is stored; the position to follow from, None when it was cut short."""
+        """Hand over what is stored and what happens meanwhile; the position to follow from, None
+        when it was cut short.
+
+        What happens meanwhile is not left for the watch: of a large shard the snapshot may take
+        longer than events are held, and so may the next one. An older daemon tells none of it.
+        """
         place: tuple[int, int] | None = None
         complete = False
         self._put(Begin(self.shard))
         try:
-            for reply in self._stream(stub.Snapshot(self._pb.SnapshotRequest())):
+            for reply in self._stream(stub.Snapshot(self._pb.SnapshotRequest(follow=True))):
                 if reply.HasField("position"):
                     place = (reply.position.incarnation, reply.position.seq)
                 self._hand_over(stub, reply.events)
+                seen = max((event.seq for event in reply.events), default=0)  # 0: listed only
+                if place is not None and seen:
+                    place = (place[0], seen)
                 complete = complete or reply.complete
         except self._grpc.RpcError as error:
             if rpc.translate(error).status is not Status.BUSY:

@@ -126,6 +126,7 @@ class Relay:
         self._clear_wanted = False
         self.events = 0
         self.rounds = 0
+        self.snapshots = {"complete": 0, "cut": 0}
         self._kinds = rpc.modules()[1].Kind
         self._closed = False
         self.latest = self.status()  # recent; may be read from any thread
@@ -200,6 +201,7 @@ class Relay:
         elif isinstance(item, feed.End):
             shard.in_snapshot = False
             shard.synchronised |= item.complete
+            self.snapshots["complete" if item.complete else "cut"] += 1
             self.mirror.end_snapshot(item.shard, complete=item.complete)
         elif isinstance(item, feed.Up):
             shard.state, shard.reason, shard.since_s = "up", "", now_s
@@ -234,7 +236,7 @@ class Relay:
             if event.kind == kinds.KIND_STORED:
                 self.mirror.stored(
                     shard, event.namespace_id, event.wire_keys, event.engine_keys, event.parent,
-                    event.position, event.block_tokens, event.token_ids,
+                    event.position, event.block_tokens, event.token_ids, live=event.seq > 0,
                 )  # fmt: skip
             elif event.kind in ends:
                 self.mirror.removed(shard, event.namespace_id, event.wire_keys)
@@ -328,6 +330,7 @@ class Relay:
             },
             "events": self.events,
             "rounds": self.rounds,
+            "snapshots": dict(self.snapshots),
             "counts": dict(sorted((mirror.counts + self.publisher.counts).items())),
             "shards": [
                 {"name": name, "state": one.state, "reason": one.reason or None}

@@ -217,7 +217,7 @@ class ShardBackend(Protocol):
         """Wait until it is the tenant's turn to have so many events written to a consumer."""
         ...
 
-    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
+    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event | None]:
         """What the tenant has stored; see `events.stream.SnapshotProvider` for the contract."""
         ...
 

@@ -232,7 +232,7 @@ class EventsService:
             return
         self._snapshots[tenant] += 1
         try:
-            async with contextlib.aclosing(self._walk(tenant)) as replies:
+            async with contextlib.aclosing(self._walk(tenant, request.follow)) as replies:
                 async for reply in replies:
                     yield reply
         except Exception as error:
@@ -261,21 +261,32 @@ class EventsService:
 
         return await _answer(context, "Namespaces", find())
 
-    async def _walk(self, tenant: TenantName) -> AsyncGenerator[pb.SnapshotReply, None]:
+    async def _walk(
+        self, tenant: TenantName, follow: bool
+    ) -> AsyncGenerator[pb.SnapshotReply, None]:
         event_log = self._backend.event_log
         batches = snapshot_batches(
             event_log,
             self._backend.snapshot,
             tenant,
             batch_events=event_log.limits.batch_events_max,
+            follow=follow,
         )
         async with contextlib.aclosing(batches):
             async for batch in batches:
                 if isinstance(batch, Position):
                     yield pb.SnapshotReply(position=convert.position_message(batch))
                     continue
+                if isinstance(batch, Gap):
+                    yield pb.SnapshotReply(gap=convert.gap_message(batch))
+                    return
+                numbered = sum(1 for event in batch if event.seq)  # the walk paid for the others
+                if numbered:
+                    await self._backend.event_turn(tenant, numbered)
                 for group in convert.event_groups(batch):
                     yield pb.SnapshotReply(events=group)
+                if any(event.kind is Kind.TENANT_ERASED for event in batch):
+                    return
         yield pb.SnapshotReply(complete=True)
 
 

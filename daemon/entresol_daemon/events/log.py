@@ -344,6 +344,11 @@ class EventLog:
         self._subscriptions_count += 1
         return subscription
 
+    def tail(self, tenant: TenantName) -> Subscription:
+        """A tenant's events from now on, for who polls by itself: it is not woken, and not counted,
+        because something else bounds how many there are."""
+        return Subscription(self, tenant, None, None)
+
     def _unsubscribe(self, subscription: Subscription) -> None:
         peers = self._subscriptions.get(subscription.tenant, [])
         if subscription in peers:

@@ -338,7 +338,7 @@ class ShardAdmin:
             await stretches.spend(NAMESPACE_COST)
         return found
 
-    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event]:
+    def snapshot(self, tenant: TenantName) -> AsyncIterator[Event | None]:
         """Every stored block of a tenant as a STORED event; see `Listing`."""
         return Listing(self._shard.parts, tenant).events()
 

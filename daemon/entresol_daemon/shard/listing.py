@@ -1,7 +1,8 @@
 """Snapshots: what a tenant has stored, as events, read from the heads of its blocks.
 
-Invariants: every block is listed that is stored from before the start to after the end; a tenant
-waits for its turns, of the loop and of flash, and others have theirs in between.
+Invariants: every block is listed that is stored from before the start to after the end, and none
+that was gone when the one before it was given out; a tenant waits for its turns, of the loop and of
+flash, and others have theirs in between.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.events.types import Event
 from entresol_daemon.flash.device import aligned_buffer
-from entresol_daemon.flash.index import Slots
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.staging import sealed_view
@@ -35,7 +35,7 @@ from entresol_proto.seal.block import (
 from entresol_proto.status import SealError, Status
 
 SCAN_SLOTS, SCAN_COST = 65_536, 200  # of the index, looked through in one turn
-HEADS_AT_ONCE = 32  # read from flash in one batch: who follows must be done before the log is full
+HEADS_AT_ONCE = 32  # read from flash in one batch
 _HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
 
 
@@ -47,18 +47,26 @@ class Listing:
         self._tenant = tenant
         self._heads: dict[int, bytes] = {}  # read ahead, by slot: perhaps of another block by now
 
-    async def events(self) -> AsyncIterator[Event]:
-        """In order of position within a namespace: parents before what follows them."""
+    async def events(self) -> AsyncIterator[Event | None]:
+        """In order of position within a namespace: parents before what follows them. None now and
+        then, also while nothing is found: who follows must read the log before it is full."""
         parts = self._parts
         index = parts.engine.index
         if parts.keyring.info(self._tenant) is None:
             return  # admitted, but never seen: nothing is stored
         for namespace_id in parts.keyring.namespaces_of(self._tenant):
-            slots = await self._slots_of(namespace_id)
+            found, first = [np.zeros(0, np.int64)], 0
+            while index.has_namespace(namespace_id) and first < index.high:
+                await self._turn(SCAN_COST)
+                found.append(index.slots_of(namespace_id, first, first + SCAN_SLOTS))
+                first += SCAN_SLOTS
+                yield None
+            slots = np.concatenate(found)
             ordered = slots[np.argsort(index.position[slots], kind="stable")].tolist()
             for at in range(0, len(ordered), HEADS_AT_ONCE):
                 some = ordered[at : at + HEADS_AT_ONCE]
                 await self._read_ahead(namespace_id, some)
+                yield None
                 for slot in some:
                     await self._turn(BLOCK_COST)
                     event = await self._stored_event(namespace_id, slot)
@@ -69,17 +77,6 @@ class Listing:
         account = self._parts.accounts.by_name.get(self._tenant)
         if account is not None:
             await self._parts.turns.loop.take(account, REQUEST_COST + cost)
-
-    async def _slots_of(self, namespace_id: bytes) -> Slots:
-        """Of a namespace's blocks; the index is looked through in the tenant's turns."""
-        index = self._parts.engine.index
-        found = [np.zeros(0, np.int64)]
-        first = 0
-        while index.has_namespace(namespace_id) and first < index.high:
-            await self._turn(SCAN_COST)
-            found.append(index.slots_of(namespace_id, first, first + SCAN_SLOTS))
-            first += SCAN_SLOTS
-        return np.concatenate(found)
 
     def _is_here(self, namespace_id: bytes, slot: int) -> bool:
         index = self._parts.engine.index

@@ -438,20 +438,24 @@ class WatchReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., gap: _Optional[_Union[Gap, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "follow")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    follow: bool
+    def __init__(self, tenant: _Optional[str] = ..., follow: bool = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("position", "events", "complete")
+    __slots__ = ("position", "events", "complete", "gap")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
     position: Position
     events: _containers.RepeatedCompositeFieldContainer[Event]
     complete: bool
-    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+    gap: Gap
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., complete: bool = ..., gap: _Optional[_Union[Gap, _Mapping]] = ...) -> None: ...
 
 class NamespacesRequest(_message.Message):
     __slots__ = ("tenant",)

@@ -521,7 +521,8 @@ class EventsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """What is stored now, as Stored events. Then Watch from the position in the first reply.
+        """What is stored now, as Stored events. Then Watch: from the last numbered event in it, or where
+        there is none (an older daemon sends none) from the position in the first reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
