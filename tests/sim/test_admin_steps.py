@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entresol_daemon.core.accounts import Account
@@ -95,6 +96,42 @@ def test_a_snapshot_looks_through_the_index_in_pieces(
         assert len(whole) == len(KEYS) - 20
 
     simulate(tmp_path, story)
+
+
+def test_a_snapshot_of_many_blocks_is_sorted_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five million kept the loop, and everybody, for a second."""
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS)
+        whole = await listed(world)
+        parts, sorted_there = world.shard.parts, list[int]()
+        honest = parts.compute.run
+
+        async def run(fn: Any, *args: Any) -> Any:
+            if fn is listing.by_position:
+                assert parts.turns.compute.in_service, "out of turn"
+                sorted_there.append(sum(map(len, args[0])))
+            return await honest(fn, *args)
+
+        monkeypatch.setattr(parts.compute, "run", run)
+        monkeypatch.setattr(listing, "SORTED_AT_ONCE", len(KEYS) - 1)
+        found = await listed(world)
+        assert [each.wire_keys for each in found] == [each.wire_keys for each in whole]
+        assert sorted_there == [len(KEYS)]
+
+    simulate(tmp_path, story)
+
+
+def test_slots_are_sorted_by_positions_of_any_length() -> None:
+    rng = np.random.default_rng(7)
+    for most in (1, 300, 2**16, 2**20, 2**32):
+        positions = rng.integers(0, most, 3_000, np.uint32)
+        slots = np.flatnonzero(rng.random(3_000) < 0.7)
+        expected = slots[np.argsort(positions[slots], kind="stable")]
+        assert (listing.by_position([slots[:9], slots[9:]], positions) == expected).all()
+    assert not len(listing.by_position([np.zeros(0, np.int64)], positions))
 
 
 def test_a_snapshot_reads_many_heads_at_once(

@@ -13,10 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.core.residency import ResidentState
 from entresol_daemon.events import types as events
 from entresol_daemon.events.types import Event
 from entresol_daemon.flash.device import aligned_buffer
+from entresol_daemon.flash.index import U32, Slots
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.staging import sealed_view
@@ -36,7 +38,21 @@ from entresol_proto.status import SealError, Status
 
 SCAN_SLOTS, SCAN_COST = 65_536, 200  # of the index, looked through in one turn
 HEADS_AT_ONCE = 32  # read from flash in one batch
+SORTED_AT_ONCE = 4_096  # slots, on the loop: it stood for a second while five million were sorted
+SORT_BYTES = 64  # of the sealing that a thread could do while it sorts one more
 _HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
+
+
+def by_position(found: Sequence[Slots], positions: U32) -> Slots:
+    """Slots in order of their blocks' positions. Sixteen bits at a time, which numpy sorts in one
+    pass: an eighth of the time."""
+    slots = np.concatenate(found)
+    asked = positions[slots]
+    order = np.argsort(asked.astype(np.uint16), kind="stable")
+    if len(asked) and asked.max() > 0xFFFF:
+        order = order[np.argsort((asked >> 16).astype(np.uint16)[order], kind="stable")]
+    ordered: Slots = slots[order]
+    return ordered
 
 
 class Listing:
@@ -61,10 +77,10 @@ class Listing:
                 found.append(index.slots_of(namespace_id, first, first + SCAN_SLOTS))
                 first += SCAN_SLOTS
                 yield None
-            slots = np.concatenate(found)
-            ordered = slots[np.argsort(index.position[slots], kind="stable")].tolist()
+            ordered = await self._in_order(found)
+            del found  # of millions of blocks it is large, and the walk is long
             for at in range(0, len(ordered), HEADS_AT_ONCE):
-                some = ordered[at : at + HEADS_AT_ONCE]
+                some = ordered[at : at + HEADS_AT_ONCE].tolist()
                 await self._read_ahead(namespace_id, some)
                 yield None
                 for slot in some:
@@ -72,6 +88,18 @@ class Listing:
                     event = await self._stored_event(namespace_id, slot)
                     if event is not None:
                         yield event
+
+    async def _in_order(self, found: list[Slots]) -> Slots:
+        """By position; of many blocks not on the loop."""
+        parts, account = self._parts, self._parts.accounts.by_name.get(self._tenant)
+        count, positions = sum(map(len, found)), parts.engine.index.position
+        if count <= SORTED_AT_ONCE or account is None:
+            return by_position(found, positions)
+        await parts.turns.compute.take(account, count * SORT_BYTES, PUTS)
+        try:
+            return await parts.compute.run(by_position, found, positions)
+        finally:
+            parts.turns.compute.give(count * SORT_BYTES)
 
     async def _turn(self, cost: int) -> None:
         account = self._parts.accounts.by_name.get(self._tenant)
