@@ -38,6 +38,7 @@ from entresol_client.relay.workers import Worker
 from entresol_client.results import PutBlock
 from entresol_daemon.config import Config
 from entresol_daemon.control import devcerts
+from entresol_daemon.control.grpc_services import SNAPSHOTS_PER_TENANT_MAX
 from entresol_daemon.events.types import GapReason
 from entresol_daemon.shard.listing import Listing
 from entresol_proto.ids import NamespaceDescriptor, TenantName
@@ -373,6 +374,33 @@ async def test_a_snapshot_that_outlasts_the_events_is_followed_all_the_same(
                 lambda: relay.mirror.stored_blocks == relay.mirror.told_blocks == len(index),
                 seconds=SECONDS_MAX, what="the shard's index",
             )  # fmt: skip
+
+
+async def test_a_relay_that_waits_for_its_snapshot_goes_on_following(tmp_path: Path) -> None:
+    """Others take theirs: until that was over, which may be minutes, routers heard nothing."""
+    async with lab(tmp_path, round_pause_s=0.1, clear=False) as (running, space, relay, router):
+        one, two = chain(4, 1), chain(3, 2)
+        assert (await space.put(one)).ok
+        await router.scores(one, 4)
+        await eventually(lambda: relay._round_done_s is not None)
+        assert running.daemon.grpc is not None
+        services = running.daemon.grpc._events
+        for service in services:
+            service._snapshots[DEV] = SNAPSHOTS_PER_TENANT_MAX
+        relay.again()
+        await eventually(lambda: relay._round_done_s is None, what="a round")
+        cut = relay.snapshots["cut"]
+        assert (await space.put(two)).ok
+        assert (await space.forget([one[2].key])).count == 1
+        await router.scores(two, 3)
+        await router.scores(one, 2)
+        assert not relay.shards["dev"].synchronised
+        for service in services:
+            service._snapshots[DEV] -= SNAPSHOTS_PER_TENANT_MAX
+        await eventually(lambda: relay._round_done_s is not None, seconds=SECONDS_MAX)
+        assert relay.shards["dev"].synchronised
+        assert (relay.mirror.told_blocks, relay.mirror.waiting_blocks) == (5, 1)
+        assert relay.snapshots["cut"] == cut, "what was refused had not begun"
 
 
 async def test_metrics_tell_what_the_status_tells(tmp_path: Path) -> None:

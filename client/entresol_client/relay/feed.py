@@ -136,6 +136,7 @@ class ShardFeed(threading.Thread):
         self._configuration = configuration
         self._inbox = inbox
         self._place: tuple[int, int] | None = None  # incarnation, last number seen
+        self._due = True  # a snapshot is; until one can be had, what is followed goes on
         self._known: set[bytes] = set()  # namespace ids that were told
         self._stopping = threading.Event()
         self._again = threading.Event()
@@ -199,10 +200,13 @@ class ShardFeed(threading.Thread):
                 while not self._stopping.is_set():
                     if self._again.is_set():
                         self._again.clear()
-                        self._place = None
+                        self._due = True
+                    busy = self._due and not self._snapshot(stub)
+                    if self._due and not busy:
+                        continue  # it was cut short
                     if self._place is None:
-                        self._place = self._snapshot(stub)
-                    if self._place is not None and not self._watch(stub):
+                        self._stopping.wait(SNAPSHOT_BUSY_S)
+                    elif not self._watch(stub, SNAPSHOT_BUSY_S if busy else None):
                         return
             except self._grpc.RpcError as error:
                 if self._stopping.is_set():
@@ -243,20 +247,20 @@ class ShardFeed(threading.Thread):
             self._known.update(unknown)  # also one whose record does not open: asked for once
         self._put(Events(self.shard, events))
 
-    def _snapshot(self, stub: Any) -> tuple[int, int] | None:
-        """Hand over what is stored and what happens meanwhile; the position to follow from, None
-        when it was cut short.
+    def _snapshot(self, stub: Any) -> bool:
+        """Hand over what is stored and what happens meanwhile; no more is due when it is complete.
+        False when none can be had now, because others take theirs.
 
         What happens meanwhile is not left for the watch: of a large shard the snapshot may take
         longer than events are held, and so may the next one. An older daemon tells none of it.
         """
         place: tuple[int, int] | None = None
         complete = False
-        self._put(Begin(self.shard))
         try:
             for reply in self._stream(stub.Snapshot(self._pb.SnapshotRequest(follow=True))):
                 if reply.HasField("position"):
-                    place = (reply.position.incarnation, reply.position.seq)
+                    place, self._place = (reply.position.incarnation, reply.position.seq), None
+                    self._put(Begin(self.shard))
                 self._hand_over(stub, reply.events)
                 seen = max((event.seq for event in reply.events), default=0)  # 0: listed only
                 if place is not None and seen:
@@ -265,24 +269,33 @@ class ShardFeed(threading.Thread):
         except self._grpc.RpcError as error:
             if rpc.translate(error).status is not Status.BUSY:
                 raise
-            self._stopping.wait(SNAPSHOT_BUSY_S)  # others take one; ours comes
+            if place is None:
+                return False
+            self._stopping.wait(SNAPSHOT_BUSY_S)  # it was cut short
         finally:
-            self._put(End(self.shard, complete and place is not None))
-        return place if complete else None
+            if place is not None:
+                self._put(End(self.shard, complete))
+        if complete and place is not None:
+            self._place, self._due = place, False
+        return True
 
-    def _watch(self, stub: Any) -> bool:
+    def _watch(self, stub: Any, seconds_max: float | None) -> bool:
         """Follow from the position; True when to go on with a snapshot, False to reconnect."""
         assert self._place is not None
         request = self._pb.WatchRequest()
         request.after.incarnation, request.after.seq = self._place
-        for reply in self._stream(stub.Watch(request)):
-            if reply.HasField("gap"):
-                self._place = None
-                return True
-            if reply.events:
-                self._hand_over(stub, reply.events)
-                self._place = (reply.incarnation, reply.events[-1].seq)
-        return self._again.is_set()
+        try:
+            for reply in self._stream(stub.Watch(request, timeout=seconds_max)):
+                if reply.HasField("gap"):
+                    self._place, self._due = None, True
+                    return True
+                if reply.events:
+                    self._hand_over(stub, reply.events)
+                    self._place = (reply.incarnation, reply.events[-1].seq)
+        except self._grpc.RpcError as error:
+            if seconds_max is None or error.code() is not self._grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        return self._due or self._again.is_set()
 
 
 def _is_fatal(error: EntresolError) -> bool:
