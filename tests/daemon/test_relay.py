@@ -386,7 +386,7 @@ async def test_a_relay_that_waits_for_its_snapshot_goes_on_following(tmp_path: P
         assert running.daemon.grpc is not None
         services = running.daemon.grpc._events
         for service in services:
-            service._snapshots[DEV] = SNAPSHOTS_PER_TENANT_MAX
+            service._snapshots[DEV] = dict.fromkeys(range(SNAPSHOTS_PER_TENANT_MAX))
         relay.again()
         await eventually(lambda: relay._round_done_s is None, what="a round")
         cut = relay.snapshots["cut"]
@@ -396,7 +396,7 @@ async def test_a_relay_that_waits_for_its_snapshot_goes_on_following(tmp_path: P
         await router.scores(one, 2)
         assert not relay.shards["dev"].synchronised
         for service in services:
-            service._snapshots[DEV] -= SNAPSHOTS_PER_TENANT_MAX
+            del service._snapshots[DEV]
         await eventually(lambda: relay._round_done_s is not None, seconds=SECONDS_MAX)
         assert relay.shards["dev"].synchronised
         assert (relay.mirror.told_blocks, relay.mirror.waiting_blocks) == (5, 1)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from test_grpc import NS, A, B, running, store
+from harness import eventually
+from test_grpc import NS, A, B, refusal, remaining, running, store
 
+from entresol_daemon.control import grpc_services
+from entresol_daemon.control.grpc_services import (
+    SNAPSHOTS_HELD_MAX,
+    SNAPSHOTS_PER_TENANT_MAX,
+    operator,
+)
 from entresol_daemon.events.log import EventLimits
 from entresol_daemon.events.types import Event, Kind, Medium
 from entresol_proto.ids import TenantName
@@ -63,3 +74,45 @@ async def test_a_followed_snapshot_that_ends_early_is_not_complete(tmp_path, end
             assert (gap.reason, gap.asked_seq, gap.last_seq) == (pb.GAP_REASON_SLOW, 0, 5)
         else:
             assert replies[-1].events[-1].kind == pb.KIND_TENANT_ERASED
+
+
+async def test_readers_that_read_no_more_keep_no_snapshot_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them, `entresol events --snapshot` behind a pager, and a relay of the tenant got none
+    for as long as they were there. There may not be many, though: each has its walk in memory."""
+    rows = 100_000  # more than waits on its way to a reader
+
+    async def long(tenant: TenantName) -> AsyncIterator[Event]:
+        for number in range(rows):
+            wire_key = number.to_bytes(16)
+            yield Event(0, 1, tenant, Kind.STORED, NS, (wire_key,), medium=Medium.FLASH)
+
+    async with running(tmp_path) as pod, pod.dial(pod.tenant("a")) as channel:
+        pod.backend.snapshot = long  # type: ignore[method-assign]
+        stub = pbg.EventsStub(channel)
+        (service,) = (one for one in pod.server._events if one._identify is not operator)
+
+        async def begun() -> Any:
+            call = stub.Snapshot(pb.SnapshotRequest())
+            assert (await asyncio.wait_for(call.read(), 10)).HasField("position")
+            return call
+
+        held = [await begun() for _ in range(SNAPSHOTS_PER_TENANT_MAX)]
+        code, _ = await refusal(stub.Snapshot(pb.SnapshotRequest()).read())
+        assert code is grpc.StatusCode.UNAVAILABLE
+        monkeypatch.setattr(grpc_services, "SNAPSHOT_HELD_S", 0.0)
+        await eventually(lambda: None not in service._snapshots[A].values())
+        whole = [reply async for reply in stub.Snapshot(pb.SnapshotRequest())]
+        assert whole[-1].complete
+        assert sum(len(reply.events) for reply in whole) == rows
+        while len(held) < SNAPSHOTS_HELD_MAX:
+            held.append(await begun())
+            await eventually(lambda: None not in service._snapshots[A].values())
+        code, details = await refusal(stub.Snapshot(pb.SnapshotRequest()).read())
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert f"{SNAPSHOTS_HELD_MAX} snapshots" in details
+        assert sum([len(r.events) for r in await remaining(held[0])]) == rows, "it is no worse off"
+        for call in held[1:]:
+            call.cancel()
+        await eventually(lambda: not service._snapshots)

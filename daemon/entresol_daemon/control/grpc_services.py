@@ -8,7 +8,6 @@ reaches the caller with its status and hint; any other is logged and answered wi
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -29,7 +28,9 @@ from entresol_proto.v1 import entresol_pb2 as pb
 log = logging.getLogger("entresol.grpc")
 
 NAMESPACES_IN_TURN = 32  # made into messages: each costs the loop as much as an event does
-SNAPSHOTS_PER_TENANT_MAX = 2  # running at once, per server; each walks the tenant's index
+SNAPSHOTS_PER_TENANT_MAX = 2  # getting on at once, per server; each walks the tenant's index
+SNAPSHOTS_HELD_MAX = 8  # of a tenant, with those that wait for their readers: 4 bytes for a block
+SNAPSHOT_HELD_S = 10.0  # whose reader took nothing for so long does not get on
 
 Identify = Callable[[Any], TenantName | None]
 """From a call's context: the tenant, or None for the operator. Raises: EntresolError."""
@@ -142,7 +143,8 @@ class EventsService:
         self._backend = backend
         self._identify = identify
         self._streams: set[EventStream] = set()
-        self._snapshots: collections.Counter[TenantName] = collections.Counter()
+        # Of each snapshot that is taken, since when it waits for its reader.
+        self._snapshots: dict[TenantName, dict[object, float | None]] = {}
         self._closed = False
 
     def close(self) -> None:
@@ -221,26 +223,38 @@ class EventsService:
                 raise EntresolError(
                     "a snapshot is of one tenant", hint="name it", status=Status.BAD_REQUEST
                 )
-            if self._snapshots[tenant] >= SNAPSHOTS_PER_TENANT_MAX:
-                raise EntresolError(
-                    f"{SNAPSHOTS_PER_TENANT_MAX} snapshots are being taken",
-                    hint="try again when one has ended",
-                    status=Status.BUSY,
-                )
+            self._check_snapshots(tenant)
         except Exception as error:
             await refuse(context, error, "Snapshot")
             return
-        self._snapshots[tenant] += 1
+        taken = self._snapshots.setdefault(tenant, {})
+        clock, mine = asyncio.get_running_loop().time, object()
+        taken[mine] = None
         try:
             async with contextlib.aclosing(self._walk(tenant, request.follow)) as replies:
                 async for reply in replies:
+                    taken[mine] = clock()
                     yield reply
+                    taken[mine] = None
         except Exception as error:
             await refuse(context, error, "Snapshot")
         finally:
-            self._snapshots[tenant] -= 1
-            if not self._snapshots[tenant]:
-                del self._snapshots[tenant]
+            del taken[mine]
+            if not taken:
+                self._snapshots.pop(tenant, None)
+
+    def _check_snapshots(self, tenant: TenantName) -> None:
+        """Whether one more may begin. A reader that reads no more, as behind a pager, does not keep
+        others waiting. Raises: EntresolError BUSY."""
+        taken = self._snapshots.get(tenant, {}).values()
+        long_ago = asyncio.get_running_loop().time() - SNAPSHOT_HELD_S
+        get_on = sum(1 for since in taken if since is None or since > long_ago)
+        if get_on >= SNAPSHOTS_PER_TENANT_MAX or len(taken) >= SNAPSHOTS_HELD_MAX:
+            raise EntresolError(
+                f"{len(taken)} snapshots are being taken",
+                hint="try again when one has ended",
+                status=Status.BUSY,
+            )
 
     async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:
         """What the namespace ids in a tenant's events stand for."""

@@ -43,16 +43,15 @@ SORT_BYTES = 64  # of the sealing that a thread could do while it sorts one more
 _HEAD_BYTES_MAX = HEADER_BYTES_MAX + META_BYTES_MAX + TAG_BYTES
 
 
-def by_position(found: Sequence[Slots], positions: U32) -> Slots:
+def by_position(found: Sequence[Slots], positions: U32) -> U32:
     """Slots in order of their blocks' positions. Sixteen bits at a time, which numpy sorts in one
-    pass: an eighth of the time."""
+    pass: an eighth of the time. They take half the memory, as they are kept for long."""
     slots = np.concatenate(found)
     asked = positions[slots]
     order = np.argsort(asked.astype(np.uint16), kind="stable")
     if len(asked) and asked.max() > 0xFFFF:
         order = order[np.argsort((asked >> 16).astype(np.uint16)[order], kind="stable")]
-    ordered: Slots = slots[order]
-    return ordered
+    return slots[order].astype(np.uint32)
 
 
 class Listing:
@@ -89,7 +88,7 @@ class Listing:
                     if event is not None:
                         yield event
 
-    async def _in_order(self, found: list[Slots]) -> Slots:
+    async def _in_order(self, found: list[Slots]) -> U32:
         """By position; of many blocks not on the loop."""
         parts, account = self._parts, self._parts.accounts.by_name.get(self._tenant)
         count, positions = sum(map(len, found)), parts.engine.index.position
