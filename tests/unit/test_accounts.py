@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from entresol_daemon.core.accounts import (
     HELD_OF_FREE,
+    SESSIONS_OF_FREE,
     SESSIONS_OPENING_MAX,
     Account,
     Accounts,
@@ -153,6 +154,20 @@ def test_the_last_sessions_are_kept_for_others() -> None:
     assert caught.value.status is Status.BUSY
     assert greedy.sessions == 7
     open_session(books, late)
+
+
+def test_a_refusal_does_not_tell_how_many_sessions_others_have() -> None:
+    told = set()
+    for others in (80, 85):
+        books, mine = held(sessions=100), account(sessions_quota=100)
+        books.sessions.take(others)
+        while books.sessions.admits(mine.sessions, 1, 0, SESSIONS_OF_FREE):
+            open_session(books, mine)
+        with pytest.raises(QuotaError) as caught:
+            open_session(books, mine)
+        assert caught.value.status is Status.BUSY
+        told.add(str(caught.value))
+    assert len(told) == 1, told
 
 
 def test_sessions_that_never_get_a_data_path_are_few() -> None:

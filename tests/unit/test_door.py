@@ -77,7 +77,7 @@ async def test_a_standing_queue_is_refused_soon_and_counted(metrics: Metrics) ->
     clock.now_ns += STANDING_NS + 1
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    with pytest.raises(QuotaError, match="2 wait") as caught:
+    with pytest.raises(QuotaError, match="gets wait") as caught:
         await door.enter(ANNA, FOREVER_NS, 7)
     assert caught.value.status is Status.BUSY
     assert caught.value.hint
@@ -165,6 +165,24 @@ async def test_nobody_waits_past_its_own_deadline(metrics: Metrics) -> None:
             await asyncio.wait_for(door.enter(BERT, left_ns, 1), 10)
     inside.leave()
     assert (door.inside, door.waiting) == (0, 0)
+
+
+async def test_a_refusal_does_not_tell_how_much_others_do(metrics: Metrics) -> None:
+    told = set()
+    for others in (0, 5):
+        door = door_of(2, metrics)
+        visits = [await door.enter(ANNA, FOREVER_NS, 1) for _ in range(2)]
+        waiting = [asyncio.create_task(door.enter(BERT, FOREVER_NS, 1)) for _ in range(others)]
+        await asyncio.sleep(0)
+        with pytest.raises(QuotaError) as caught:
+            await door.enter(ANNA, 1, 1)
+        told.add(str(caught.value))
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for visit in visits:
+            visit.leave()
+    assert len(told) == 1, told
 
 
 async def test_one_tenants_flood_does_not_keep_another_out(metrics: Metrics) -> None:

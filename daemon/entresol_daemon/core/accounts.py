@@ -153,8 +153,8 @@ class Held:
                 status=Status.BUSY,
             )
         if not self.sessions.admits(account.sessions, 1, 0, 0 if alone else SESSIONS_OF_FREE):
-            raise QuotaError(
-                f"{self.sessions.used} sessions are open",
+            raise QuotaError(  # and not how many: they are others', too
+                "as many sessions are open as may be",
                 hint="try again later: what is left is kept for other tenants",
                 status=Status.BUSY,
             )

@@ -116,8 +116,8 @@ class Door:
 
     def _refusal(self, account: Account, blocks: int) -> QuotaError:
         self._meters.shed(account.name, blocks)
-        return QuotaError(
-            f"{self.inside} gets are being served and {self.waiting} wait",
+        return QuotaError(  # and not how many: they are others', too
+            "as many gets wait as are served in time",
             hint="the shard is overloaded: take it as a miss",
             status=Status.BUSY,
         )
