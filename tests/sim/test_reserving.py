@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from entresol_daemon.core.admission import Admission, WriteBudget
 from entresol_daemon.shard import reserving
 from entresol_proto import limits
+from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.ids import pack_token_ids
 from entresol_proto.status import Status
 from entresol_proto.wire import data
@@ -124,5 +126,30 @@ def test_only_so_many_reserves_are_kept_waiting_and_none_because_of_another_tena
         await asyncio.gather(*tasks, theirs)
         assert not reserving_._waiting
         assert not reserving_._all_waiting.used
+
+    simulate(tmp_path, story)
+
+
+def test_what_is_given_up_takes_nothing_of_the_write_budget(tmp_path: Path) -> None:
+    """Else who reserves and never commits keeps all others from storing, for a day if it likes."""
+
+    async def story(world: World) -> None:
+        admission = world.shard.parts.admission = Admission("auto", budget=WriteBudget(1, 100_000))
+        hog, other = await joined(world), await joined(world, tenant="beta")
+        for key in HOG_KEYS[:20]:
+            asked = (item(hog, key, 60_000),)
+            answer = await hog._call(data.Reserve(hog.handle, Ack.ACCEPTED, SECOND_NS, asked))
+            (given,) = answer.items
+            assert given.status is Status.OK
+            if key in HOG_KEYS[:10]:
+                await hog._call(data.Commit(((given.put_id, RemoteSpan(0, 0, 0)),)))
+            else:
+                await asyncio.sleep(1.1)  # until its time is over
+        assert admission.budget_level(hog._now()) == (100_000, 100_000)
+        assert await other.put(KEYS[:1], Ack.DURABLE) == [Status.OK]
+        level = admission.budget_level(hog._now())
+        assert level is not None
+        assert level[0] < 100_000, "what is stored counts"
+        assert await other.put(KEYS[:1], Ack.DURABLE) == [Status.EXISTS]
 
     simulate(tmp_path, story)

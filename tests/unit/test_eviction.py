@@ -508,6 +508,17 @@ def test_reinserted_bytes_count_against_the_write_budget() -> None:
     assert not gate.admit("a", 1, 0)
 
 
+def test_what_is_not_written_after_all_is_given_back_and_no_more_saved_than_may_be() -> None:
+    gate = Admission("auto", budget=WriteBudget(1, 10))
+    assert gate.admit("a", 14, 0)
+    gate.give_up(14)
+    assert gate.budget_level(0) == (10, 10)
+    assert gate.admit("a", 4, 0)
+    gate.budget_level(9 * SECOND_NS)  # full again
+    gate.give_up(4)
+    assert gate.budget_level(9 * SECOND_NS) == (10, 10)
+
+
 def test_policies_without_a_budget() -> None:
     everything = Admission("all", budget=None)
     assert all(everything.admit(key, 10**12, 0) for key in range(100))

@@ -5,8 +5,8 @@ quarters of them never read. So everything is admitted while the budget holds; b
 is offered for the second time, remembered in a bounded ghost list of keys. Never by chance per
 block: that tears prefixes apart.
 
-Invariants: over any time t, at most `rate * t + 2 * burst` bytes are admitted (policy "all"
-excepted), give or take one block; the ghost list never holds more than its limit.
+Invariants: over any time t, at most `rate * t + 2 * burst` bytes are admitted and not given up
+(policy "all" excepted), give or take one block; the ghost list never holds more than its limit.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ class WriteBudget:
         """These bytes were or will be written."""
         self._level -= length_bytes * _NS_PER_S
 
+    def refund(self, length_bytes: int) -> None:
+        """These were spent, and will not be written."""
+        self._level = min(self._level_max, self._level + length_bytes * _NS_PER_S)
+
 
 class Admission:
     """Decides block by block, in the order of the prefix.
@@ -146,3 +150,8 @@ class Admission:
         """Take bytes from the budget that are written without being asked for: reinsertions."""
         if self._budget is not None:
             self._budget.spend(length_bytes)
+
+    def give_up(self, length_bytes: int) -> None:
+        """A block that was admitted is not written after all."""
+        if self._budget is not None:
+            self._budget.refund(length_bytes)

@@ -316,6 +316,8 @@ class Reserving:
         if self.wanted.get(place) is reservation:
             del self.wanted[place]
         self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
+        if not reservation.appended:
+            self._parts.admission.give_up(reservation.item.plain_bytes)
         self._parts.room.notify()
         if reservation.session.number not in self._of_session:
             self._on_none_left(reservation.session)
