@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.admission import Admission, WriteBudget
+from entresol_daemon.core.fairness import GETS
 from entresol_daemon.shard import reserving
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
-from entresol_proto.ids import pack_token_ids
+from entresol_proto.ids import TenantName, pack_token_ids
 from entresol_proto.status import Status
 from entresol_proto.wire import data
 from entresol_proto.wire.data import Ack
@@ -151,5 +153,57 @@ def test_what_is_given_up_takes_nothing_of_the_write_budget(tmp_path: Path) -> N
         assert level is not None
         assert level[0] < 100_000, "what is stored counts"
         assert await other.put(KEYS[:1], Ack.DURABLE) == [Status.EXISTS]
+
+    simulate(tmp_path, story)
+
+
+def test_a_reserve_hears_of_room_however_many_gets_of_its_tenant_wait_in_vain(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> None:
+        keeps, asks, hog, host = [await joined(world) for _ in range(4)]
+        assert set(await keeps.put(KEYS[:12], Ack.DURABLE)) == {Status.OK}
+        account = world.shard.parts.accounts.by_name[TenantName("alpha")]
+        account.get_quota_bytes = 1  # one block at a time, whoever of its hosts has it
+        held = data.Stage(
+            keeps.handle, data.OpenAt.HOST, 5 * SECOND_NS, SECOND_NS, keeps._names(KEYS[:1])[0]
+        )
+        await keeps._call(held)
+        getting = [asyncio.create_task(asks.get([key], data.OpenAt.HOST)) for key in KEYS[1:9]]
+        await fill(hog)
+        reserving_ = asyncio.create_task(reserved(host, [item(host, KEYS[20])]))
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in (*getting, reserving_))
+        (first, *_) = world.shard.puts._reserving.open
+        await hog._call(data.Commit(((first[1], RemoteSpan(0, 0, 0)),)))
+        await asyncio.sleep(0.1)
+        assert reserving_.done(), "there is room"
+        assert await reserving_ == [Status.OK]
+        account.get_quota_bytes = 0
+        await asyncio.gather(*getting)
+
+    simulate(tmp_path, story)
+
+
+def test_room_that_comes_while_a_long_reserve_is_looked_at_is_seen(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        hog, host = await joined(world), await joined(world)
+        loop_turns, open_ = world.shard.parts.turns.loop, world.shard.puts._reserving.open
+        await fill(hog)
+        take, gave_up = loop_turns.take, []
+
+        async def take_meanwhile(account: Account, cost: int, rank: int = GETS) -> None:
+            if not gave_up:  # its first item had no room, and thousands are to be looked at
+                gave_up.append(next(iter(open_.values())))
+                world.shard.puts._reserving.close(gave_up[0])
+            await take(account, cost, rank)
+
+        loop_turns.take = take_meanwhile  # type: ignore[method-assign]
+        keys = [b"long-%09d" % number for number in range(3_000)]
+        begun_ns = host._now()
+        statuses = await reserved(host, [item(host, key) for key in keys])
+        assert gave_up
+        assert statuses[0] is Status.OK
+        assert host._now() - begun_ns < SECOND_NS, "it waited for what had come already"
 
     simulate(tmp_path, story)

@@ -19,8 +19,8 @@ from entresol_daemon.shard.admin import Addresses, ShardAdmin
 from entresol_daemon.shard.turns import DROP_COST, LOOP_ROUND_COST, Stretches
 from entresol_proto.ids import TenantName
 from entresol_proto.status import DeviceError, EntresolError, Status
-from entresol_proto.wire.data import OpenAt
-from tests.sim.shardlab import Host, World
+from entresol_proto.wire.data import OpenAt, Stage
+from tests.sim.shardlab import SECOND_NS, Host, World
 from tests.sim.test_shard_review import KEYS, joined, simulate, stored
 from tests.simloop import SimLoop
 
@@ -310,5 +310,24 @@ def test_keys_are_wiped_also_where_flash_takes_no_removals(tmp_path: Path, what:
         engine.barrier = honest  # type: ignore[method-assign]
         if what == "erase":
             assert (await admin.tenant_erase(name)).blocks_dropped == 0
+
+    simulate(tmp_path, story)
+
+
+def test_who_waits_for_room_is_told_when_a_quota_is_raised(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        admin = admin_of(world)
+        keeps, asks = await joined(world), await joined(world)
+        await stored(keeps, KEYS[:2])
+        await admin.tenant_set_quota(ALPHA, TenantQuota(get_bytes=1))
+        keys = b"".join(keeps._names(KEYS[:1]))
+        await keeps._call(Stage(keeps.handle, OpenAt.HOST, 5 * SECOND_NS, SECOND_NS, keys))
+        getting = asyncio.create_task(asks.get(KEYS[1:2], OpenAt.HOST))
+        await asyncio.sleep(0.2)
+        assert not getting.done()
+        await admin.tenant_set_quota(ALPHA, TenantQuota())
+        await asyncio.sleep(0.1)
+        assert getting.done(), "it waits for what it has"
+        assert await getting == [Status.OK]
 
     simulate(tmp_path, story)

@@ -13,7 +13,7 @@ from entresol_daemon.compute import InlineCompute
 from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.fairness import Pace
 from entresol_daemon.shard import turns
-from entresol_daemon.shard.parts import RETRIES_IN_VAIN_MAX, Signal
+from entresol_daemon.shard.parts import RETRIES_IN_VAIN_MAX, Room, Signal
 from entresol_daemon.shard.turns import (
     LoopTurns,
     SharedTurns,
@@ -371,7 +371,7 @@ async def looker(signal: Signal, who: Account, looks: list[str], tries: int) -> 
     """Looks in vain so many times, then finds room."""
     again = False
     for _ in range(tries):
-        if not await signal.wait(who, SECOND_NS, again=again):
+        if not await signal.wait(who, SECOND_NS, Room.GET, again=again):
             return False
         looks.append(who.name)
         again = True
@@ -405,7 +405,7 @@ async def test_as_long_as_they_find_room_all_look() -> None:
 
 async def test_who_waits_for_a_session_hears_of_that_session() -> None:
     signal = Signal(LoopTurns())
-    mine = asyncio.create_task(signal.wait(A, SECOND_NS, session=7))
+    mine = asyncio.create_task(signal.wait(A, SECOND_NS, Room.GET, session=7))
     await until_quiet()
     signal.notify()
     signal.notify(8)
@@ -418,8 +418,8 @@ async def test_who_waits_for_a_session_hears_of_that_session() -> None:
 
 async def test_waiting_ends_at_its_deadline() -> None:
     signal = Signal(LoopTurns())
-    assert not await signal.wait(A, 0)
-    assert not await signal.wait(A, 10_000_000)
+    assert not await signal.wait(A, 0, Room.GET)
+    assert not await signal.wait(A, 10_000_000, Room.GET)
     assert not signal._tenants
 
 

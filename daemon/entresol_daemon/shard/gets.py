@@ -24,7 +24,7 @@ from entresol_daemon.shard.door import Door
 from entresol_daemon.shard.granting import Granting
 from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.lookups import slots_of
-from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.parts import Parts, Room
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.reports import HostReports
 from entresol_daemon.shard.resident import ResidentGets
@@ -271,8 +271,8 @@ class GetPath:
             await self._first_of(landing)
             return True
         return await parts.room.wait(
-            session.account, left_ns, session=self.granting.full(session), again=again,
-            cost=WINDOW_COST + BLOCK_COST,
+            session.account, left_ns, Room.GET, session=self.granting.full(session),
+            again=again, cost=WINDOW_COST + BLOCK_COST,
         )  # fmt: skip
 
     def _window(self, job: Job, pending: deque[int]) -> Window:

@@ -16,7 +16,7 @@ from entresol_daemon.core.residency import Resident, ResidentState
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.jobs import Job
 from entresol_daemon.shard.opened import NO_COMMITMENT, OpenedBlocks
-from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.parts import Parts, Room
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, OpenedNamespace, PlainBlock, Session
 from entresol_daemon.shard.turns import BLOCK_COST, FRAME_COST
@@ -115,8 +115,8 @@ class Granting:
         session, left_ns = job.session, job.deadline_ns - self._parts.now_ns()
         own = self.opened.memory.is_full(session)
         waiting = self._parts.room.wait(
-            session.account, left_ns, session=session.number if own else 0, again=again,
-            cost=FRAME_COST + BLOCK_COST,
+            session.account, left_ns, Room.OPENED, session=session.number if own else 0,
+            again=again, cost=FRAME_COST + BLOCK_COST,
         )  # fmt: skip
         if not await job.visit.outside(waiting, own=own):
             job.misses += [(index, Status.BUSY) for index, _ in entries]
@@ -211,7 +211,7 @@ class Granting:
         while not self.may_lease(job.session):
             left_ns, session = job.deadline_ns - self._parts.now_ns(), self.full(job.session)
             waiting = self._parts.room.wait(
-                job.session.account, left_ns, session=session, again=again
+                job.session.account, left_ns, Room.LEASE, session=session, again=again
             )
             if not await job.visit.outside(waiting, own=session > 0):
                 return False

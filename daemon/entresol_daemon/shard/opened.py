@@ -19,7 +19,7 @@ from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.core.residency import Resident
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES
 from entresol_daemon.shard.jobs import Job
-from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.parts import Parts, Room
 from entresol_daemon.shard.plaintext import PLAIN_OWNER, PlainMemory
 from entresol_daemon.shard.removal import Removal
 from entresol_daemon.shard.sessions import Leased, PlainBlock, Session
@@ -198,7 +198,7 @@ class OpenedBlocks:
         while self._crowded(leased):
             left_ns = deadline_ns - self._parts.now_ns()
             if not await self._parts.room.wait(
-                session.account, left_ns, session=session.number, again=again
+                session.account, left_ns, Room.EXPOSURE, session=session.number, again=again
             ):
                 return False
             again = True

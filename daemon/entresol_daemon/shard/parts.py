@@ -7,6 +7,7 @@ device, clock, compute and buffers runs the same code as production.
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,17 @@ from entresol_proto.ids import TenantName
 
 RETRY_COST = 20  # of the loop: one who waits looks again
 RETRIES_IN_VAIN_MAX = 4  # of one line, then the others wait for the next notice
+
+
+class Room(enum.Enum):
+    """For what. Who waits for one thing does not look in vain for those who wait for another."""
+
+    GET = enum.auto()  # memory that its hosts may hold, or any
+    LEASE = enum.auto()
+    OPENED = enum.auto()  # memory for opened blocks
+    EXPOSURE = enum.auto()
+    COMMIT = enum.auto()  # memory for a block that is pulled
+    RESERVE = enum.auto()  # the put budget
 
 
 class _Line:
@@ -70,27 +82,30 @@ class _Line:
 class Signal:
     """Wakes those who wait for memory, a lease slot or flash to become free.
 
-    A tenant's waiters look again one after the other, each in a turn of its tenant on the loop, and
-    not many of them in vain: a crowd that one tenant makes wait costs the others nothing. Who waits
-    for its own session to hold less is only told of that.
+    A tenant's waiters for the same look again one after the other, each in a turn of its tenant on
+    the loop, and not many of them in vain: a crowd that one tenant makes wait costs the others
+    nothing. Who waits for its own session to hold less is only told of that.
     """
 
     def __init__(self, loop_turns: LoopTurns) -> None:
         self._turns = loop_turns
-        self._tenants: dict[TenantName, _Line] = {}
-        self._sessions: dict[int, _Line] = {}
+        self._tenants: dict[tuple[TenantName, Room], _Line] = {}
+        self._sessions: dict[tuple[int, Room], _Line] = {}
 
     def notify(self, session: int = 0) -> None:
         """Something became free, for everybody and for this session."""
         for line in self._tenants.values():
             line.notice()
-        if session in self._sessions:
-            self._sessions[session].notice()
+        if session and self._sessions:
+            for what in Room:
+                if (own := self._sessions.get((session, what))) is not None:
+                    own.notice()
 
     async def wait(
         self,
         account: Account,
         timeout_ns: int,
+        what: Room,
         *,
         session: int = 0,
         again: bool = False,
@@ -104,7 +119,7 @@ class Signal:
         if timeout_ns <= 0:
             return False
         lines: dict[Any, _Line] = self._sessions if session else self._tenants
-        place: Any = session or account.name
+        place = (session or account.name, what)
         line = lines.setdefault(place, _Line())
         line.in_vain += again
         loop = asyncio.get_running_loop()

@@ -23,7 +23,7 @@ from entresol_daemon.core.fairness import PUTS
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.shard.entering import Entered, Entering, outcome
 from entresol_daemon.shard.keycare import KeyCare
-from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.parts import Parts, Room
 from entresol_daemon.shard.pulls import (
     Pull,
     Reservation,
@@ -201,7 +201,7 @@ class PutPath:
                 until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
                 continue
             left_ns = min(until_ns, window[0].reservation.deadline_ns) - parts.now_ns()
-            if not await parts.room.wait(session.account, left_ns):
+            if not await parts.room.wait(session.account, left_ns, Room.COMMIT):
                 window[0].status = Status.BUSY
                 window = window[1:]
         return waits

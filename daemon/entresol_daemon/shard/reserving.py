@@ -20,7 +20,7 @@ from entresol_daemon.flash.segment import extent_bytes
 from entresol_daemon.shard import turns
 from entresol_daemon.shard.costing import size_of
 from entresol_daemon.shard.keycare import KeyCare
-from entresol_daemon.shard.parts import Parts
+from entresol_daemon.shard.parts import Parts, Room
 from entresol_daemon.shard.pulls import Reservation
 from entresol_daemon.shard.remembering import Remembering
 from entresol_daemon.shard.sessions import OpenedNamespace, Session
@@ -153,13 +153,16 @@ class Reserving:
             del self._waiting[account.stream]
 
     async def _room_for_one(self, session: Session, record_bytes: int, until_ns: int) -> bool:
-        """Wait until the put budget would take a record; False when `until_ns` comes first."""
+        """Wait until the put budget would take a record; False when `until_ns` comes first. It is
+        asked at once: others had their turns since the record was looked at."""
         parts, account = self._parts, session.account
         again = False
-        while await parts.room.wait(account, until_ns - parts.now_ns(), again=again):
+        while (left_ns := until_ns - parts.now_ns()) > 0:
             alone = len(parts.accounts.by_name) == 1
             if parts.put_budget.judge(account, record_bytes, alone=alone) is not Status.BUSY:
                 return True
+            if not await parts.room.wait(account, left_ns, Room.RESERVE, again=again):
+                return False
             again = True
         return False
 

@@ -79,6 +79,7 @@ class Tenancy:
             raise erasing_error(info.name)
         quotas.follow(found, info.quota)
         self._parts.accounts.reweigh()
+        self._parts.room.notify()  # it may have more than it had
         return found
 
     async def admit(self, name: TenantName) -> Account:
