@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from entresol_proto.status import Status
-from entresol_proto.wire.data import OpenAt
-from tests.sim.shardlab import World
+from entresol_proto.wire.data import Fetch, OpenAt, Stage
+from tests.sim.shardlab import SECOND_NS, World
 from tests.sim.test_shard_review import KEYS, forget_memory, joined, simulate, stored
 
 
@@ -104,5 +104,30 @@ def test_what_was_removed_before_its_read_had_its_turn_is_not_read(tmp_path: Pat
         assert asked == others
         await asyncio.sleep(0.1)
         assert world.shard.gets.loading == 0
+
+    simulate(tmp_path, story)
+
+
+def test_what_was_read_in_one_go_is_over_once_it_is_granted(tmp_path: Path) -> None:
+    """Also where nothing becomes free for a while: it has nothing to wait for any more."""
+
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:2])
+        forget_memory(world)
+        shard, keys = world.shard, host._names(KEYS[:2])
+        begun_ns = host._now()
+        staged = await host._call(
+            Stage(host.handle, OpenAt.HOST, SECOND_NS, 4 * SECOND_NS, keys[0])
+        )
+        assert staged.statuses == (Status.OK,)
+        assert host._now() - begun_ns < SECOND_NS // 10, "before its hold is over"
+        fetch = Fetch(host.handle, OpenAt.HOST, False, 4 * SECOND_NS, keys[1])
+        (grant,) = [grant async for grant in host._answers(fetch)]
+        assert grant.final
+        assert len(grant.items) == 1
+        await asyncio.sleep(0)
+        assert (shard.gets.serving, shard.gets.door.outside) == (0, 0)
+        assert len(shard.parts.leases) == 2, "both are held"
 
     simulate(tmp_path, story)

@@ -177,9 +177,11 @@ class GetPath:
             while wanted.pending:
                 if len(landing) >= WINDOWS_LANDING_MAX:
                     await self._first_of(landing)
-                if not in_vain:
+                again = in_vain
+                if not again:
                     await self._at_once(job, len(wanted.pending))
                 window = self._window(job, wanted.pending)
+                in_vain = not len(window)  # before it is landed, which takes it apart
                 job.misses += window.misses
                 alone = not (wanted.pending or landing or window.ready)
                 first = bool(window.loads) and not (landing or alone)
@@ -191,12 +193,11 @@ class GetPath:
                     await self._grant_ready(job, window.ready)
                     if job.ended:
                         return
-                elif not len(window) and not await job.visit.outside(
-                    self._wait_for_room(job, landing, in_vain),
+                elif in_vain and not await job.visit.outside(
+                    self._wait_for_room(job, landing, again),
                     own=self.granting.full(job.session) > 0,
                 ):
                     self._refuse(job, wanted.pending)
-                in_vain = not len(window)
                 if first:
                     await asyncio.sleep(0)  # the drive begins before the rest is planned
             while landing:
