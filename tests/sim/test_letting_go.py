@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,5 +130,45 @@ def test_what_was_read_in_one_go_is_over_once_it_is_granted(tmp_path: Path) -> N
         await asyncio.sleep(0)
         assert (shard.gets.serving, shard.gets.door.outside) == (0, 0)
         assert len(shard.parts.leases) == 2, "both are held"
+
+    simulate(tmp_path, story)
+
+
+def test_a_session_that_holds_all_it_may_hears_of_another_ones_lease_that_ends(
+    tmp_path: Path,
+) -> None:
+    """It holds that for what it has read, and waits for one of its tenant's leases to grant it."""
+
+    async def story(world: World) -> None:
+        host, other = await joined(world), await joined(world)
+        await stored(host, KEYS[:2])
+        forget_memory(world)
+        parts = world.shard.parts
+        account = parts.accounts.by_name[host.tenant]
+        account.leases_quota = 1
+        bounds = replace(parts.config.limits, inflight_bytes_per_session_max=1)
+        parts.config = replace(parts.config, limits=bounds)
+        read, may_end = parts.engine.read, asyncio.Event()
+
+        async def late(ops: Any) -> list[Status]:
+            statuses = await read(ops)
+            await may_end.wait()
+            return statuses
+
+        parts.engine.read = late  # type: ignore[method-assign]
+        asking = asyncio.ensure_future(host.get(KEYS[:1], OpenAt.HOST))
+        while not world.shard.gets.loading:
+            await asyncio.sleep(0.001)
+        parts.engine.read = read  # type: ignore[method-assign]
+        keys = b"".join(other._names(KEYS[1:2]))
+        staging = Stage(other.handle, OpenAt.HOST, SECOND_NS // 2, SECOND_NS, keys)
+        assert (await other._call(staging)).statuses == (Status.OK,)
+        may_end.set()
+        await asyncio.sleep(0.1)
+        assert account.leases == 1
+        assert not asking.done()
+        await asyncio.sleep(0.6)  # the other one's lease ends
+        assert asking.done()
+        assert await asking == [Status.OK]
 
     simulate(tmp_path, story)

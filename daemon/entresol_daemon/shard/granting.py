@@ -209,7 +209,9 @@ class Granting:
         """Wait until the session may hold another lease: windows land several at a time."""
         again = False
         while not self.may_lease(job.session):
-            left_ns, session = job.deadline_ns - self._parts.now_ns(), self.full(job.session)
+            left_ns, number = job.deadline_ns - self._parts.now_ns(), job.session.number
+            # Its leases count here, and not what it holds: of that it will have no more.
+            session = 0 if self._parts.leases.room(number) else number
             waiting = self._parts.room.wait(
                 job.session.account, left_ns, Room.LEASE, session=session, again=again
             )
