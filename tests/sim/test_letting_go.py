@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from entresol_proto.status import Status
-from entresol_proto.wire.data import Fetch, OpenAt, Stage
+from entresol_proto.wire.data import Fetch, OpenAt, Release, Stage
 from tests.sim.shardlab import SECOND_NS, World
 from tests.sim.test_shard_review import KEYS, forget_memory, joined, simulate, stored
 
@@ -168,6 +168,34 @@ def test_a_session_that_holds_all_it_may_hears_of_another_ones_lease_that_ends(
         assert account.leases == 1
         assert not asking.done()
         await asyncio.sleep(0.6)  # the other one's lease ends
+        assert asking.done()
+        assert await asking == [Status.OK]
+
+    simulate(tmp_path, story)
+
+
+def test_memory_that_a_report_alone_kept_is_told_of(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        host = await joined(world)
+        await stored(host, KEYS[:2])
+        forget_memory(world)
+        parts, removal = world.shard.parts, world.shard.removal
+        parts.accounts.by_name[host.tenant].dram_quota_bytes = 36_864  # one block at a time
+        fetch = Fetch(host.handle, OpenAt.HOST, False, SECOND_NS, host._names(KEYS[:1])[0])
+        (grant,) = [grant async for grant in host._answers(fetch)]
+        (resident,) = parts.residency._by_slot.values()
+        resident.host_sealed = True  # so that its host is believed
+
+        async def long(*_args: Any) -> None:
+            await asyncio.sleep(0.5)
+
+        removal.rest = long  # type: ignore[method-assign]
+        host._send(Release((grant.lease_id,), ((grant.lease_id, 0, Status.CORRUPT),)))
+        asking = asyncio.ensure_future(host.get(KEYS[1:2], OpenAt.HOST))
+        await asyncio.sleep(0.4)
+        assert not asking.done()
+        assert resident.pins == 1
+        await asyncio.sleep(0.2)
         assert asking.done()
         assert await asking == [Status.OK]
 

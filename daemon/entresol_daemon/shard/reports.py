@@ -109,6 +109,7 @@ class HostReports:
     def _done(self, resident: Resident) -> None:
         self._reported.discard(resident)
         self._parts.residency.unpin(resident)
+        self._parts.room.notify()
 
     async def _first_turn(self, owner: bytes) -> Stretches | None:
         account = self._parts.accounts.by_stream.get(owner)
