@@ -108,6 +108,18 @@ def test_more_than_there_is_memory_for_comes_as_it_is_released(tmp_path: Path) -
     simulate(tmp_path, story, opened_bytes=ROOM)
 
 
+def test_what_a_session_may_hold_is_any_number_of_bytes(tmp_path: Path) -> None:
+    """20MB, say: less than a slab, and no whole number of pages."""
+
+    async def story(world: World) -> None:
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:2])
+        may_hold(world, 1_000_001)
+        assert await host.get(KEYS[:2], OpenAt.DAEMON) == [OK] * 2
+
+    simulate(tmp_path, story)
+
+
 def test_without_room_it_is_busy_at_the_deadline_and_not_before(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         host = await joined(world, private=True)

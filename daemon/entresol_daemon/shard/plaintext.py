@@ -14,6 +14,7 @@ import errno
 from collections import Counter
 
 from entresol_daemon.core.accounts import Shared
+from entresol_daemon.memory.ranges import align_up
 from entresol_daemon.memory.slabs import Slab, SlabBuffer, SlabPool
 from entresol_daemon.shard.parts import Parts
 from entresol_daemon.shard.sessions import Session
@@ -41,7 +42,7 @@ class PlainMemory:
         """A session's own, made on first use."""
         if session.plain_pool is None:
             config = self._parts.config
-            budget = config.limits.inflight_bytes_per_session_max
+            budget = align_up(config.limits.inflight_bytes_per_session_max)  # may be a slab's size
             pool = SlabPool(
                 budget,
                 min(config.memory.slab_bytes, budget),
