@@ -331,3 +331,22 @@ def test_who_waits_for_room_is_told_when_a_quota_is_raised(tmp_path: Path) -> No
         assert await getting == [Status.OK]
 
     simulate(tmp_path, story)
+
+
+def test_who_waits_for_what_is_kept_for_others_is_told_when_there_are_none(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        keeps, asks = await joined(world), await joined(world)
+        await stored(keeps, KEYS[:2])
+        held = world.shard.parts.held.get_bytes
+        held.total = sum(each.flash_bytes for each in world.shard.parts.accounts.by_name.values())
+        keys = b"".join(keeps._names(KEYS[:1]))
+        await keeps._call(Stage(keeps.handle, OpenAt.HOST, 5 * SECOND_NS, SECOND_NS, keys))
+        getting = asyncio.create_task(asks.get(KEYS[1:2], OpenAt.HOST))
+        await asyncio.sleep(0.2)
+        assert not getting.done()
+        await admin_of(world).tenant_erase(TenantName("beta"))
+        await asyncio.sleep(0.1)
+        assert getting.done(), "it is alone"
+        assert await getting == [Status.OK]
+
+    simulate(tmp_path, story)

@@ -253,6 +253,7 @@ class ShardAdmin:
                 parts.valued.forget(account.stream)
                 parts.accounts.remove(name)
                 parts.residency.pool.release_owner(account.stream)
+                parts.room.notify()  # others may have what was kept for it
         finally:  # also where flash takes no removals: its keys are gone from the disk for good
             for secret in secrets:
                 wipe(secret)
