@@ -16,6 +16,7 @@ from entresol_daemon.examine import examine
 from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.engine import Engine, RecoveryKind, RemoveReason, SegmentState
 from entresol_daemon.flash.salvaging import salvage
+from entresol_daemon.flash.segment import HeaderState, SegmentHeader, encode_header
 from entresol_daemon.flash.sim import FaultPlan, SimDevice
 from entresol_proto.status import Status
 
@@ -223,6 +224,67 @@ def test_removals_of_a_life_that_ended_do_not_count() -> None:
         assert engine.segment_info(number).state is SegmentState.FREE
         assert found() == []
         await engine.close(clean=False)
+
+    play(life())
+
+
+async def half_freed(device: SimDevice) -> tuple[int, int]:
+    """A device on which a segment of forgotten blocks was freed, and of what that wrote the power
+    took the last block: the number of the segment, and its place."""
+    engine, _ = await forgotten_beside(device)
+    number = engine.index.m_segment[engine.index.find(NS, KEYS[1])]
+    at, size = engine._superblock.segment_at(number), engine._superblock.segment_bytes
+    while engine.segment_info(number).state is SegmentState.OPEN or engine._writer._footers:
+        await asyncio.sleep(0.01)
+    for slot in engine.segment_slots(number).tolist():
+        engine.remove(slot, RemoveReason.FORGOTTEN)
+    await engine.barrier()
+    trailer = device.image_at(at + size - BLOCK, BLOCK)
+    assert trailer[:8] == b"ENTRTRLR"
+    await engine.evict(number)
+    await engine.close(clean=False)
+    device.poke(at + size - BLOCK, trailer)
+    return number, at
+
+
+def test_the_trailer_of_a_life_that_ended_is_not_believed_without_the_next_header() -> None:
+    """Its removals were let go once the segment was free: what they removed was served again."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+        number, at = await half_freed(device)
+        device = device.crash(plan=FaultPlan())
+        engine = await open_engine(device, seed=1)
+        assert engine.segment_info(number).state is SegmentState.FREE
+        left = keys_of(engine)
+        (other,) = {engine.index.m_segment[engine.index.find(NS, key)] for key in left}
+        await engine.evict(other, lambda slots: slots)  # into the first free one; removals go
+        assert {engine.index.m_segment[engine.index.find(NS, key)] for key in left} == {number}
+        assert engine.stats.tombstones_carried == 0
+        await engine.close(clean=False)
+        device.poke(at, flip(device.image_at(at, BLOCK)))
+        again = await open_engine(device.crash(plan=FaultPlan()), seed=2)
+        assert keys_of(again) == []
+        assert again.recovery.segments_damaged == 1
+        await again.close()
+
+    play(life())
+
+
+def test_a_free_header_does_not_go_over_the_trailer_of_a_later_life() -> None:
+    async def life() -> None:
+        device = SimDevice(device_bytes(12), sleep=asyncio.sleep)
+        engine, _ = await forgotten_beside(device)
+        number = engine.index.m_segment[engine.index.find(NS, KEYS[1])]
+        at, size = engine._superblock.segment_at(number), engine._superblock.segment_bytes
+        await engine.close()
+        before = SegmentHeader(HeaderState.FREE, number, 0, bytes(16))
+        device.poke(at, encode_header(engine._superblock, before))
+        trailer = device.image_at(at + size - BLOCK, BLOCK)
+        device = device.crash(plan=FaultPlan())
+        again = await open_engine(device, seed=1)
+        await again.close()
+        assert device.image_at(at + size - BLOCK, BLOCK) == trailer
 
     play(life())
 

@@ -174,10 +174,8 @@ class Recovery:
     async def _renew_free(
         self, first: int, heads: Sequence[bytes | None], edges: Sequence[Edges], certain: set[int]
     ) -> None:
-        free = [  # where the other end says so, too
-            (first + n, head)
-            for n in sorted(certain)
-            if (head := heads[n]) is not None and edges[n][1] is None
+        free = [
+            (first + n, head, edges[n]) for n in sorted(certain) if (head := heads[n]) is not None
         ]
         if free and not await renew_free(self._device, self._superblock, free):
             self._log.warning("event=free_headers_not_renewed segments=%d", len(free))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
+from entresol_daemon.flash.looking import Edges
 from entresol_daemon.flash.segment import ROW, Superblock, decode_header, extent_bytes
 from entresol_proto import limits
 from entresol_proto.status import DeviceError
@@ -50,15 +51,27 @@ async def renew_records(
 
 
 async def renew_free(
-    device: Device, superblock: Superblock, heads: Sequence[tuple[int, bytes]]
+    device: Device, superblock: Superblock, found: Sequence[tuple[int, bytes, Edges]]
 ) -> bool:
-    """Write the FREE headers of these segments: number, and the block as it was read."""
-    buffer = aligned_buffer(BLOCK * len(heads))
+    """Write the FREE headers of these segments: number, the block as it was read, and both edges.
+
+    Also over the trailer of the life that ended, where a crash left it: whoever found it without
+    the header of the next life would believe it. A trailer of a later life stays, and so does the
+    header before it: somebody lies.
+    """
+    places = []
+    for number, raw, (header, trailer) in found:
+        start = superblock.segment_at(number)
+        if trailer is None:
+            places.append((start, raw))
+        elif header is not None and trailer.sequence <= header.sequence:
+            places += [(start, raw), (start + superblock.segment_bytes - BLOCK, raw)]
+    buffer = aligned_buffer(BLOCK * len(places))
     ops = []
-    for at, (number, raw) in enumerate(heads):
+    for at, (offset, raw) in enumerate(places):
         view = buffer[BLOCK * at : BLOCK * (at + 1)]
         view[:] = raw
-        ops.append(IoOp(superblock.segment_at(number), view))
+        ops.append(IoOp(offset, view))
     return await _write(device, ops)
 
 
