@@ -337,20 +337,57 @@ def test_removals_of_a_group_that_failed_are_not_missed_where_they_were_to_be() 
     simloop.run(whole())
 
 
+async def with_a_removal() -> tuple[SimDevice, int, int]:
+    """Crashed: the first of twelve blocks was removed; in which segment that is, and at what place
+    of the device."""
+    device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
+    engine = await open_engine(device)
+    await stored(engine, range(3))
+    engine.remove(engine.index.find(NS, key_of(0)), RemoveReason.FORGOTTEN)
+    await engine.barrier()
+    (where,) = (s for s in engine._table.used() if s.tombstone_offsets)
+    at = DATA_OFFSET + where.index * SEGMENT + where.tombstone_offsets[0] * BLOCK
+    await stored(engine, range(3, 12))  # so that it is sealed, and has a footer
+    after = device.crash()
+    await engine.close(clean=False)
+    return after, where.index, at
+
+
+def test_a_removal_that_the_device_refuses_at_opening_is_kept_for_another(tmp_path: Path) -> None:
+    """A clean close made what it had removed a block for good."""
+    options = replace(OPTIONS, checkpoint_path=tmp_path / "checkpoint")
+
+    async def whole() -> None:
+        device, number, at = await with_a_removal()
+        honest = device._read_one
+
+        def read_one(op: IoOp) -> Status:
+            status = honest(op)
+            return Status.IO_ERROR if op.offset_bytes == at else status
+
+        device._read_one = read_one  # type: ignore[method-assign]
+        engine = await open_engine(device, options)
+        assert engine.recovery.tombstones_lost == engine.recovery.segments_unreadable == 1
+        assert set(engine.stock.unread) == {number}
+        await check(engine, range(1, 12))
+        await churn(engine, 60)
+        assert set(engine.stock.unread) == {number}
+        await engine.close(clean=True)
+        again = await open_engine(device.crash(), options)
+        assert again.recovery.kind is RecoveryKind.FOOTERS
+        assert again.index.find(NS, key_of(0)) == ABSENT
+        assert again.recovery.tombstones_lost == 0
+        assert not again.stock.unread
+        await again.close()
+
+    simloop.run(whole())
+
+
 def test_removals_that_are_read_wrongly_once_are_asked_for_again() -> None:
     """Without them the block would be back."""
 
     async def whole() -> None:
-        device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
-        engine = await open_engine(device)
-        await stored(engine, range(3))
-        engine.remove(engine.index.find(NS, key_of(0)), RemoveReason.FORGOTTEN)
-        await engine.barrier()
-        (where,) = (s for s in engine._table.used() if s.tombstone_offsets)
-        at = DATA_OFFSET + where.index * SEGMENT + where.tombstone_offsets[0] * BLOCK
-        await stored(engine, range(3, 12))  # so that it is sealed, and has a footer
-        after = device.crash()
-        await engine.close(clean=False)
+        after, _, at = await with_a_removal()
         honest, wrong = after._read_one, list[int]()
 
         def read_one(op: IoOp) -> Status:

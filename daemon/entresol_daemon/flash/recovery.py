@@ -304,13 +304,13 @@ class Recovery:
         """Fetch the tombstone records that footers list, in batches."""
         todo, self._tombstone_records = self._tombstone_records, []
         while todo:
-            batch: list[tuple[int, int, int, int]] = []  # sequence, offset, start, end
+            batch: list[tuple[Segment, int, int, int]] = []  # offset, start, end
             ops: list[tuple[int, int]] = []
             size = 0
             while todo and (not batch or size < RECOVERY_BATCH_BYTES):
                 segment, offset, length = todo.pop()
                 base = self._superblock.segment_at(segment.index)
-                batch.append((segment.sequence, offset, size, size + length))
+                batch.append((segment, offset, size, size + length))
                 ops.append((base + offset * BLOCK, length))
                 size += length
             buffer = aligned_buffer(size)
@@ -320,21 +320,24 @@ class Recovery:
                     for (at, _), (_, _, start, end) in zip(ops, batch, strict=True)
                 ]
             )
-            for (at, _), (sequence, offset, start, end) in zip(ops, batch, strict=True):
-                await self._take_tombstones(at, sequence, offset, buffer[start:end])
+            for (at, _), (segment, offset, start, end) in zip(ops, batch, strict=True):
+                await self._take_tombstones(at, segment, offset, buffer[start:end])
 
     async def _take_tombstones(
-        self, at: int, sequence: int, offset: int, record: memoryview
+        self, at: int, segment: Segment, offset: int, record: memoryview
     ) -> None:
         """A record of removals, asked for again where one read of it went wrong: without it, what
         it removed would be served."""
+        whole = [True]
         for attempt in range(_TOMBSTONE_READS_MAX):
             if attempt:
-                await self._looking.read([IoOp(at, record)])
-            entries = tombstones_in(self._superblock, sequence, offset, record)
+                whole = await self._looking.read([IoOp(at, record)])
+            entries = tombstones_in(self._superblock, segment.sequence, offset, record)
             if entries is not None:
                 self._tombstones.append(entries)
                 return
+        if not all(whole) and not segment.unread:
+            self._leave_alone(segment)
         self._report.records_damaged += 1
         self._tombstones_lost(at, 1)
 
