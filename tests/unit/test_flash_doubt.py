@@ -136,6 +136,28 @@ def test_nor_is_it_back_where_an_eviction_of_its_segment_failed_half_way(kind: F
     simloop.run(life())
 
 
+def test_nor_where_the_newer_one_was_to_be_kept_and_there_was_no_room_for_it() -> None:
+    async def life() -> None:
+        plan = FaultPlan()
+        device = SimDevice(device_bytes(10), plan=plan, sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        await failed_half_way(engine, plan, Fault.FLUSH_FAIL)
+        slot, future = put(engine, (NS, key_of(0)), b"new", stream=A)
+        assert await future is Status.OK
+        newer = int(engine.index.m_segment[slot])
+        engine._table.open_for_copy = lambda *_: None  # type: ignore[method-assign]
+        (gone,) = await engine.evict(newer, [slot])
+        assert gone.reason is RemoveReason.NO_SPACE
+        assert engine.segment_info(newer).state is SegmentState.FREE
+        after = device.crash()
+        await engine.close(clean=False)
+        other = await open_engine(after)
+        assert (await get(other, (NS, key_of(0))))[0] is Status.MISS
+        await other.close()
+
+    simloop.run(life())
+
+
 def test_nor_where_a_copy_of_it_failed_and_it_stayed_where_it_was() -> None:
     """The copy may be on flash, in a segment that the index knows nothing of."""
 

@@ -226,7 +226,7 @@ class Evictor:
             self._table.add_dead(home, size)
         index.remove_many(slots)
         self._table.on_removed(removed)
-        if doubtful and removed and reason is RemoveReason.EVICTED:
+        if doubtful and removed and reason in (RemoveReason.EVICTED, RemoveReason.NO_SPACE):
             haunted = [each for each in removed if each.namespace_id + each.wire_key in doubtful]
             self._bury(haunted, home)
             doubtful.difference_update(each.namespace_id + each.wire_key for each in haunted)
