@@ -22,12 +22,17 @@ from flashlab import (
     open_engine,
     put,
     stock_faults,
+    stream_of,
 )
 
 from entresol_daemon.flash import checkpoint
+from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.model import DROP_BLOCKS_AT_ONCE, RecoveryKind
+from entresol_daemon.flash.segment import footer_bytes
 from entresol_daemon.flash.sim import SimDevice
-from entresol_proto.status import Status
+from entresol_proto.status import DeviceError, Status
+
+SPACE = NAMESPACES[0]
 
 
 def test_a_namespace_is_dropped_some_blocks_at_a_time_and_spares_what_comes_meanwhile() -> None:
@@ -116,3 +121,51 @@ def test_a_checkpoint_is_flushed_whole_before_it_has_its_name(
     checkpoint.save(path, cast(Any, SimpleNamespace(check_key=bytes(32))), raw)
     assert flushed == [(False, len(raw)), (True, None)]
     assert path.read_bytes() == raw
+
+
+def test_more_removals_than_a_segment_has_room_for_are_written_down() -> None:
+    """They were to be one record, for which no segment was long enough: none was ever durable."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(200), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        futures = [put(engine, (SPACE, key_of(number)), b"gone")[1] for number in range(1100)]
+        assert {await future for future in futures} == {Status.OK}
+        for number in range(1100):
+            engine.remove(engine.index.find(SPACE, key_of(number)), FORGOTTEN)
+        await engine.barrier()
+        await engine.close(clean=False)
+        again = await open_engine(device.crash(), seed=1)
+        assert not len(again.index)
+        await again.close()
+
+    simloop.run(life())
+
+
+def test_removals_share_what_room_there_is_where_no_segment_is_free() -> None:
+    async def life() -> None:
+        device = SimDevice(device_bytes(60), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        spaces, count = NAMESPACES[:2], 0  # each of a tenant, with a segment of its own
+
+        def left(space: bytes) -> int:
+            segment = engine._table.open.get((stream_of(space), False))
+            if segment is None:
+                return 0
+            return engine.segment_bytes - segment.used_bytes - footer_bytes(segment.row_count + 1)
+
+        for space in spaces:
+            while count < 100 or left(space) != BLOCK:
+                assert await put(engine, (space, key_of(count)), b"gone")[1] is Status.OK
+                count += 1
+        engine._table.free.clear()
+        for number in range(100):  # in one record they are two blocks long
+            engine.remove(engine.index.find(SPACE, key_of(number)), FORGOTTEN)
+        await engine.barrier()
+        assert [left(space) for space in spaces] == [0, 0]
+        engine.remove(engine.index.find(SPACE, key_of(100)), FORGOTTEN)
+        with pytest.raises(DeviceError, match="no segment has room"):
+            await engine.barrier()
+        await engine.close(clean=False)
+
+    simloop.run(life())

@@ -26,6 +26,7 @@ from entresol_daemon.flash.model import (
     ignore_removed,
 )
 from entresol_daemon.flash.segment import (
+    RECORD_HEADER_BYTES,
     RecordKind,
     Superblock,
     footer_bytes,
@@ -33,6 +34,7 @@ from entresol_daemon.flash.segment import (
     record_bytes_max,
 )
 from entresol_daemon.flash.stock import Stock
+from entresol_daemon.flash.tombstones import TOMBSTONE_BYTES
 
 NO_STREAM = bytes(16)
 NAME_BYTES = 32  # of a block: its namespace id, then its wire key
@@ -231,6 +233,15 @@ class SegmentTable:
             if found is not None:
                 return found
         return self.open_for(stream, extent_bytes, COPY_RESERVE)
+
+    def tombstones_fit(self) -> int:
+        """How many of them `open_anywhere` has a place for in one record; at least 1."""
+        room = self.extent_bytes_max if self.free else 0
+        if not room:
+            whole = self.superblock.segment_bytes
+            ends = (s.used_bytes + footer_bytes(s.row_count + 1) for s in self.open.values())
+            room = whole - min(ends, default=whole)
+        return max(1, (room - RECORD_HEADER_BYTES) // TOMBSTONE_BYTES)
 
     def open_anywhere(self, stream: bytes, extent_bytes: int) -> Segment | None:
         """A place for the engine's own record: any open segment, the stream's first."""

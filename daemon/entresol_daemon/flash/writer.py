@@ -301,7 +301,8 @@ class Writer:
         for _ in range(TOMBSTONE_RECORDS_PER_GROUP_MAX):
             if not self.tombstones:
                 break
-            count = min(len(self.tombstones), TOMBSTONES_PER_RECORD_MAX)
+            fit = min(TOMBSTONES_PER_RECORD_MAX, self._table.tombstones_fit())
+            count = min(len(self.tombstones), fit)
             payload = encode_tombstones(self.tombstones[i] for i in range(count))
             extent = extent_bytes(len(payload))
             segment = self._table.open_anywhere(NO_STREAM, extent)
