@@ -487,3 +487,28 @@ def test_a_segments_blocks_are_told_in_the_order_of_their_places() -> None:
         await engine.close()
 
     simloop.run(life())
+
+
+def test_an_eviction_does_not_wait_for_reads_that_never_cease() -> None:
+    """Of a segment with a record on its way it waited for them, and they go on until it is done."""
+
+    async def life() -> None:
+        engine = await open_engine(SimDevice(device_bytes(10), sleep=asyncio.sleep))
+        slots, segment = await filled(engine)
+
+        async def read_on(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            while engine.index.is_live(slots[0]):
+                await get(engine, (NS, key_of(0)))
+
+        readers = [asyncio.ensure_future(read_on(n * 0.00005)) for n in range(8)]
+        await asyncio.sleep(0.01)
+        put(engine, (NS, key_of(COUNT)), b"on its way", stream=A)
+        assert engine._table.segments[segment].unflushed
+        async with asyncio.timeout(1):
+            await engine.evict(segment)
+        assert engine.segment_info(segment).state is SegmentState.FREE
+        await asyncio.gather(*readers)
+        await engine.close(clean=False)
+
+    simloop.run(life())

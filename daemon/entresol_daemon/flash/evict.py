@@ -96,9 +96,9 @@ class Evictor:
             if segment.state is SegmentState.OPEN:
                 self._table.close(segment)
             segment.footer_due = False  # it would only be written to be freed
-            while segment.unflushed or segment.leaving:
+            while segment.unflushed or segment.leaving:  # not for readers: they may never cease
                 self._writer.kick()
-                await segment.quiet()
+                await segment.change()
             # To choose it took a millisecond or two of the loop, and so does what follows.
             await asyncio.sleep(0)
             return await self._empty(segment, keep)

@@ -120,7 +120,7 @@ class Segment:
         return self.index
 
     def changed(self) -> None:
-        """Wake whoever waits in `quiet`."""
+        """Wake whoever waits in `change`."""
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -129,9 +129,13 @@ class Segment:
     async def quiet(self) -> None:
         """Wait until no record of it, nor a copy, is being written and nobody reads from it."""
         while self.unflushed or self.leaving or self.readers:
-            waiter = asyncio.get_running_loop().create_future()
-            self.waiters.append(waiter)
-            await waiter
+            await self.change()
+
+    async def change(self) -> None:
+        """Wait until it has changed."""
+        waiter = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        await waiter
 
 
 def keeps_apart(open_segments: int, segments: int) -> bool:
