@@ -24,6 +24,8 @@ from entresol_proto.status import Status
 
 BATCH_OPS = RECOVERY_BATCH_BYTES // BLOCK
 Edges = tuple[SegmentHeader | None, Trailer | None]
+Looked = tuple[list[bytes | None], list[bytes | None], list[Edges], set[int]]
+"""Of some segments: first blocks, last blocks, what they say, and which are FREE for certain."""
 
 
 def decode_edges(
@@ -50,9 +52,7 @@ class Looking:
         self._superblock = superblock
         self._log = log
 
-    async def edges(
-        self, first: int, last: int
-    ) -> tuple[list[bytes | None], list[bytes | None], list[Edges], set[int]]:
+    async def edges(self, first: int, last: int) -> Looked:
         """First and last blocks of the segments first..last-1, what they say, and which of them,
         counted from `first`, are FREE for certain.
 

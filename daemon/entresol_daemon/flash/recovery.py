@@ -19,7 +19,7 @@ from entresol_daemon.compute import Compute
 from entresol_daemon.flash.checkpoint import Checkpoint
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
 from entresol_daemon.flash.index import U32, U64, Index, Slots
-from entresol_daemon.flash.looking import BATCH_OPS, Edges, Looking, decode_edges
+from entresol_daemon.flash.looking import BATCH_OPS, Looking, decode_edges
 from entresol_daemon.flash.model import (
     RECOVERY_BATCH_BYTES,
     RecoveryKind,
@@ -151,8 +151,9 @@ class Recovery:
         step = BATCH_OPS // 2
         for first in range(0, count, step):
             last = min(count, first + step)
-            heads, tails, edges, free = await self._looking.edges(first, last)
-            await self._renew_free(first, heads, edges, free)
+            looked = heads, tails, edges, free = await self._looking.edges(first, last)
+            if not await renew_free(self._device, self._superblock, first, looked):
+                self._log.warning("event=free_headers_not_renewed segments=%d", len(free))
             unused: list[Segment] = []
             for n, (header, trailer) in enumerate(edges):
                 segment = self._table.segments[first + n]
@@ -170,15 +171,6 @@ class Recovery:
         self._build()
         self._table.restock()
         return self._found
-
-    async def _renew_free(
-        self, first: int, heads: Sequence[bytes | None], edges: Sequence[Edges], certain: set[int]
-    ) -> None:
-        free = [
-            (first + n, head, edges[n]) for n in sorted(certain) if (head := heads[n]) is not None
-        ]
-        if free and not await renew_free(self._device, self._superblock, free):
-            self._log.warning("event=free_headers_not_renewed segments=%d", len(free))
 
     def _classify(
         self,

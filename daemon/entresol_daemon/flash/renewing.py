@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from entresol_daemon.flash.device import BLOCK, Device, IoOp, aligned_buffer
-from entresol_daemon.flash.looking import Edges
+from entresol_daemon.flash.looking import Looked
 from entresol_daemon.flash.segment import ROW, Superblock, decode_header, extent_bytes
 from entresol_proto import limits
 from entresol_proto.status import DeviceError
@@ -50,22 +50,26 @@ async def renew_records(
     return await _write(device, ops)
 
 
-async def renew_free(
-    device: Device, superblock: Superblock, found: Sequence[tuple[int, bytes, Edges]]
-) -> bool:
-    """Write the FREE headers of these segments: number, the block as it was read, and both edges.
+async def renew_free(device: Device, superblock: Superblock, first: int, looked: Looked) -> bool:
+    """Write FREE headers, as they were read, at both ends of the segments from `first` on that are
+    free for certain. False when the device does not take all of it.
 
-    Also over the trailer of the life that ended, where a crash left it: whoever found it without
-    the header of the next life would believe it. A trailer of a later life stays, and so does the
-    header before it: somebody lies.
+    At the end, too, where the trailer of the life that ended may be, by a crash, or be again after
+    the next one: whoever found it without the next life's header would believe it. The trailer of
+    a later life stays, and so does the header before it: somebody lies.
     """
-    places = []
-    for number, raw, (header, trailer) in found:
-        start = superblock.segment_at(number)
-        if trailer is None:
-            places.append((start, raw))
-        elif header is not None and trailer.sequence <= header.sequence:
-            places += [(start, raw), (start + superblock.segment_bytes - BLOCK, raw)]
+    heads, tails, edges, certain = looked
+    places: list[tuple[int, bytes]] = []
+    for n in sorted(certain):
+        raw, (header, trailer) = heads[n], edges[n]
+        start = superblock.segment_at(first + n)
+        assert raw is not None, "it was read twice"
+        assert header is not None, "it says so"
+        if trailer is not None and trailer.sequence > header.sequence:
+            continue
+        places.append((start, raw))
+        if tails[n] is not None:
+            places.append((start + superblock.segment_bytes - BLOCK, raw))
     buffer = aligned_buffer(BLOCK * len(places))
     ops = []
     for at, (offset, raw) in enumerate(places):
