@@ -215,6 +215,37 @@ def test_nothing_is_formatted_where_a_superblock_may_be() -> None:
     simloop.run(whole())
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_copy_that_is_refused_beside_a_damaged_one_is_no_reason_to_remove_the_file(
+    refused: int,
+) -> None:
+    """The device may give it at another start; the hint was to start empty."""
+
+    async def whole() -> None:
+        file, _ = await a_file()
+        device = file.crash()
+        copies = (0, device.size_bytes - BLOCK)
+        at = copies[1 - refused] + 40
+        device.poke(at, bytes([device.image_at(at, 1)[0] ^ 1]))
+        honest = device._read_one
+
+        def read_one(op: IoOp) -> Status:
+            status = honest(op)
+            return Status.IO_ERROR if op.offset_bytes == copies[refused] else status
+
+        device._read_one = read_one  # type: ignore[method-assign]
+        with pytest.raises(DeviceError, match="one superblock copy cannot be read") as raised:
+            await open_engine(device)
+        assert not isinstance(raised.value, FormatError)
+        assert "remove" not in str(raised.value)
+        del device._read_one  # type: ignore[attr-defined]
+        engine = await open_engine(device)
+        await check(engine, range(12))
+        await engine.close(clean=False)
+
+    simloop.run(whole())
+
+
 @pytest.mark.parametrize("more", [64 * BLOCK, -BLOCK])
 def test_nothing_is_formatted_where_segments_are(more: int) -> None:
     """The first block is zeroed, and the second superblock is not where the file now ends."""

@@ -11,11 +11,13 @@ from entresol_daemon.flash.model import EngineOptions, RandomBytes
 from entresol_daemon.flash.segment import SEGMENT_MAGIC
 from entresol_daemon.flash.superblock import (
     DATA_OFFSET,
+    FORMAT_VERSION,
     SEGMENTS_MIN,
     Superblock,
     choose_superblock,
     decode_superblock,
     encode_superblock,
+    version_of,
 )
 from entresol_proto.status import DeviceError, FormatError, Status
 
@@ -104,6 +106,13 @@ async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool
     try:
         superblock, agree = choose_superblock(first or lost, mirror or lost)
     except FormatError as error:
+        version = version_of(first or mirror or lost)
+        if (first is None or mirror is None) and version in (None, FORMAT_VERSION):
+            raise DeviceError(
+                f"{device.name}: one superblock copy cannot be read, and where the other should be "
+                "is none",
+                hint="the device fails: see the kernel's log",
+            ) from None
         raise FormatError(f"{device.name}: {Exception.__str__(error)}", hint=error.hint) from None
     return superblock, 2 if agree else 1, agree
 
