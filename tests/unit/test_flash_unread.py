@@ -215,6 +215,35 @@ def test_nothing_is_formatted_where_a_superblock_may_be() -> None:
     simloop.run(whole())
 
 
+def test_the_numbers_of_a_superblock_copy_that_is_lost_are_not_given_out_again() -> None:
+    """The write of one copy went elsewhere, later the other is damaged: new blocks had the numbers
+    of older ones, and what was acknowledged durable lost against removals of before."""
+
+    async def whole() -> None:
+        device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
+        await (await open_engine(device)).close(clean=False)
+        last = device.size_bytes - BLOCK
+        before = device.image_at(last, BLOCK)
+        engine = await open_engine(device, seed=1)
+        await stored(engine, range(6))
+        for number in range(3):
+            engine.remove(engine.index.find(NS, key_of(number)), RemoveReason.FORGOTTEN)
+        await engine.barrier()
+        await engine.close(clean=False)
+        device.poke(last, before)
+        device.poke(40, bytes([device.image_at(40, 1)[0] ^ 1]))
+        device = device.crash()
+        engine = await open_engine(device, seed=2)
+        assert engine.recovery.superblock_copies == 1
+        await stored(engine, range(3))
+        await engine.close(clean=False)
+        engine = await open_engine(device.crash(), seed=3)
+        await check(engine, range(6))
+        await engine.close()
+
+    simloop.run(whole())
+
+
 @pytest.mark.parametrize("refused", [0, 1])
 def test_a_copy_that_is_refused_beside_a_damaged_one_is_no_reason_to_remove_the_file(
     refused: int,

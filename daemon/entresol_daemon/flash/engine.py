@@ -54,6 +54,7 @@ from entresol_daemon.flash.segment import (
     extent_bytes,
 )
 from entresol_daemon.flash.space import SegmentTable
+from entresol_daemon.flash.superblock import GENERATIONS_LOST_MAX
 from entresol_daemon.flash.writer import Writer
 from entresol_proto.status import DeviceError, FormatError, Status
 
@@ -134,8 +135,10 @@ class Engine:
             )
         superblock = found if found is not None else new_superblock(device, options, random_bytes)
         check_fit(device, superblock)
+        # No number is given out twice: a copy that is lost may have been newer than the other.
+        generation = superblock.generation + (1 if agree else GENERATIONS_LOST_MAX)
         opened = replace(
-            superblock, generation=superblock.generation + 1, clean=False, checkpoint_bytes=0,
+            superblock, generation=generation, clean=False, checkpoint_bytes=0,
             checkpoint_digest=bytes(32),
         )  # fmt: skip
         engine = cls(counted, options, opened, compute, stats, logger)
