@@ -14,9 +14,10 @@ Invariants owned here:
   (pyverbs calls it when imported).
 - Whoever logs never waits for whoever reads: lines for standard error are written by a thread, at
   most `LINES_WAITING_MAX` wait for it, and what is dropped beyond them is counted and said.
-- A tenant can have a line written for each of its bad requests, and a stranger for each connection.
-  Of lines that are alike only so many are written, and the next one says how many were not; lines
-  of errors, and those of other tenants, are never held back for it.
+- A tenant can have a line written for each of its bad requests, a stranger for each connection, and
+  a full disk or a dying drive for each block. Of lines that are alike only so many are written, and
+  the next one says how many were not; those of other tenants are never held back for it, nor are
+  errors for what is less, or for another error.
 """
 
 from __future__ import annotations
@@ -188,8 +189,9 @@ class _Kind:
 
 
 class FloodFilter(logging.Filter):
-    """Holds back what is below ERROR and comes too often. Lines are of one kind when their logger,
-    their text and the first text among their arguments, the tenant as a rule, are the same."""
+    """Holds back what comes too often. Lines are of one kind when their logger, their text and the
+    first text among their arguments, the tenant as a rule, are the same; of errors there is also
+    what was raised, and where."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,9 +200,7 @@ class FloodFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for a line that is held back; one that is not says how many were before it."""
-        if record.levelno >= logging.ERROR:
-            return True
-        place = _kind_of(record)
+        place = (_kind_of(record), _raised(record) if record.levelno >= logging.ERROR else None)
         with self._lock:
             kind = self._kinds.get(place)
             if kind is None:
@@ -224,6 +224,16 @@ def _kind_of(record: logging.LogRecord) -> Hashable:
     args = record.args if isinstance(record.args, tuple) else ()
     of = next((each for each in args if isinstance(each, str)), None)
     return record.name, message if isinstance(message, str) else None, of
+
+
+def _raised(record: logging.LogRecord) -> Hashable:
+    """Which error a record is of: the type and place of what was raised, if it shows that."""
+    if not record.exc_info or record.exc_info[0] is None:
+        return ()
+    kind, _, trace = record.exc_info
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return kind, trace and (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
 def _say(record: logging.LogRecord, unsaid: int) -> None:

@@ -551,6 +551,30 @@ def test_the_next_line_says_how_many_were_held_back(form: str) -> None:
     assert all("unsaid=5" in line or '"unsaid": 5' in line for line in said)
 
 
+def test_errors_alike_are_held_back_too() -> None:
+    """A full disk wrote an error for each put, a damaged drive for each block: thousands a second,
+    onto the same disk."""
+    stream, kept = io.StringIO(), logging.getLogger("entresol.test")
+    logs.configure("info", "kv", stream=stream)
+
+    def raising(what: Exception) -> None:
+        try:
+            raise what
+        except Exception:
+            kept.exception("event=request_failed type=%s", "fetch")
+
+    for number in range(logs.ALIKE_AT_ONCE_MAX + 50):
+        kept.error("event=state_file_failed file=%s reason=%r", Path("/x"), "no space left")
+        kept.error("event=put_lost status=%s block=%s", "io_error", f"{number:08x}..")
+        raising(ValueError("often"))
+    kept.error("event=state_file_failed file=%s reason=%r", Path("/x"), "read-only")
+    raising(RuntimeError("rare"))
+    text = stream.getvalue()
+    for often in ("no space left", "put_lost", "ValueError: often"):
+        assert 0 < text.count(often) <= logs.ALIKE_AT_ONCE_MAX + 1, often
+    assert text.count("read-only") == text.count("RuntimeError: rare") == 1
+
+
 def test_lines_of_several_threads_are_filtered_one_after_the_other() -> None:
     """Filters run outside their handler's lock."""
     held = logs.FloodFilter()

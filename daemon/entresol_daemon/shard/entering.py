@@ -197,7 +197,7 @@ class Entering:
             self.following.discard(resident.slot)
         status = outcome(done)
         if status is not Status.OK:
-            log.error("event=put_lost block=%s status=%s", short(resident.wire_key), status.label)
+            log.error("event=put_lost status=%s block=%s", status.label, short(resident.wire_key))
         self._parts.residency.unpin(resident)
         self._ended(reservation)  # which wakes those who wait for room
 
