@@ -70,6 +70,7 @@ SCRIPTS = ("preinst", "postinst", "prerm", "postrm")
 READS = {
     "@DATA_FILE@": ("daemon/entresol_daemon/flash/superblock.py", "FORMAT_VERSION"),
     "@KEYRING@": ("daemon/entresol_daemon/keys/state.py", "KEYRING_VERSION"),
+    "@NAMESPACES@": ("daemon/entresol_daemon/keys/namespaces.py", "NAMESPACES_VERSION"),
 }
 ELF_MACHINE_AT = 18  # ELF specification, e_machine
 

@@ -21,11 +21,15 @@ from pathlib import Path
 from entresol_daemon.config import Config
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.superblock import FORMAT_VERSION, version_of
+from entresol_daemon.keys.namespaces import NAMESPACES_VERSION
 from entresol_daemon.keys.state import KEYRING_VERSION
 from entresol_proto.status import FormatError
 
 KEYRING_BYTES_MAX = 1 << 30
-READS = {"data-file": FORMAT_VERSION, "keyring": KEYRING_VERSION}
+HEAD_BYTES_MAX = 512  # of a namespaces file: its version comes before its body
+READS = {
+    "data-file": FORMAT_VERSION, "keyring": KEYRING_VERSION, "namespaces": NAMESPACES_VERSION,
+}  # fmt: skip
 KEYRINGS = ("keyring.json", "keyring.json.bak")
 
 
@@ -45,7 +49,8 @@ class Found:
 
 def look(config: Config) -> list[Found]:
     """What is there; things that are missing, blank or damaged are left out. Raises: OSError."""
-    return [*_data_file(config.flash_path), *_keyring(config.shard.state_dir)]
+    folder = config.shard.state_dir
+    return [*_data_file(config.flash_path), *_keyring(folder), *_namespaces(folder / "namespaces")]
 
 
 def check(config: Config) -> None:
@@ -100,3 +105,21 @@ def _keyring(folder: Path) -> Iterator[Found]:
             continue
         if type(version) is int:
             yield Found("keyring", folder / name, version)
+
+
+def _namespaces(folder: Path) -> Iterator[Found]:
+    """The newest of the tenants' files: there may be thousands."""
+    newest: Found | None = None
+    for path in sorted(folder.glob("*.json")):
+        try:
+            with open(_open(path), "rb") as file:
+                head, body, _ = file.read(HEAD_BYTES_MAX).partition(b',"body":')
+            version = json.loads(head + b"}" if body else head)["version"]
+        except FileNotFoundError:  # a daemon that runs forgot a tenant
+            continue
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if type(version) is int and (newest is None or version > newest.version):
+            newest = Found("namespaces", path, version)
+    if newest is not None:
+        yield newest

@@ -30,8 +30,9 @@ from entresol_daemon.dev import client_toml
 from entresol_daemon.flash.device import BLOCK
 from entresol_daemon.flash.superblock import FORMAT_VERSION, Superblock, encode_superblock
 from entresol_daemon.keys.keyring import Keyring
+from entresol_daemon.keys.namespaces import NAMESPACES_FORMAT, NAMESPACES_VERSION
 from entresol_daemon.keys.providers import FileKek
-from entresol_daemon.keys.state import KEYRING_VERSION
+from entresol_daemon.keys.state import KEYRING_VERSION, envelope
 from entresol_proto.status import FormatError
 
 EVERY_INTERFACE = [str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0))]
@@ -384,11 +385,28 @@ def test_a_keyring_of_another_version_is_refused(toml: Path) -> None:
         formats.check(config)
 
 
+def test_namespaces_of_another_version_are_refused_before_a_start(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The daemon does not start on them (they would be written over), so `--check` and a package
+    that goes back must not say that it does."""
+    path = toml.parent / "state/namespaces" / f"{'0f' * 16}.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(envelope(NAMESPACES_FORMAT, NAMESPACES_VERSION, {"namespaces": []}))
+    assert [one.kind for one in formats.look(Config.load(toml))] == ["namespaces"]
+    path.write_bytes(envelope(NAMESPACES_FORMAT, NAMESPACES_VERSION + 1, {"namespaces": []}))
+    assert run(toml, "formats") == 1
+    assert f"namespaces 2 1 {path}" in capsys.readouterr().out
+    assert run(toml, "--check") == 1
+    assert "namespaces format version 2, this build reads version 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"version": "1"}', b"[" * 100_000, b"\xff"]
 )
 def test_what_is_damaged_is_the_daemons_to_judge(toml: Path, content: bytes) -> None:
-    (toml.parent / "state").mkdir()
+    (toml.parent / "state/namespaces").mkdir(parents=True)
+    (toml.parent / "state/namespaces/00.json").write_bytes(content)
     (toml.parent / "state/keyring.json").write_bytes(content)
     (toml.parent / "state/flash.data").write_bytes(content)
     assert formats.look(Config.load(toml)) == []

@@ -183,7 +183,8 @@ def preinst(tmp_path: Path, listed: str, *arguments: str) -> subprocess.Complete
     daemon.chmod(0o755)
     text = (SYSTEMD / "debian/preinst").read_text()
     text = text.replace("/usr/bin/entresold", str(daemon)).replace("/etc/entresol", str(etc))
-    for mark, kind in (("@DATA_FILE@", "data-file"), ("@KEYRING@", "keyring")):
+    for kind in formats.READS:
+        mark = f"@{kind.upper().replace('-', '_')}@"
         assert mark in text
         text = text.replace(mark, str(formats.READS[kind]))
     return subprocess.run(
@@ -197,6 +198,7 @@ def preinst(tmp_path: Path, listed: str, *arguments: str) -> subprocess.Complete
         (r"keyring 1 1 /x/k\ndata-file 1 1 /x/flash.data\n", ("upgrade", "1.0"), False),
         (r"keyring 1 1 /x/k\ndata-file 2 2 /x/flash.data\n", ("upgrade", "1.0"), True),
         (r"keyring 99 99 /x/k\n", ("upgrade", "1.0"), True),
+        (r"namespaces 2 2 /x/namespaces/n.json\n", ("upgrade", "1.0"), True),
         (r"data-file 2 2 /x/flash.data\n", ("install",), False),
         (r"data-file 2 2 /x/flash.data\n", ("abort-upgrade", "1.0"), False),
         (r"something-newer 7 7 /x/y\n", ("upgrade", "1.0"), False),
