@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from entresol_daemon import data_places, open_files
+from entresol_daemon import data_places, data_whole, open_files, setup_command
 from entresol_daemon.config import Config
 from entresol_daemon.control.identity import (
     ROLE_SHARD,
@@ -56,7 +56,7 @@ def judge(path: Path) -> Rows:
         yield _problem(error)
         return
     yield OK, f"{path} is a good configuration of shard {config.shard.name}", ""
-    for look in (_tls, _kek, _state, _flash, _drives, _memory, _shm, _listen, _files):
+    for look in (_tls, _kek, _state, _flash, _data, _drives, _memory, _shm, _listen, _files):
         yield from _guarded(look, config)
 
 
@@ -158,6 +158,15 @@ def _flash(config: Config) -> Rows:
         yield _no_room(path, wanted, left)
     else:
         yield OK, f"data file {path} will be made, {_gib(wanted)} of {_gib(left)} free", ""
+
+
+def _data(config: Config) -> Rows:
+    """What is in the files that are there."""
+    if data_places.problems(config):
+        return
+    setup_command.check_data(config)
+    data_whole.check(config)
+    yield OK, "what is on disk already is whole, and of versions that this one reads", ""
 
 
 def _drives(config: Config) -> Rows:

@@ -114,12 +114,13 @@ def check_data(config: Config) -> None:
 
 def check_surroundings(config: Config) -> None:
     """What else a start needs that may not be there yet. Raises: EntresolError."""
-    from entresol_daemon import data_places
+    from entresol_daemon import data_places, data_whole
     from entresol_daemon.control.identity import judge_files, server_ssl_context
     from entresol_proto.identity import ROLE_SHARD, SpiffeId
 
     for problem, hint in data_places.problems(config):
         raise ConfigError(problem, hint=hint)
+    data_whole.check(config)
     _check_kek(config)
     cert, key, ca = _tls_files(config)
     if not any(path.exists() for path in (cert, key, ca)):

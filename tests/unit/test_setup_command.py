@@ -28,6 +28,7 @@ from entresol_daemon.config import Config
 from entresol_daemon.control import devcerts
 from entresol_daemon.dev import client_toml
 from entresol_daemon.flash.device import BLOCK
+from entresol_daemon.flash.segment import DATA_OFFSET
 from entresol_daemon.flash.superblock import FORMAT_VERSION, Superblock, encode_superblock
 from entresol_daemon.keys.keyring import Keyring
 from entresol_daemon.keys.namespaces import NAMESPACES_FORMAT, NAMESPACES_VERSION
@@ -66,12 +67,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def data_file(path: Path, version: int, *, only_mirror: bool = False) -> None:
     """A data file that says it is of `version`: both superblocks, or the second one."""
-    block = bytearray(encode_superblock(Superblock(bytes(16), bytes(32), 1 << 20, 4, 8 * BLOCK), 0))
-    assert struct.unpack_from("<I", block, VERSION_AT) == (FORMAT_VERSION,)
-    struct.pack_into("<I", block, VERSION_AT, version)
+    segment_bytes, mirror = 8 * BLOCK, DATA_OFFSET + 4 * 8 * BLOCK
+    superblock = Superblock(bytes(16), bytes(32), segment_bytes, 4, mirror)
     path.parent.mkdir(parents=True, exist_ok=True)
-    first = bytes(BLOCK) if only_mirror else bytes(block)
-    path.write_bytes(first + bytes(7 * BLOCK) + bytes(block))
+    with path.open("wb") as file:
+        for copy, offset in ((1, mirror), (0, 0))[: 1 if only_mirror else 2]:
+            block = bytearray(encode_superblock(superblock, copy))
+            assert struct.unpack_from("<I", block, VERSION_AT) == (FORMAT_VERSION,)
+            if version != FORMAT_VERSION:
+                struct.pack_into("<I", block, VERSION_AT, version)
+            file.seek(offset)
+            file.write(block)
 
 
 def test_who_says_nothing_of_certificates_is_told_all_of_it_at_once(
@@ -443,6 +449,48 @@ def test_check_and_doctor_pass_nothing_that_cannot_start(
     assert says in capsys.readouterr().err
     rows = list(judge.judge(toml))
     assert any(level == judge.FAIL and says in text for level, text, _ in rows)
+
+
+@pytest.mark.parametrize("what", ["version", "cut", "damaged", "keyring", "link", "pipe"])
+def test_check_and_doctor_pass_no_data_that_a_start_refuses(
+    toml: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """Doctor looked at no data at all; a copy that was cut short passed both."""
+    assert run(toml, "prepare", "--kek", toml.parent / "kek") == 0
+    state = toml.parent / "state"
+    path, copies = state / "flash.data", [state / "keyring.json", state / "keyring.json.bak"]
+    data_file(path, FORMAT_VERSION + (what == "version"))
+    with toml.open("a") as file:
+        file.write("[flash]\nsize_bytes = 0\n")
+    Keyring.open(state, FileKek.open(toml.parent / "kek")).close()
+    if what == "cut":
+        os.truncate(path, path.stat().st_size - BLOCK)
+    elif what == "damaged":
+        path.write_bytes(b"x" * path.stat().st_size)
+    elif what in ("keyring", "link", "pipe"):
+        for copy in copies:
+            copy.unlink()
+            if what == "keyring":
+                copy.write_bytes(b"{")
+        if what == "link":
+            copies[0].symlink_to(state / "elsewhere")
+        elif what == "pipe":
+            os.mkfifo(copies[0])
+    says = {
+        "version": "format version", "cut": "its superblock says", "keyring": "both unusable",
+        "damaged": "not an Entresol data file", "link": "keyring.json: Too many levels",
+        "pipe": "keyring.json: no regular file",
+    }[what]  # fmt: skip
+    before = {each: each.lstat() for each in sorted(state.iterdir())}
+    capsys.readouterr()
+    assert run(toml, "--check") == 1
+    assert says in capsys.readouterr().err
+    rows = list(judge.judge(toml))
+    assert any(level == judge.FAIL and says in text for level, text, _ in rows), rows
+    after = {each: each.lstat() for each in sorted(state.iterdir())}
+    assert {p: (i.st_ino, i.st_size, i.st_mtime_ns) for p, i in after.items()} == {
+        p: (i.st_ino, i.st_size, i.st_mtime_ns) for p, i in before.items()
+    }
 
 
 def test_data_that_is_there_or_will_be_made_passes(toml: Path) -> None:
