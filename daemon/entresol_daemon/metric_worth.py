@@ -35,7 +35,7 @@ class WorthMetrics:
             use=Domain(tuple(use.label for use in Use)),
         )
         self.evicted_unused_bytes = make.counters(
-            "evicted_unused_bytes_total", "Bytes on flash of the unused ones.", tenant=tenant
+            "evicted_unused_bytes_total", "Bytes on flash of blocks evicted unused.", tenant=tenant
         )
         self.thrashed = make.counters(
             "thrashed_blocks_total",
@@ -62,9 +62,9 @@ class WorthMetrics:
         )
         self.eviction_promise = make.gauges(
             "eviction_worth_promise_ratio",
-            "The same for a store of the sampled keys alone that always evicts by worth, whoever "
-            "rules: worth takes over while it is not clearly negative, and above what was missing "
-            "from it where worth fell behind.",
+            "Hits per reference beyond those of LRU in a store of the sampled keys alone that "
+            "always evicts by worth, whoever rules: worth takes over while it is not clearly "
+            "negative, and above what was missing from it where worth fell behind.",
             tenant=tenant,
         )
         self.drive_writes = make.counter(
@@ -83,7 +83,7 @@ class WorthMetrics:
             "Left of the write budget now; negative is owed: only what is offered twice is stored.",
         )
         self.budget_burst = make.gauge(
-            "write_budget_burst_bytes", "The most of it that can be saved up, or owed."
+            "write_budget_burst_bytes", "The most of the write budget that is saved up, or owed."
         )
 
     def restored(self, tenant: str, age_s: float) -> None:

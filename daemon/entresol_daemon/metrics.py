@@ -128,7 +128,7 @@ class Metrics:
             "grants_carried_total", "Grants that had their blocks in them; there is no lease."
         )
         self.leases = self._make.gauge("leases", "Leases granted and neither released nor expired.")
-        self.leased_bytes = self._make.gauge("leased_bytes", "Memory under those leases.")
+        self.leased_bytes = self._make.gauge("leased_bytes", "Memory under leases of hosts.")
         self.leases_expired = self._make.counter(
             "leases_expired_total", "Leases that ran out before their release."
         )
@@ -195,7 +195,7 @@ class Metrics:
             "sealed_plain_bytes_total", "Bytes of blocks before compression.", dtype=dtypes
         )
         self.sealed_stored_bytes = self._make.counters(
-            "sealed_stored_bytes_total", "Bytes of the same blocks sealed.", dtype=dtypes
+            "sealed_stored_bytes_total", "Bytes of blocks after compression.", dtype=dtypes
         )
         self.compression_ratio = self._make.gauges(
             "compression_ratio", "Plain over sealed bytes since the start.", dtype=dtypes
@@ -275,7 +275,7 @@ class Metrics:
             "reinserted_blocks_total", "Blocks written again because the policy values them."
         )
         self.reinserted_bytes = self._make.counter(
-            "reinserted_bytes_total", "Bytes of those blocks."
+            "reinserted_bytes_total", "Bytes of blocks written again."
         )
         self.corrupt_blocks = self._make.counters(
             "corrupt_blocks_total",
@@ -296,18 +296,18 @@ class Metrics:
         )
         self.scrub_cycles = self._make.counter("scrub_cycles_total", "Times the scrubber read all.")
         self.scrub_cycle_seconds = self._make.gauge(
-            "scrub_cycle_seconds", "How long the last of them took, pauses and restarts included."
+            "scrub_cycle_seconds", "How long the last scrub took, pauses and restarts included."
         )
         self.scrub_began = self._make.gauge(
             "scrub_began_seconds",
-            "When the present one began, or the last one, in seconds since 1970; 0: none yet.",
+            "When the present scrub began, or the last, in seconds since 1970; 0: none yet.",
         )
         self.scrub_expected = self._make.gauge(
             "scrub_cycle_expected_seconds",
-            "How long one takes with what is on flash now, at the configured rate; at least a day.",
+            "How long a scrub takes with what is on flash, at the configured rate; at least a day.",
         )
         self.scrub_progress = self._make.gauge(
-            "scrub_progress", "Share of the present one that is done; 0 between them."
+            "scrub_progress", "Share of the present scrub that is done; 0 between two."
         )
         self.scrub_found = self._make.counters(
             "scrub_found_total",
@@ -319,7 +319,7 @@ class Metrics:
             "recovery_seconds", "How long the last recovery of the index took."
         )
         self.recovered_blocks = self._make.gauge(
-            "recovered_blocks", "Blocks found by that recovery."
+            "recovered_blocks", "Blocks found by the last recovery of the index."
         )
 
     def _define_process(self) -> None:
@@ -359,7 +359,8 @@ class Metrics:
             "event_loop_lag_seconds", "How much later than asked the event loop ran a timer."
         )
         self.loop_lag_max_seconds = self._make.gauge(
-            "event_loop_lag_max_seconds", "The longest such delay in the last minute or two."
+            "event_loop_lag_max_seconds",
+            "The longest delay of the event loop in the last minute or two.",
         )
         self.malloc_bytes = self._make.gauge(
             "malloc_bytes",

@@ -81,6 +81,9 @@ def test_every_metric_is_declared_named_by_the_rules_and_explained():
         assert re.fullmatch(r"entresol(_[a-z]+)+", name)
         assert spec.kind in kinds
         assert spec.help.endswith(".")
+        # Prometheus shows it alone: it cannot go on from another metric's.
+        leans = r"(under|of|by|between) (those|these|them|that)\b|^The same|such delay|present one"
+        assert not re.search(leans, spec.help), name
         assert name.endswith("_total") == (spec.kind == "counter"), name
         if spec.kind == "histogram":
             assert name.endswith(("_seconds", "_ratio")), name
