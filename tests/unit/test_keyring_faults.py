@@ -134,6 +134,21 @@ def test_two_bad_copies_are_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "keyring.json").read_bytes() == b"{"
 
 
+def test_a_whole_keyring_of_an_unknown_form_is_not_called_damaged(tmp_path: Path) -> None:
+    """Whoever followed the advice for damaged ones moved every tenant's keys away."""
+    seeded(tmp_path)
+    body = json.loads((tmp_path / "keyring.json").read_bytes())["body"]
+    body["tenants"][0]["later"] = 1
+    raw = state.envelope(state.KEYRING_FORMAT, state.KEYRING_VERSION, body)
+    for name in ("keyring.json", "keyring.json.bak"):
+        (tmp_path / name).write_bytes(raw)
+    with pytest.raises(KeyringError, match="both unusable; neither was changed") as caught:
+        open_ring(tmp_path)
+    assert "start the one that did" in caught.value.hint
+    assert "move both away" not in caught.value.hint
+    assert (tmp_path / "keyring.json").read_bytes() == raw
+
+
 @pytest.mark.parametrize("which", ["keyring.json", "keyring.json.bak"])
 def test_another_version_is_refused_and_left_alone(tmp_path: Path, which: str) -> None:
     seeded(tmp_path)

@@ -41,6 +41,10 @@ class DamagedError(KeyringError):
     status = Status.CORRUPT
 
 
+class StrangeError(DamagedError):
+    """Whole by its checksum, and yet nothing that this daemon would write: not an accident."""
+
+
 class UnknownVersionError(KeyringError):
     """The file was written by another version of the daemon."""
 
@@ -249,9 +253,9 @@ def decode(raw: bytes) -> State:
             erased=tuple(map(StoredReceipt.of, map(_receipt, _items(body, "erased")))),
         )
     except (KeyError, TypeError, ValueError, AttributeError, BadKeyError, KeyringError) as error:
-        raise DamagedError(f"a field is missing or impossible: {error}") from None
+        raise StrangeError(f"a field is missing or impossible: {error}") from None
     if encode(state) != raw:
-        raise DamagedError("not in the form this daemon writes")
+        raise StrangeError("not in the form this daemon writes")
     return state
 
 

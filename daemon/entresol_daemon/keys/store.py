@@ -15,7 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from entresol_daemon.keys import files
-from entresol_daemon.keys.state import DamagedError, State, UnknownVersionError, decode, encode
+from entresol_daemon.keys.state import (
+    DamagedError,
+    State,
+    StrangeError,
+    UnknownVersionError,
+    decode,
+    encode,
+)
 from entresol_proto.status import KeyringError, Status
 
 log = logging.getLogger("entresol.keys")
@@ -73,6 +80,7 @@ class KeyringStore:
             written by another version; OSError.
         """
         states: list[State] = []
+        strange = False
         copies = (self.path, self.backup_path)
         for path in (*copies, *map(files.old_of, copies)):
             raw = files.read(self._calls, path)
@@ -85,11 +93,14 @@ class KeyringStore:
             except UnknownVersionError as error:
                 raise UnknownVersionError(f"{path}: {error}") from None
             except DamagedError as error:
+                strange |= isinstance(error, StrangeError)
                 log.warning("event=keyring_copy_damaged file=%s reason=%r", path.name, str(error))
         if not states and any(raw is not None for raw in self._found.values()):
             raise DamagedError(
                 f"{self.path} and {self.backup_path} are both unusable; neither was changed",
-                hint="restore one from a backup, or move both away to begin with no tenants",
+                hint="they are whole, but not as this version writes them: start the one that did"
+                if strange
+                else "restore one from a backup, or move both away to begin with no tenants",
             )
         state = max(states, key=lambda copy: copy.generation, default=State())
         self._generation = state.generation
