@@ -66,9 +66,8 @@ def store(daemon: DaemonProcess, numbers: range) -> None:
             assert ns.put(puts, ack="durable").stored == len(puts)
 
 
-def live(folder: Path) -> dict[str, Any]:
-    """A life that ends well and one that is killed; what each tenant has then."""
-    daemon = DaemonProcess(folder, "--flash", FLASH)
+def live(daemon: DaemonProcess) -> dict[str, Any]:
+    """A life that ends well and one that is to be killed; what each tenant has then."""
     daemon.start()
     store(daemon, FIRST)
     for tenant, quota in QUOTAS.items():
@@ -81,9 +80,7 @@ def live(folder: Path) -> dict[str, Any]:
         with Client(daemon.client_config(tenant)) as client:
             ns = client.namespace(NamespaceDescriptor(**DESCRIPTOR))
             assert ns.forget([key(tenant, n) for n in FORGOTTEN]).count == len(FORGOTTEN)
-    found = tenants(daemon)
-    daemon.kill()
-    return found
+    return tenants(daemon)
 
 
 def main(out: Path) -> None:
@@ -91,7 +88,11 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="golden-") as name:
         folder = Path(name) / "d"
-        found = live(folder)
+        daemon = DaemonProcess(folder, "--flash", FLASH)
+        try:
+            found = live(daemon)
+        finally:
+            daemon.kill()
         whole = archive({"state": folder / "state", "kek": folder / "kek"})
     (out / "state.tar.xz").write_bytes(whole)
     text = json.dumps({"flash": FLASH, "tenants": found}, indent=1)
