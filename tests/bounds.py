@@ -435,6 +435,8 @@ CHECKS: dict[str, Check] = {
         Test(_HOSTILE_SHM + "test_memory_and_regions_of_a_peer_are_bounded"),
     "SHM_MESSAGES_QUEUED_MAX":
         Test(_HOSTILE_SHM + "test_a_peer_that_does_not_receive_its_answers_is_cut_off"),
+    "SHM_UNANSWERED_MAX":
+        Test("tests/unit/test_fabric_shm_unanswered.py::test_a_peer_that_answers_no_exposure_is_cut_off"),
     "SHM_CLOSERS_MAX": Test(
         _CLOSING + "test_threads_that_hang_are_bounded_and_then_nobody_new_is_let_in"
     ),

@@ -57,6 +57,7 @@ MAPPED_BYTES_PER_SESSION_MAX = 256 * GIB  # peer memory mapped by shm; a daemon 
 SHM_MAPPED_BYTES_MAX = 64 * GIB  # of all sessions of a daemon: their page tables take 1/512 of it
 SHM_REGIONS_PER_HOST_MAX = 4  # of one session mapped by a daemon, whose mappings have an end
 SHM_MESSAGES_QUEUED_MAX = 4_096  # unsent shm messages, then the session ends
+SHM_UNANSWERED_MAX = 8  # exposures whose deadline passed unanswered, then the session ends
 SHM_CLOSERS_MAX = 16  # threads that close what peers passed, and may be stuck with it
 SHM_CLOSING_MAX = 4_096  # descriptors that wait to be closed, then none is received
 EXPOSE_DEADLINE_NS = 5_000_000_000  # the peer's acknowledgement of an exposure (shm)

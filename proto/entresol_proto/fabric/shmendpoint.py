@@ -87,6 +87,7 @@ class ShmEndpoint:
         self._on_closed = on_closed
         self._link: ShmLink | None = None
         self._exposed: set[int] = set()
+        self._unanswered: set[int] = set()  # given up at their deadline; the peer may still answer
         self._acks: dict[tuple[Kind, int], asyncio.Future[int]] = {}
         self._regions: dict[int, PeerRegion] = {}
         self._mapping: dict[int, bool] = {}  # in a worker now; true: revoked meanwhile
@@ -136,10 +137,12 @@ class ShmEndpoint:
         try:
             message = Message(Kind.EXPOSE, rkey, length_bytes=length)
             status = await self._ask(message, Kind.EXPOSED, limits.EXPOSE_DEADLINE_NS, fd=buffer.fd)
-        except BaseException:
+        except BaseException as error:
             self._exposed.discard(rkey)
             if self._link is not None:
                 self._link.send(Message(Kind.REVOKE, rkey).encode())
+            if isinstance(error, FabricError) and error.status is Status.DEADLINE:
+                self._note_unanswered(rkey)
             raise
         if status != Status.OK:
             self._exposed.discard(rkey)
@@ -147,6 +150,13 @@ class ShmEndpoint:
             hint = _MAPPED_HINT if self._lends and known is Status.BUSY else ""
             raise FabricError("the peer did not map the buffer", hint=hint, status=known)
         return Exposure(rkey, 0, length)
+
+    def _note_unanswered(self, rkey: int) -> None:
+        """Its descriptor may lie unreceived in the socket, or in our queue for it, as long as the
+        session lasts: of a peer that receives nothing there must not be many."""
+        self._unanswered.add(rkey)
+        if len(self._unanswered) > limits.SHM_UNANSWERED_MAX:
+            self._on_lost(ProtocolError("the peer does not answer what is exposed to it"))
 
     async def _fill(self, fd: int, length_bytes: int) -> None:
         """Have all pages, as a daemon wants it, or fail now.
@@ -210,6 +220,7 @@ class ShmEndpoint:
 
     def _on_message(self, message: Message) -> None:
         if message.kind in (Kind.EXPOSED, Kind.REVOKED):
+            self._unanswered.discard(message.rkey)
             ack = self._acks.get((message.kind, message.rkey))
             if ack is not None and not ack.done():
                 ack.set_result(message.status)

@@ -119,9 +119,14 @@ class ShmLink:
         if len(self._queue) >= limits.SHM_MESSAGES_QUEUED_MAX:
             self._lose(ProtocolError("the peer does not receive its messages"))
         elif self._open:
+            try:
+                mine = os.dup(fd) if fd >= 0 else -1
+            except OSError as error:
+                self._lose(error)
+                return
             if not self._queue:
                 self._loop.add_writer(self._sock, self._writable)
-            self._queue.append((packet, os.dup(fd) if fd >= 0 else -1))
+            self._queue.append((packet, mine))
 
     def close(self) -> None:
         """Close the socket and drop what is queued. Idempotent."""
