@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import random
 import socket
@@ -299,6 +300,55 @@ def test_a_read_waits_for_what_lands(runner: object) -> None:
             assert await reading == [Status.OK]
             assert bytes(memory[100:130]) == b"b" * 30
             assert endpoint.can_land(spans(10))
+
+    run(runner, scenario())
+
+
+def test_nothing_more_lands_while_a_read_waits(runner: object) -> None:
+    """Gets that overlap had others, which are read another way, wait until their deadline."""
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            landing = asyncio.ensure_future(endpoint.land(spans(40), Landed(), soon()))
+            first = await peer.asked()
+            assert endpoint.can_land(spans(40))
+            _, ops = target(30)
+            reading = asyncio.ensure_future(endpoint.read(ops, soon()))
+            await asyncio.sleep(0.01)
+            assert not endpoint.can_land(spans(40))
+            peer.say(framing.data(first, 0, 0, 40) + b"a" * 40)
+            assert await landing == [Status.OK]
+            second = await peer.asked()
+            peer.say(framing.data(second, 0, 0, 30) + b"b" * 30)
+            assert await reading == [Status.OK]
+            late = asyncio.ensure_future(endpoint.land(spans(40), Landed(), soon()))
+            await peer.asked()
+            given_up = asyncio.ensure_future(endpoint.read(target(30)[1], soon(0.05)))
+            assert await given_up == [Status.DEADLINE]
+            assert endpoint.can_land(spans(40))
+            late.cancel()
+
+    run(runner, scenario())
+
+
+def test_without_memory_for_a_longer_span_the_session_ends(
+    runner: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ended without a word: whatever was read there afterwards had to wait in vain."""
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            assert endpoint.can_land(spans(10))  # and so has its thread
+
+            def none_left(_fd: int, length_bytes: int) -> mmap.mmap:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+            monkeypatch.setattr(mmap, "mmap", none_left)
+            landing = asyncio.ensure_future(endpoint.land(spans(2_000_000), Landed(), soon(30)))
+            request = await peer.asked()
+            peer.say(framing.data(request, 0, 0, 2_000_000) + bytes(2_000_000))
+            assert await asyncio.wait_for(landing, 10) == [Status.DISCONNECTED]
+            assert endpoint.closed
 
     run(runner, scenario())
 

@@ -173,6 +173,9 @@ class Lander:
                 error = None
             except ProtocolError as problem:
                 lost, error = True, problem
+            except (OSError, MemoryError) as problem:  # none for a span longer than those before
+                _log.warning("event=landing_failed effect=stream_ends reason=%s", problem)
+                lost, error = True, None
             if lost:
                 self._say(self._owner.lander_lost, error)
             else:

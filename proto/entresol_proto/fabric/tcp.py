@@ -66,6 +66,7 @@ class TcpEndpoint:
         self._exposed: dict[int, memoryview] = {}
         self._batches: set[Batch] = set()
         self._room = asyncio.Event()
+        self._waiting = 0  # for it: requests that could not be sent yet
         self._closed = False
 
     @property
@@ -156,9 +157,10 @@ class TcpEndpoint:
         return batch.statuses
 
     def can_land(self, spans: Sequence[RemoteSpan]) -> bool:
-        """See `landing.LandingEndpoint.can_land`: not over TLS, not while `read` uses a stream."""
+        """See `landing.LandingEndpoint.can_land`: not over TLS, not while `read` uses a stream, or
+        waits for one: what lands could go on for ever, one request before the other."""
         return (
-            not self._closed
+            not (self._closed or self._waiting)
             and 0 < len(spans) <= limits.SPANS_PER_READ_MAX
             and all(may_be_span(span) and span.length_bytes <= SPAN_BYTES_MAX for span in spans)
             and all(stream is not None and stream.can_land(len(spans)) for stream in self._streams)
@@ -200,9 +202,11 @@ class TcpEndpoint:
         while not batch.done.done() and not stream.has_room(len(parts)):
             self._room.clear()
             room = asyncio.ensure_future(self._room.wait())
+            self._waiting += 1
             try:
                 await asyncio.wait((room, batch.done), return_when=asyncio.FIRST_COMPLETED)
             finally:
+                self._waiting -= 1
                 room.cancel()
         if not batch.done.done():
             stream.ask(batch, parts)
