@@ -21,6 +21,7 @@ from entresol_proto import limits
 from entresol_proto.fabric import datastream, framing, registry, tcp
 from entresol_proto.fabric.base import ConnectOptions, Exposure, Offer, RemoteSpan
 from entresol_proto.fabric.framing import EVERY_INDEX, HEADER, SPAN, Message
+from entresol_proto.fabric.serving import Turn
 from entresol_proto.fabric.tcp import TcpFabricServer
 from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.status import FabricError, QuotaError, Status
@@ -323,18 +324,18 @@ def test_many_short_answers_do_not_keep_the_loop(
     """16,384 spans of nothing were answered in one go, which took 22 ms."""
     goes: list[int] = []
     answer = datastream.DataStream._answer_next
-    pump = datastream.DataStream._pump_some
+    serve = datastream.DataStream.serve
 
     def counted(self: Any, *args: Any) -> int:
         goes[-1] += 1
         return answer(self, *args)
 
-    def began(self: Any) -> None:
+    def began(self: Any, turn: Turn) -> bool:
         goes.append(0)
-        pump(self)
+        return serve(self, turn)
 
     monkeypatch.setattr(datastream.DataStream, "_answer_next", counted)
-    monkeypatch.setattr(datastream.DataStream, "_pump_some", began)
+    monkeypatch.setattr(datastream.DataStream, "serve", began)
 
     async def scenario() -> None:
         async with raw_session() as (endpoint, peer):

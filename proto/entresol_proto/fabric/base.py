@@ -294,8 +294,8 @@ class FabricServer(Protocol):
     def offer(self, *, peer: object | None = None) -> Offer:
         """A new offer with its own ticket, good for one endpoint and HANDSHAKE_DEADLINE_NS.
 
-        `peer` is what the control stream knows of the peer: to shm whose share of its budget
-        is used (hashable), and to the log its name; tcp needs nothing of it.
+        `peer` is what the control stream knows of the peer (hashable): to shm whose share of its
+        budget is used, to tcp whose turn it is to be served, and to the log its name.
         Raises: FabricError; status BUSY when OFFERS_OPEN_MAX offers are unanswered.
         """
         ...

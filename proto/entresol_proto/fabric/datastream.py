@@ -16,7 +16,7 @@ import asyncio
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, cast
 
 from entresol_proto import limits, native
@@ -24,34 +24,22 @@ from entresol_proto.fabric import framing
 from entresol_proto.fabric.asking import Asked, Batch, Part
 from entresol_proto.fabric.base import RemoteSpan, span_error
 from entresol_proto.fabric.landing import Lander, Landing, OnLanded
+from entresol_proto.fabric.serving import Serving, ServingTurns, Turn
 from entresol_proto.status import ProtocolError, Status
 from entresol_proto.transports import abort, write_now
 
 _log = logging.getLogger("entresol.fabric")
 
-_PUMP_BYTES_MAX = 8 * limits.MIB  # served in one go before other work of the loop gets its turn
 _WRITTEN_NOW_BYTES_MIN = 128 * limits.KIB  # what is copied sooner than the lock is had again
-_PUMP_ANSWERS_MAX = 256  # likewise: short ones, and errors, take the time and not the bytes
 _HIGH_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 2
 _LOW_WATER_BYTES = limits.DATA_QUEUE_BYTES_MAX // 8
 
 
-class _Serving:
-    """A READ of the peer and how far it is answered."""
-
-    __slots__ = ("cancelled", "count", "index", "offset", "request", "spans")
-
-    def __init__(self, request: int, spans: memoryview) -> None:
-        self.request = request
-        self.spans = spans
-        self.count = len(spans) // framing.SPAN.size
-        self.index = 0
-        self.offset = 0
-        self.cancelled = False
-
-
 class StreamOwner(Protocol):
-    """What a stream needs of its session."""
+    """What a stream needs of its session. `turns`: to serve `peer`, with other sessions of it."""
+
+    turns: ServingTurns
+    peer: Hashable
 
     def exposed(self, rkey: int) -> memoryview | None:
         """The bytes the peer may read under `rkey` now."""
@@ -98,12 +86,10 @@ class DataStream(asyncio.BufferedProtocol):
         self._landerless = False  # there was no thread for one
         self._landings = 0  # requests it has; while there are any, it receives
         # The peer's requests.
-        self._serving: OrderedDict[int, _Serving] = OrderedDict()
+        self._serving: OrderedDict[int, Serving] = OrderedDict()
         self._serving_spans = 0
         self._paused = False
         self._gathers = False
-        self._pump_scheduled = False
-        self._pumping = False
         self._sent_bytes = 0
         self._last_use: dict[int, int] = {}  # rkey -> `_sent_bytes` after its last piece
 
@@ -388,7 +374,7 @@ class DataStream(asyncio.BufferedProtocol):
     # -- serving ------------------------------------------------------------------------------
 
     def on_read(self, request: int, spans: memoryview) -> None:
-        serving = _Serving(request, spans)
+        serving = Serving(request, spans)
         if (
             request in self._serving
             or len(self._serving) >= limits.READS_PER_STREAM_MAX
@@ -397,7 +383,7 @@ class DataStream(asyncio.BufferedProtocol):
             raise ProtocolError("more read requests than allowed")
         self._serving[request] = serving
         self._serving_spans += serving.count
-        self._schedule_pump()
+        self._serve_soon()
 
     def on_cancel(self, request: int) -> None:
         serving = self._serving.get(request)
@@ -409,40 +395,24 @@ class DataStream(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        if not self._pumping:  # it also comes from within our own write; then `_pump` goes on
-            self._pump()
+        self._serve_soon()
 
-    def _schedule_pump(self) -> None:
-        """Serve soon; not at once, so that requests of one packet queue up together."""
-        if not self._pump_scheduled and self._serving:
-            self._pump_scheduled = True
-            self._loop.call_soon(self._pump_scheduled_now)
+    def _serve_soon(self) -> None:
+        if self._serving and self._owner is not None:
+            self._owner.turns.enter(self, self._owner.peer)
 
-    def _pump_scheduled_now(self) -> None:
-        self._pump_scheduled = False
-        self._pump()
-
-    def _pump(self) -> None:
-        """Hand pieces to the transport until it has enough."""
-        assert not self._pumping
-        self._pumping = True
-        try:
-            self._pump_some()
-        finally:
-            self._pumping = False
-
-    def _pump_some(self) -> None:
-        budget, answers = _PUMP_BYTES_MAX, _PUMP_ANSWERS_MAX
+    def serve(self, turn: Turn) -> bool:
+        """For the turns: hand pieces to the transport until it has enough, or the turn is over."""
         while self._serving and not self._paused and self._transport is not None:
             room = limits.DATA_QUEUE_BYTES_MAX - self._transport.get_write_buffer_size()
             if room <= 0 or self._transport.is_closing():
-                return  # resume_writing comes: the high-water mark is below this
-            if budget <= 0 or answers <= 0:
-                self._schedule_pump()
-                return
-            count, out = self._next_answers(room, answers)
-            answers -= count
-            budget -= self._write_all(out)
+                return False  # resume_writing comes: the high-water mark is below this
+            if turn.is_over:
+                return True
+            count, out = self._next_answers(min(room, turn.bytes_left), turn.answers)
+            turn.answers -= count
+            turn.bytes_left -= self._write_all(out)
+        return False
 
     def _next_answers(
         self, bytes_wanted: int, answers_max: int
@@ -460,9 +430,7 @@ class DataStream(asyncio.BufferedProtocol):
                 self._serving_spans -= serving.count
         return count, out
 
-    def _answer_next(
-        self, serving: _Serving, out: list[bytes | memoryview], sent_bytes: int
-    ) -> int:
+    def _answer_next(self, serving: Serving, out: list[bytes | memoryview], sent_bytes: int) -> int:
         """Append the next piece or error of a request; returns the bytes it takes."""
         if serving.cancelled:
             out.append(framing.error(serving.request, framing.EVERY_INDEX, Status.DEADLINE))

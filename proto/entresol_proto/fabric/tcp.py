@@ -19,7 +19,7 @@ import secrets
 import socket
 import ssl as ssl_module
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from entresol_proto import limits
@@ -39,6 +39,7 @@ from entresol_proto.fabric.base import (
 from entresol_proto.fabric.datastream import DataStream
 from entresol_proto.fabric.landing import SPAN_BYTES_MAX, OnLanded
 from entresol_proto.fabric.listening import ListeningServer
+from entresol_proto.fabric.serving import ServingTurns
 from entresol_proto.fabric.tcp_wire import TcpParams
 from entresol_proto.status import FabricError, ProtocolError, Status
 
@@ -56,13 +57,17 @@ class TcpEndpoint:
     kind = FabricKind.TCP
 
     def __init__(
-        self, streams: int, *, tls: bool, on_closed: Callable[[TcpEndpoint], None] | None = None
-    ) -> None:
+        self, streams: int, *, tls: bool, on_closed: Callable[[TcpEndpoint], None] | None = None,
+        turns: ServingTurns | None = None, peer: Hashable = None,
+    ) -> None:  # fmt: skip
+        """`turns` are those of all sessions of a daemon, where `peer` has its part."""
         self.capabilities = Capabilities(
             revokes=True, private=tls, same_host=False, maps=False, lands=True
         )
         self._streams: list[DataStream | None] = [None] * streams
         self._on_closed = on_closed
+        self.turns = turns or ServingTurns()
+        self.peer = peer
         self._exposed: dict[int, memoryview] = {}
         self._batches: set[Batch] = set()
         self._room = asyncio.Event()
@@ -314,6 +319,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
         self._pin = certificate_sha256 if ssl is not None else None
         self._advertise = advertise_host
         self._given = listening
+        self._turns = ServingTurns()
 
     @property
     def port(self) -> int:
@@ -360,7 +366,7 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
 
     def offer(self, *, peer: object | None = None) -> Offer:
         """See `base.FabricServer.offer`."""
-        ticket = self._issue()
+        ticket = self._issue(peer)
         params = TcpParams(
             self._advertise or "",
             self._port,
@@ -378,8 +384,9 @@ class TcpFabricServer(ListeningServer[TcpEndpoint]):
             raise ProtocolError("no valid ticket")
         if offer.endpoint is None:
             offer.endpoint = TcpEndpoint(
-                streams, tls=self._ssl is not None, on_closed=self._endpoints.discard
-            )
+                streams, tls=self._ssl is not None, on_closed=self._endpoints.discard,
+                turns=self._turns, peer=offer.peer,
+            )  # fmt: skip
             self._endpoints.add(offer.endpoint)
         endpoint = offer.endpoint
         endpoint.attach(number, stream)

@@ -1,0 +1,134 @@
+"""What data streams serve: a part of a turn of the loop, whoever has how many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvloop
+from tcp_peer import RawPeer, run, soon
+
+from entresol_proto import limits
+from entresol_proto.fabric import datastream, framing
+from entresol_proto.fabric.base import RemoteSpan
+from entresol_proto.fabric.framing import HEADER, Message
+from entresol_proto.fabric.serving import SERVED_ANSWERS_MAX, ServingTurns, Turn
+from entresol_proto.fabric.tcp import TcpEndpoint, TcpFabricServer
+from entresol_proto.fabric.tcp_wire import TcpParams
+
+STREAMS = 12
+
+
+@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
+def runner(request: pytest.FixtureRequest) -> object:
+    with asyncio.Runner(loop_factory=request.param) as one:
+        yield one
+
+
+async def _join(server: TcpFabricServer, tenant: str) -> tuple[TcpEndpoint, RawPeer]:
+    offer = server.offer(peer=tenant)
+    peer = RawPeer(*await asyncio.open_connection("127.0.0.1", server.port))
+    peer.say(framing.hello(0, 1, TcpParams.parse(offer.params).ticket))
+    assert (await peer.hear())[0] == Message.WELCOME
+    return await server.accept(offer, b"", soon()), peer
+
+
+def test_many_sessions_have_no_more_of_the_loop_than_one(
+    runner: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream had its own 256 answers in a turn of the loop: 120 of one tenant made that last
+    30 ms, and everybody wait so long."""
+    goes = [0]
+    answer = datastream.DataStream._answer_next
+
+    def counted(self: Any, *args: Any) -> int:
+        goes[-1] += 1
+        return answer(self, *args)
+
+    monkeypatch.setattr(datastream.DataStream, "_answer_next", counted)
+
+    async def turns_of_the_loop() -> None:
+        while True:
+            goes.append(0)
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        server = TcpFabricServer("127.0.0.1", streams=1)
+        await server.start()
+        peers = [(await _join(server, "alpha"))[1] for _ in range(STREAMS)]
+        counting = asyncio.ensure_future(turns_of_the_loop())
+        spans = [RemoteSpan(1, 0, 1)] * limits.SPANS_PER_READ_MAX
+        for peer in peers:
+            peer.say(framing.read(1, spans))
+        for peer in peers:
+            await peer.reader.readexactly(len(spans) * HEADER.size)
+        counting.cancel()
+        await server.close()
+        for peer in peers:
+            peer.writer.close()
+        assert sum(goes) == STREAMS * len(spans)
+
+    run(runner, scenario())
+    # Turns of the loop and of the task that counts them are not quite the same.
+    assert max(goes) <= 2 * SERVED_ANSWERS_MAX
+
+
+class _Stream:
+    """Has so many answers to give."""
+
+    def __init__(self, name: str, answers: int, served: list[str]) -> None:
+        self.name, self.left = name, answers
+        self._served = served
+
+    def serve(self, turn: Turn) -> bool:
+        count = min(self.left, turn.answers)
+        turn.answers -= count
+        self.left -= count
+        self._served.append(self.name)
+        return self.left > 0
+
+
+async def test_peers_go_round_and_within_a_peer_its_streams() -> None:
+    served: list[str] = []
+    turns = ServingTurns()
+    many = [_Stream(f"a{n}", 2 * SERVED_ANSWERS_MAX, served) for n in range(3)]
+    one = _Stream("b", 2 * SERVED_ANSWERS_MAX, served)
+    for stream in many:
+        turns.enter(stream, "alpha")
+        turns.enter(stream, "alpha")  # again: it waits already
+    turns.enter(one, "beta")
+    assert not served, "not at once"
+    await asyncio.sleep(0)
+    assert served == ["a0"], "one had all of the turn"
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert served == ["a0", "b", "a1", "b", "a2", "a0", "a1", "a2"]
+    assert not any(stream.left for stream in (*many, one))
+
+
+async def test_short_ones_share_a_turn() -> None:
+    served: list[str] = []
+    turns = ServingTurns()
+    for number in range(5):
+        turns.enter(_Stream(str(number), 1, served), number % 2)
+    await asyncio.sleep(0)
+    assert served == ["0", "1", "2", "3", "4"]
+
+
+async def test_a_stream_that_fails_does_not_stop_the_others() -> None:
+    class Broken(_Stream):
+        def serve(self, turn: Turn) -> bool:
+            raise MemoryError
+
+    told: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: told.append(context))
+    served: list[str] = []
+    turns = ServingTurns()
+    turns.enter(Broken("a", 1, served), "alpha")
+    turns.enter(_Stream("b", 1, served), "beta")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert served == ["b"]
+    assert [type(context["exception"]) for context in told] == [MemoryError]
