@@ -273,6 +273,25 @@ def test_cancelled_requests_stay_counted_until_they_are_answered(
     run(runner, scenario())
 
 
+def test_more_cancels_than_requests_end_the_session(runner: object) -> None:
+    """Nothing answered them: one host's held the loop for 40 ms at a time, 60 sessions for 1.3 s."""
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            exposure = await endpoint.expose(memoryview(bytes(10)))
+            for number in range(3):  # the answer and the cancel may cross
+                peer.say(ask(number, exposure, 10))
+                assert (await peer.hear())[0] == Message.DATA
+                peer.say(framing.cancel(number))
+            peer.say(ask(3, exposure, 10))
+            assert (await peer.hear())[0] == Message.DATA
+            peer.say(framing.cancel(3), framing.cancel(3))
+            await peer.cut_off()
+            assert endpoint.closed
+
+    run(runner, scenario())
+
+
 def test_a_cancelled_request_is_answered_for_all_its_spans(runner: object) -> None:
     """Until then it counts for the reader, who may have only so many."""
 

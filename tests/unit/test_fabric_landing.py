@@ -331,6 +331,18 @@ def test_nothing_more_lands_while_a_read_waits(runner: object) -> None:
     run(runner, scenario())
 
 
+def test_more_cancels_than_requests_end_what_lands(runner: object) -> None:
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            landing = asyncio.ensure_future(endpoint.land(spans(10), Landed(), soon(30)))
+            await peer.asked()
+            peer.say(framing.cancel(0))
+            assert await asyncio.wait_for(landing, 10) == [Status.FABRIC_ERROR]
+            await peer.cut_off()
+
+    run(runner, scenario())
+
+
 def test_without_memory_for_a_longer_span_the_session_ends(
     runner: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

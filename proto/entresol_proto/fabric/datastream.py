@@ -88,6 +88,7 @@ class DataStream(asyncio.BufferedProtocol):
         # The peer's requests.
         self._serving: OrderedDict[int, Serving] = OrderedDict()
         self._serving_spans = 0
+        self._cancels_left = 0  # it may cancel each request once
         self._paused = False
         self._gathers = False
         self._sent_bytes = 0
@@ -289,6 +290,13 @@ class DataStream(asyncio.BufferedProtocol):
         except ProtocolError as error:
             self._break(error)
 
+    def peer_cancels(self, request: int) -> None:
+        """For the lander: the peer does not want the rest of a request."""
+        try:
+            self.on_cancel(request)
+        except ProtocolError as error:
+            self._break(error)
+
     def lander_lost(self, error: ProtocolError | None) -> None:
         """For the lander: the stream ended."""
         if self._lander is None:
@@ -383,9 +391,13 @@ class DataStream(asyncio.BufferedProtocol):
             raise ProtocolError("more read requests than allowed")
         self._serving[request] = serving
         self._serving_spans += serving.count
+        self._cancels_left += 1
         self._serve_soon()
 
     def on_cancel(self, request: int) -> None:
+        self._cancels_left -= 1
+        if self._cancels_left < 0:  # nothing else that a peer may say costs it nothing
+            raise ProtocolError("more was cancelled than asked for")
         serving = self._serving.get(request)
         if serving is not None:
             serving.cancelled = True  # answered when its turn comes: the queue stays bounded

@@ -100,7 +100,7 @@ class LanderOwner(Protocol):
     """What a lander says to its stream, always on the loop."""
 
     def peer_reads(self, request: int, spans: memoryview) -> None: ...
-    def on_cancel(self, request: int) -> None: ...
+    def peer_cancels(self, request: int) -> None: ...
     def landed(self, landing: Landing) -> None:
         """A request is answered; its statuses are complete."""
         ...
@@ -225,7 +225,7 @@ class Lander:
         if kind == framing.Message.ERROR and not length and request == landing.request:
             return self._failed(landing, index, status)
         if kind == framing.Message.CANCEL and not length:
-            self._say(self._owner.on_cancel, request)
+            self._say(self._owner.peer_cancels, request)
             return True
         if kind == framing.Message.READ and framing.is_read_length(length):
             body = self._receive_body(length)
