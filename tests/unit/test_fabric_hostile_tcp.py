@@ -274,7 +274,7 @@ def test_cancelled_requests_stay_counted_until_they_are_answered(
 
 
 def test_more_cancels_than_requests_end_the_session(runner: object) -> None:
-    """Nothing answered them: one host's held the loop for 40 ms at a time, 60 sessions for 1.3 s."""
+    """Nothing answered them: one session's held the loop for 40 ms at a time, those of 60 1.3 s."""
 
     async def scenario() -> None:
         async with raw_session() as (endpoint, peer):

@@ -1,5 +1,5 @@
-"""What data streams serve, and whose turn it is to: so much in a turn of the loop, however many
-streams have something to serve. Each of them once had as much for itself.
+"""What data streams serve, and links of shm receive, and whose turn it is: so much in a turn of the
+loop, however many there are. Each of them once had as much for itself.
 
 Peers go round, and within a peer its streams: who has more of them is served no more.
 
@@ -50,7 +50,7 @@ class Turn:
 
 
 class Server(Protocol):
-    """A stream that has something to serve."""
+    """A stream or link that has something to do."""
 
     def serve(self, turn: Turn) -> bool:
         """Serve some, and take it off the turn; whether more could be served at once."""

@@ -22,6 +22,7 @@ from entresol_proto.fabric.closing import CLOSER, close_socket
 from entresol_proto.fabric.listening import ListeningServer
 from entresol_proto.fabric.mapped import MappedBudget
 from entresol_proto.fabric.registry import HOST_ID_BYTES, same_host_id
+from entresol_proto.fabric.serving import ServingTurns
 from entresol_proto.fabric.shmendpoint import ShmEndpoint
 from entresol_proto.fabric.shmlink import first_packet, hello, parse_hello, welcome
 from entresol_proto.status import FabricError, ProtocolError, Status
@@ -58,6 +59,7 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
         self._group = group
         self._mapped_bytes_max = mapped_bytes_max
         self._budget = budget or MappedBudget(limits.SHM_MAPPED_BYTES_MAX)
+        self._turns = ServingTurns()
 
     async def start(self) -> None:
         """Bind and listen. Raises: FabricError."""
@@ -122,6 +124,7 @@ class ShmFabricServer(ListeningServer[ShmEndpoint]):
                 mapped_bytes_max=self._mapped_bytes_max,
                 budget=self._budget,
                 peer=offer.peer,
+                turns=self._turns,
                 on_closed=self._endpoints.discard,
             )
             known = True

@@ -43,6 +43,7 @@ from entresol_proto.fabric.regions import (
     map_region,
     unmap_all,
 )
+from entresol_proto.fabric.serving import ServingTurns
 from entresol_proto.fabric.shmlink import Kind, Message, ShmLink
 from entresol_proto.status import FabricError, ProtocolError, Status
 from entresol_proto.threads import Job
@@ -75,6 +76,7 @@ class ShmEndpoint:
         lends: bool = False,
         budget: MappedBudget | None = None,
         peer: object | None = None,
+        turns: ServingTurns | None = None,
         on_closed: Callable[[ShmEndpoint], None] | None = None,
     ) -> None:
         self._mapped_bytes_max = mapped_bytes_max
@@ -84,6 +86,7 @@ class ShmEndpoint:
         )
         self._budget = budget
         self._peer = peer
+        self._turns = turns or ServingTurns()
         self._on_closed = on_closed
         self._link: ShmLink | None = None
         self._exposed: set[int] = set()
@@ -100,7 +103,7 @@ class ShmEndpoint:
 
     def start(self, sock: socket.socket, *, greeting: bytes = b"") -> None:
         """Begin to serve on a socket, which the endpoint owns from here on."""
-        self._link = ShmLink(sock, self._on_message, self._on_lost)
+        self._link = ShmLink(sock, self._on_message, self._on_lost, self._turns, self._peer)
         if greeting:
             self._link.send(greeting)
 

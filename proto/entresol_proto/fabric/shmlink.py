@@ -16,17 +16,18 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from entresol_proto import limits
 from entresol_proto.fabric.closing import CLOSER, close_socket
+from entresol_proto.fabric.serving import ServingTurns, Turn
 from entresol_proto.status import ProtocolError
 
 VERSION = 1
 MAGIC = 0x4D544E45  # "ENTM", little-endian
 _MESSAGE = struct.Struct("<BBHIQ")  # type, status, zero, rkey, length
-_PACKETS_PER_TURN_MAX = 16  # handled before other work of the loop gets its turn
+_PACKET_ANSWERS = 4  # what a packet takes of a turn of the loop, which all links share
 _RECEIVE_BYTES = 64  # more than any packet: a longer one shows as cut
 _FDS_BYTES = socket.CMSG_LEN(253 * array.array("i").itemsize)  # SCM_MAX_FD of Linux
 _PAUSE_S = 0.01  # without receiving, while too much waits to be closed
@@ -100,9 +101,13 @@ class ShmLink:
         sock: socket.socket,
         on_message: Callable[[Message], None],
         on_lost: Callable[[Exception | None], None],
+        turns: ServingTurns,
+        peer: Hashable = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
+        self._turns = turns
+        self._peer = peer
         self._on_message = on_message
         self._on_lost = on_lost
         self._queue: deque[tuple[bytes, int]] = deque()
@@ -170,22 +175,28 @@ class ShmLink:
             self._loop.remove_writer(self._sock)
 
     def _readable(self) -> None:
-        for _ in range(_PACKETS_PER_TURN_MAX):
-            if not self._open:
-                return
+        """Something has come. It is received in turn, and nobody looks until it is."""
+        self._loop.remove_reader(self._sock)
+        self._turns.enter(self, self._peer)
+
+    def serve(self, turn: Turn) -> bool:
+        """For the turns: handle what has come; whether there may be more."""
+        while self._open and not turn.is_over:
+            turn.answers -= _PACKET_ANSWERS
             if CLOSER.crowded:
                 self._pause()
-                return
+                return False
             try:
                 packet, fds, whole = _receive(self._sock)
             except (BlockingIOError, InterruptedError):
-                return
+                self._go_on()
+                return False
             except OSError as error:
                 self._lose(error)
-                return
+                return False
             if not packet and not fds:
                 self._lose(None)
-                return
+                return False
             try:
                 if not whole:
                     raise ProtocolError(
@@ -195,19 +206,19 @@ class ShmLink:
             except ProtocolError as error:
                 CLOSER.give(*fds)
                 self._lose(error)
-                return
+                return False
             try:
                 self._on_message(message)
             except ProtocolError as error:
                 self._lose(error)
-                return
+                return False
+        return self._open
 
     def _pause(self) -> None:
         """What peers pass is not closed as fast as it comes: receive no more for a while."""
         if CLOSER.stuck:
             self._lose(ProtocolError("too much waits to be closed that peers passed"))
             return
-        self._loop.remove_reader(self._sock)
         self._loop.call_later(_PAUSE_S, self._go_on)
 
     def _go_on(self) -> None:
