@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from entresol_proto import limits
 from entresol_proto.status import ProtocolError
 
 TEXT_BYTES_MAX = 1024  # of a message or hint
@@ -82,6 +83,12 @@ class Cursor:
         """Raises: ProtocolError if bytes are left over."""
         if self._at != len(self._raw):
             raise ProtocolError(f"{self._what} has {len(self._raw) - self._at} bytes too many")
+
+
+def check_deadline(deadline_ns: int) -> None:
+    """Of a request, from its receipt on. Raises: ProtocolError when it is out of range."""
+    if not 0 < deadline_ns <= limits.DEADLINE_NS_MAX:
+        raise ProtocolError(f"deadline of {deadline_ns} ns is out of range")
 
 
 def text16(value: str, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
