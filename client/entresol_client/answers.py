@@ -18,8 +18,10 @@ from entresol_proto.wire.opening import ErrorReply
 
 
 class Call:
-    """A request with one answer. `settled` runs when that answer comes, however late; never when
-    the session is lost, because then nobody knows what the daemon still does."""
+    """A request with one answer, or an error, which are both the future's result: what raises an
+    error that is kept would be kept with it, and all its callers. `settled` runs when the answer
+    comes, however late; never when the session is lost, because then nobody knows what the daemon
+    still does."""
 
     __slots__ = ("future", "sent_ns", "settled")
 
@@ -31,17 +33,15 @@ class Call:
     def deliver(self, message: Any) -> bool:
         """Take an answer; True when it was the last. Abandoned calls only note that it came."""
         if not self.future.done():
-            if isinstance(message, ErrorReply):
-                self.future.set_exception(refusal(message))
-            else:
-                self.future.set_result(message)
+            error = isinstance(message, ErrorReply)
+            self.future.set_result(refusal(message) if error else message)
         self.settle()
         return True
 
     def fail(self, error: RequestFailedError) -> None:
         """No answer will come."""
         if not self.future.done():
-            self.future.set_exception(error)
+            self.future.set_result(error)
 
     def settle(self) -> None:
         """The daemon is done with the request."""
@@ -85,7 +85,7 @@ class GrantSink:
         """
         while not self._grants:
             if self._error is not None:
-                raise self._error
+                raise self._error.anew()
             if self.final:
                 return []
             left_s = (deadline_ns - time.monotonic_ns()) / 1e9

@@ -7,10 +7,12 @@ once with a `UsageError`, before anything is sent.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from typing import Any
 
@@ -18,6 +20,8 @@ import numpy as np
 
 from entresol_proto import limits
 from entresol_proto.status import EntresolError, Status
+
+log = logging.getLogger("entresol.client")
 
 _Byte = ctypes.c_char
 _CONTIGUOUS = "pass C-contiguous memory"
@@ -132,6 +136,20 @@ def check_apart(views: Sequence[memoryview]) -> None:
         if begin < end:
             raise UsageError("two buffers share memory", hint="give each block memory of its own")
         end = begin + length
+
+
+@contextlib.contextmanager
+def lent(views: list[memoryview]) -> Iterator[None]:
+    """A call uses these. Once it is over its caller may resize, unmap or free the memory, whatever
+    still has the views: an error that is kept, a cycle that waits for the garbage collector."""
+    try:
+        yield
+    finally:
+        for view in views:
+            try:
+                view.release()
+            except BufferError:  # somebody is still at it, against our contract
+                log.error("event=memory_in_use where=call")
 
 
 def copy(source: memoryview, into: memoryview) -> None:

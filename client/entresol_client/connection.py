@@ -173,9 +173,9 @@ class Connection(asyncio.BufferedProtocol):
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         timer = loop.call_later(left_s, _expire, call.future)
         try:
-            return await call.future
+            answer = await call.future
         except asyncio.CancelledError:
-            if call.future.done() and not call.future.cancelled() and not call.future.exception():
+            if call.future.done() and not call.future.cancelled():
                 self._late(call.future.result())  # answered and cancelled in one turn of the loop
             raise
         finally:
@@ -183,6 +183,9 @@ class Connection(asyncio.BufferedProtocol):
             if request_id in self._pending:
                 call.future.cancel()
                 self.session.abandon(request_id)
+        if isinstance(answer, RequestFailedError):
+            raise answer.anew()
+        return answer
 
     async def fetch(self, message: Message, deadline_ns: int) -> tuple[int, GrantSink]:
         """Send a FETCH; end it with `end_fetch`. Raises: RequestFailedError."""
@@ -242,9 +245,10 @@ class Connection(asyncio.BufferedProtocol):
             if task.cancelled():
                 raise RequestFailedError(Status.DISCONNECTED)
             error = task.exception()
-            late = isinstance(error, RequestFailedError) and error.status is Status.DEADLINE
-            if not late or time.monotonic_ns() >= deadline_ns:
+            if not isinstance(error, RequestFailedError):
                 return task.result()
+            if error.status is not Status.DEADLINE or time.monotonic_ns() >= deadline_ns:
+                raise error.anew()
             # It was asked for by somebody who had less time than this caller: ask again.
 
     def _opening(self, canonical: bytes, deadline_ns: int) -> asyncio.Task[NamespaceOpened]:
@@ -438,4 +442,4 @@ class Connection(asyncio.BufferedProtocol):
 
 def _expire(future: asyncio.Future[Any]) -> None:
     if not future.done():
-        future.set_exception(RequestFailedError(Status.DEADLINE))
+        future.set_result(RequestFailedError(Status.DEADLINE))

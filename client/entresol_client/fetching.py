@@ -316,8 +316,11 @@ class _Get:
                 cancelled = error
                 for task in self._groups:
                     task.cancel()
-        if cancelled is not None:
-            raise cancelled
+        try:
+            if cancelled is not None:
+                raise cancelled
+        finally:
+            cancelled = None  # which has this frame
 
 
 async def fetch_blocks(

@@ -151,11 +151,15 @@ class LoopThread:
             except BaseException as error:
                 if interrupt is None:
                     interrupt, step = error, stop
-        if interrupt is not None:
-            raise interrupt
-        if not tasks or tasks[0].cancelled():
-            raise UsageError("the client is closed")
-        return tasks[0].result()
+        try:
+            if interrupt is not None:
+                raise interrupt
+            if not tasks or tasks[0].cancelled():
+                raise UsageError("the client is closed")
+            return tasks[0].result()
+        finally:  # what is raised has this frame, which must not have it as well
+            interrupt = None
+            tasks.clear()
 
     def _hand_over(self, step: Callable[[], object], *, last: bool = False) -> bool:
         """Have this called on the loop; False after the last one."""

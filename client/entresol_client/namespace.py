@@ -25,7 +25,7 @@ from entresol_client.arguments import (
     open_place,
     token_ids,
 )
-from entresol_client.buffers import UsageError, as_view, check_apart
+from entresol_client.buffers import UsageError, as_view, check_apart, lent
 from entresol_client.fetching import GetTally, fetch_blocks
 from entresol_client.opening import Wanted
 from entresol_client.results import (
@@ -147,7 +147,8 @@ class Namespace:
                 key_of=self._seal.key_of if self._seal else None,
             )
 
-        await self._fan_out(keys, one)
+        with lent(views):
+            await self._fan_out(keys, one)
         statuses = [Status.INTERNAL if s is None else s for s in tally.statuses]
         stats = self._client._stats
         stats.count_get(statuses, tally.tiers)
@@ -181,8 +182,7 @@ class Namespace:
         ]
         tokens = [token_ids(item) for item in items]
         self._look_at_tokens(tokens)
-        until_ns = self._until(deadline_ns)
-        level = ack_level(ack)
+        until_ns, level = self._until(deadline_ns), ack_level(ack)
         tally = PutTally([None] * len(keys))
 
         def storable_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Storable]:
@@ -216,16 +216,17 @@ class Namespace:
                 tally=tally,
             )
 
-        await self._fan_out(keys, one)
+        lengths = list(map(len, views))
+        with lent(views):
+            await self._fan_out(keys, one)
         statuses = [Status.INTERNAL if s is None else s for s in tally.statuses]
-        plain = sum(len(v) for v, s in zip(views, statuses, strict=True) if s is Status.OK)
+        plain = sum(n for n, s in zip(lengths, statuses, strict=True) if s is Status.OK)
         stats = self._client._stats
         stats.puts += 1
         stats.put_statuses.update(statuses)
         stats.put_plain_bytes += plain
         stats.put_wire_bytes += tally.wire_bytes
-        stored = statuses.count(Status.OK)
-        existed = statuses.count(Status.EXISTS)
+        stored, existed = statuses.count(Status.OK), statuses.count(Status.EXISTS)
         return PutResult(statuses, stored, existed, plain, tally.wire_bytes)
 
     async def exists(

@@ -240,6 +240,11 @@ class RequestFailedError(Exception):
         self.status = status.as_failure
         self.hint = hint  # the daemon's, or ours of what it did
 
+    def anew(self) -> RequestFailedError:
+        """The same, to be raised where this one is kept: with what it was raised through, and so
+        in a cycle with whoever keeps it."""
+        return RequestFailedError(self.status, str(self), hint=self.hint)
+
 
 def cause_of(error: Exception, where: str) -> Status:
     """What became of blocks whose call ended so: a failure. A bug is logged, and costs the call."""

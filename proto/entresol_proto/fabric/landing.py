@@ -7,7 +7,9 @@ function while the bytes are still in the caches. Other messages of the peer go 
 Invariants:
 - the loop and the thread never receive from one stream at the same time: the transport is paused
   from the first request to the last answer, and what is left of a header changes hands with it;
-- once a request was given up, its function is not called again, and no call of it is running.
+- once a request was given up, its function is not called again, and no call of it is running;
+- a request that is over, answered or given up, has let go of its function, and of the caller's
+  memory with it: the thread keeps the latest one until the next.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class LandingEndpoint(Protocol):
 class Landing:
     """One request for spans that a `Lander` receives."""
 
-    __slots__ = ("_given_up", "_lock", "_numbers", "_on_landed", "lengths", "request", "statuses")
+    __slots__ = ("_lock", "_numbers", "_on_landed", "lengths", "request", "statuses")
 
     def __init__(
         self, request: int, lengths: Sequence[int], numbers: Sequence[int], on_landed: OnLanded
@@ -70,24 +72,23 @@ class Landing:
         self.lengths = lengths
         self.statuses: list[Status | None] = [None] * len(lengths)
         self._numbers = numbers
-        self._on_landed = on_landed
+        self._on_landed: OnLanded | None = on_landed  # until it is over
         self._lock = threading.Lock()  # held while `on_landed` runs
-        self._given_up = False
 
     def give_up(self) -> list[Status | None]:
-        """Nobody waits for it any more: what is known of each span, None where nothing landed.
+        """It is over: what is known of each span, None where nothing landed.
 
         Waits for a call of `on_landed` that is running.
         """
         with self._lock:
-            self._given_up = True
+            self._on_landed = None
             return list(self.statuses)
 
     def hand_over(self, index: int, view: memoryview) -> None:
         """A whole span is here."""
         status = Status.DISCONNECTED
         with self._lock:
-            if not self._given_up:
+            if self._on_landed is not None:
                 try:
                     status = self._on_landed(self._numbers[index], view)
                 except Exception:
@@ -179,6 +180,7 @@ class Lander:
             if lost:
                 self._say(self._owner.lander_lost, error)
             else:
+                landing.give_up()  # before the loop hears: then the caller's memory is its own
                 self._say(self._owner.landed, landing)
         with self._lock:
             os.close(self._fd)
