@@ -42,7 +42,7 @@ def as_view(buffer: Any, *, writable: bool) -> memoryview:
     alive and unmoved until the call that uses it has returned.
 
     Raises: UsageError for non-contiguous, read-only (when `writable`), empty, oversized or
-        unsupported buffers, and for tensors that are not on the CPU.
+        unsupported buffers, and for tensors that are not on the CPU or have no memory.
     """
     view = view_of(buffer)
     if writable and view.readonly:
@@ -98,7 +98,10 @@ def _from_tensor(tensor: Any) -> memoryview:
     if not tensor.is_contiguous():
         raise UsageError("the tensor is not contiguous", hint=_CONTIGUOUS)
     length_bytes = tensor.numel() * tensor.element_size()
-    return _at(int(tensor.data_ptr()), length_bytes, owner=tensor)
+    address = int(tensor.data_ptr())
+    if address == 0 and length_bytes:  # numpy would give memory of its own
+        raise UsageError("the tensor has no memory", hint="its storage was resized away")
+    return _at(address, length_bytes, owner=tensor)
 
 
 def _from_address(pair: tuple[Any, ...]) -> memoryview:

@@ -51,6 +51,13 @@ class FakeTensor:
         return int(self.content.itemsize)
 
 
+class EmptiedTensor(FakeTensor):
+    """After `tensor.untyped_storage().resize_(0)`: as long as before, and nowhere."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 def test_views_alias_the_callers_memory() -> None:
     text = bytearray(b"abcdefgh")
     words = array.array("I", [1, 2])
@@ -110,6 +117,7 @@ def test_a_view_keeps_its_owner_alive() -> None:
         (memoryview(bytearray(8))[::2], "not contiguous"),
         (FakeTensor(np.zeros(4), device="cuda"), "'cuda'"),
         (FakeTensor(np.zeros((4, 4))[:, 1]), "not contiguous"),
+        (EmptiedTensor(np.zeros(4)), "no memory"),
         ("text", "not a buffer"),
         (None, "not a buffer"),
         (7, "not a buffer"),
