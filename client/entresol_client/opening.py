@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+from entresol_client.results import cause_of
 from entresol_client.staging import Arena
 from entresol_client.workers import Workers
 from entresol_proto import limits
@@ -167,7 +168,10 @@ async def open_group(context: OpenContext, group: list[Granted]) -> list[Status]
         return await _open_copied(context, group)
     statuses: list[Status] = []  # it was to land, and another read came first
     for part in plan_groups(context, group):
-        statuses += await _open_copied(context, part)
+        try:
+            statuses += await _open_copied(context, part)
+        except Exception as error:  # no thread takes it; what was opened before stays so
+            statuses += [cause_of(error, "open_group")] * len(part)
     return statuses
 
 
@@ -337,6 +341,8 @@ def _open_block(
         )
     except EntresolError as error:  # open_into has zeroed
         status = error.status.as_failure
+    except Exception as error:  # the same; those before it in its group stay opened
+        status = cause_of(error, "open_block")
     if status is Status.CORRUPT and _under_another_key(context, wanted, source):
         status = Status.LOCKED
     if in_place or status is not Status.OK:

@@ -20,6 +20,7 @@ from entresol_client.opening import (
     open_group,
     plan_groups,
 )
+from entresol_client.results import RequestFailedError
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.limits import KIB, MIB
 from entresol_proto.status import Status
@@ -146,6 +147,56 @@ async def test_an_error_of_ours_costs_its_block_alone(monkeypatch: pytest.Monkey
     told = Told(2, calls=1)
     statuses = await open_group(context(2, maps=True, workers=told), batch(3, MIB))
     assert statuses == [Status.OK, Status.INTERNAL, Status.OK]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestFailedError(Status.DEADLINE), Status.DEADLINE),
+        (MemoryError(), Status.BUSY),
+        (ZeroDivisionError(), Status.INTERNAL),
+    ],
+)
+async def test_a_part_that_fails_leaves_those_before_it(
+    error: Exception, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are opened: whoever is told that they are absent finds them in his buffers."""
+    parts: list[int] = []
+
+    async def copied(_: OpenContext, part: list[Granted]) -> list[Status]:
+        parts.append(len(part))
+        if len(parts) == 2:
+            raise error
+        return [Status.OK] * len(part)
+
+    monkeypatch.setattr(opening, "_open_copied", copied)
+    found = await open_group(context(2), batch(20, MIB))
+    assert len(parts) > 2
+    first, second = parts[:2]
+    assert found[:first] == [Status.OK] * first
+    assert found[first : first + second] == [status] * second
+    assert set(found[first + second :]) == {Status.OK}
+    assert len(found) == 20
+
+
+def test_an_error_of_ours_in_one_block_leaves_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes: list[Any] = [Status.OK, MemoryError(), ZeroDivisionError(), Status.OK]
+
+    def opened(*_: Any, **__: Any) -> Status:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, Status)
+        return outcome
+
+    monkeypatch.setattr(opening, "open_into", opened)
+    item = GrantItem(0, Tier.MEMORY, RemoteSpan(1, 0, 8), 8, bytes(32), bytes(16))
+    group = [Granted(Wanted(0, b"", b"", memoryview(bytearray(8))), item, NEVER, NEVER)] * 4
+    sources = [memoryview(bytes(8))] * 4
+    found = open_blocks(context(2), group, sources, in_place=False)
+    assert found == [Status.OK, Status.BUSY, Status.INTERNAL, Status.OK]
 
 
 def test_one_short_block_is_opened_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
