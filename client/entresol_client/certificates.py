@@ -1,15 +1,24 @@
-"""What is wrong with our own certificate, for when a shard hangs up on us.
+"""Our own certificate: taken over when it was replaced, and judged when a shard hangs up on us.
 
-Invariant: reads one file and judges it. In TLS 1.3 a server refuses a client's certificate after
-the handshake and without a word, so that only our side of it can be looked at.
+In TLS 1.3 a server refuses a client's certificate after the handshake and without a word, so that
+only our side of it can be looked at.
+
+Invariant: files that cannot be used change nothing: the certificate before them stays in use.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
 
 from entresol_client.config import TlsFiles
 from entresol_proto.identity import IdentityError, load_certificate, tenant_from_cert
+
+log = logging.getLogger("entresol.client")
 
 RENEW = (
     "issue a new one: `entresold certify TENANT FOLDER --renew` where `certify` made it; "
@@ -43,3 +52,40 @@ def own_problem(files: TlsFiles) -> tuple[str, str] | None:
     except IdentityError as error:
         return f"our certificate {files.cert}: {Exception.__str__(error)}", error.hint
     return None if found is None else (f"our certificate {files.cert} {found[0]}", found[1])
+
+
+class OwnTls:
+    """The TLS context of new sessions: a certificate ends long before an engine does."""
+
+    def __init__(self, files: TlsFiles, make: Callable[[Path, Path, Path], ssl.SSLContext]) -> None:
+        """`make` reads certificate, key and CAs. Raises: IdentityError."""
+        self._paths, self._make = (files.cert, files.key, files.ca), make
+        self._stamps = self._look()
+        self._context = make(*self._paths)
+        self._told = ""  # why the files were not taken over, last
+
+    def context(self) -> ssl.SSLContext:
+        """Of the files as they are, or were while they could be used last."""
+        stamps = self._look()
+        if stamps != self._stamps:
+            try:
+                self._context = self._make(*self._paths)
+            except IdentityError as error:  # as between the writing of one and of the next
+                if str(error) != self._told:
+                    self._told = str(error)
+                    log.warning("event=tls_reload_failed kept=old reason=%r", self._told)
+            else:
+                self._stamps, self._told = stamps, ""
+                log.info("event=tls_reloaded cert=%s", self._paths[0])
+        return self._context
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        """Another inode, size or time, another content; None of what is not there."""
+        found: list[tuple[int, int, int] | None] = []
+        for path in self._paths:
+            try:
+                info = os.stat(path)
+                found.append((info.st_ino, info.st_size, info.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found

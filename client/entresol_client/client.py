@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from entresol_client import exits
 from entresol_client.buffers import UsageError
+from entresol_client.certificates import OwnTls
 from entresol_client.config import ClientConfig
 from entresol_client.namespace import KEYS_PER_CALL_MAX, Namespace
 from entresol_client.placement import Placement
@@ -62,7 +63,7 @@ class AsyncClient:
                 hint="ClientConfig.load(path) reads a file, ClientConfig.find() the usual ones",
             )
         self.config = config
-        context = client_ssl_context(config.tls.cert, config.tls.key, config.tls.ca)
+        tls = OwnTls(config.tls, client_ssl_context)
         self._stats = ClientStats()
         self._keys = None if config.tenant_key is None else KeyFile(config.tenant_key)
         self._tracing: Tracing | None = None
@@ -83,7 +84,7 @@ class AsyncClient:
         try:  # its threads are there, and nobody else could end them
             for address in config.shards:
                 self._links.append(
-                    ShardLink(address, config, context, self._workers, self._stats, rng, around)
+                    ShardLink(address, config, tls, self._workers, self._stats, rng, around)
                 )
         except BaseException:
             self._workers.close()

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import ssl
 import time
 from typing import Any, cast
 
 from entresol_client.breaker import Breaker, BreakerState
+from entresol_client.certificates import OwnTls
 from entresol_client.config import ClientConfig, ShardAddress
 from entresol_client.connection import Connection
 from entresol_client.handshake import OpenSession, connect
@@ -153,7 +153,7 @@ class ShardLink:
         self,
         address: ShardAddress,
         config: ClientConfig,
-        context: ssl.SSLContext,
+        tls: OwnTls,
         workers: Workers,
         stats: ClientStats,
         rng: random.Random,
@@ -170,7 +170,7 @@ class ShardLink:
         self.put_rounds = asyncio.Semaphore(PUT_ROUNDS_IN_FLIGHT_MAX)
         self.bypass = Bypass()  # of blocks sealed here
         self.settled_once = asyncio.Event()  # the first attempt has succeeded or failed
-        self._context = context
+        self._tls = tls
         self._rng = rng
         self._around = around
         self._session: Session | None = None
@@ -307,7 +307,7 @@ class ShardLink:
 
         Raises: RequestFailedError when there is none.
         """
-        opened = await connect(self.address, self.config, self._context, self._around)
+        opened = await connect(self.address, self.config, self._tls.context(), self._around)
         session = Session(opened, self.staging_bytes)
         try:
             if self._around.on_session is not None:

@@ -485,6 +485,38 @@ async def test_a_certificate_nobody_trusts(tmp_path: Path) -> None:
             await AsyncClient.open(peer.config(tls=TlsFiles(own.cert, own.key, Path("/no"), TRUST)))
 
 
+async def test_files_that_were_replaced_are_taken_over_with_the_next_session(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A certificate ends long before an engine does, and a CA may."""
+
+    def warned() -> int:
+        return sum("tls_reload_failed" in text for text in caplog.messages)
+
+    async def connected() -> bool:
+        return client.shards()[0].connected
+
+    async def refused() -> bool:
+        return client.shards()[0].refused
+
+    async def told() -> bool:
+        return warned() > 0
+
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        assert await connected()
+        await peer.stop()
+        peer._ca = certs.make_ca()
+        peer._pair = peer._ca.issue("shard0", spiffe_uri=shard_uri(TRUST, "shard0"))
+        await peer.start()
+        await until(refused, "another CA is refused")
+        (files := client.config.tls).cert.write_bytes(b"half a cert")
+        await until(told, "what cannot be used is told")
+        await asyncio.sleep(0.5)
+        assert warned() == 1
+        assert peer.tenant_files() == files  # written anew, to the same places
+        await until(connected, "the new files are used")
+
+
 @pytest.mark.parametrize(
     ("hangs_up", "ends", "status"),
     [(9, False, Status.FORBIDDEN), (1, True, Status.DISCONNECTED), (1, False, None)],
