@@ -227,23 +227,22 @@ class _Put:
 
     async def _store(self, blocks: Sequence[Storable], reserved: Reserved) -> None:
         jobs: list[_Job] = []
-        uncommitted: set[int] = set()
-        for block, grant in zip(blocks, reserved.items, strict=True):
-            self._tally.statuses[block.position] = grant.status
-            if grant.status is not Status.OK:
-                continue
-            uncommitted.add(grant.put_id)
-            job = _Job(block, grant)
-            try:
-                self._context.room(job)
-            except EntresolError as error:  # the daemon's chunks are too short for it
-                self._tally.statuses[block.position] = error.status.as_failure
-                continue
-            # It may have been BUSY a round ago: from here on its outcome is what COMMIT says.
-            self._tally.statuses[block.position] = None
-            jobs.append(job)
+        uncommitted = {one.put_id for one in reserved.items if one.status is Status.OK}
         most, at_host = self._link.staging_bytes // 4, self._context.at_host
         try:
+            for block, grant in zip(blocks, reserved.items, strict=True):
+                wanted = grant.status is Status.OK
+                # It may have been BUSY a round ago: from here on its outcome is what COMMIT says.
+                self._tally.statuses[block.position] = None if wanted else grant.status
+                if not wanted:
+                    continue
+                job = _Job(block, grant)
+                try:
+                    self._context.room(job)
+                except EntresolError as error:  # the daemon's chunks are too short for it
+                    self._tally.statuses[block.position] = error.status.as_failure
+                    continue
+                jobs.append(job)
             async with asyncio.TaskGroup() as tasks:
                 for group in _groups(jobs, _group_bytes(jobs, most, at_host=at_host)):
                     tasks.create_task(self._group(group, uncommitted))

@@ -587,6 +587,23 @@ async def test_what_cannot_be_sealed_in_time_is_given_up(tmp_path: Path) -> None
         assert len(peer.store) + len(peer.given_up) >= 1
 
 
+async def test_what_there_is_no_memory_to_plan_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_context: Any, _job: Any) -> int:
+        raise MemoryError
+
+    async with opened(tmp_path) as (peer, ns):
+        monkeypatch.setattr(storing._SealContext, "room", no_memory)
+        put = await ns.put(blocks(3))
+        assert put.statuses == [Status.BUSY] * 3
+        for _ in range(300):
+            if not peer.reserved:
+                break
+            await asyncio.sleep(0.01)
+        assert len(peer.given_up) == 3
+
+
 async def test_staging_comes_back_where_nothing_of_it_could_be_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
