@@ -56,7 +56,8 @@ class AsyncClient:
         around: Surroundings = ORDINARY,
     ) -> None:
         """Use `open`. Raises: IdentityError, KeyringError when a file it names cannot be used;
-        ConfigError for traces that cannot be made, or what is no configuration."""
+        ConfigError for traces that cannot be made, or what is no configuration; EntresolError
+        (BUSY) where there are no threads to be had."""
         if not isinstance(config, ClientConfig):
             raise ConfigError(
                 f"a client is made of a ClientConfig, not of a {type(config).__name__}",
@@ -67,11 +68,6 @@ class AsyncClient:
         self._stats = ClientStats()
         self._keys = None if config.tenant_key is None else KeyFile(config.tenant_key)
         self._tracing: Tracing | None = None
-        if config.traces:
-            from entresol_client.tracing import Tracing
-
-            self._tracing = Tracing(config.traces)
-            around = replace(around, on_session=self._tracing.watch)
         rng = rng or random.Random()
         self._placement = Placement([(shard.name, shard.weight) for shard in config.shards])
         self._closed = False
@@ -82,6 +78,11 @@ class AsyncClient:
         self._workers = around.make_workers(config.open_threads)
         self._links: list[ShardLink] = []
         try:  # its threads are there, and nobody else could end them
+            if config.traces:
+                from entresol_client.tracing import Tracing
+
+                self._tracing = Tracing(config.traces)
+                around = replace(around, on_session=self._tracing.watch)
             for address in config.shards:
                 self._links.append(
                     ShardLink(address, config, tls, self._workers, self._stats, rng, around)
@@ -108,8 +109,8 @@ class AsyncClient:
         background, for ever; `shards()` tells how each stands. `rng` only spreads retries; `around`
         replaces threads and data paths.
 
-        Raises: ConfigError, IdentityError, KeyringError; UsageError when the interpreter ends.
-        Never for an outage.
+        Raises: ConfigError, IdentityError, KeyringError; EntresolError (BUSY) without threads;
+        UsageError when the interpreter ends. Never for an outage.
         """
         client = cls(config or ClientConfig.find(), rng=rng, around=around)
         client._loop = asyncio.get_running_loop()

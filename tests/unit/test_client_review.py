@@ -36,7 +36,7 @@ from entresol_client.results import RequestFailedError
 from entresol_client.surroundings import Surroundings
 from entresol_client.tracing import Tracing
 from entresol_proto.ids import EngineKey
-from entresol_proto.status import ConfigError, FabricError, Status
+from entresol_proto.status import ConfigError, EntresolError, FabricError, Status
 
 FILES = TlsFiles(Path("a"), Path("b"), Path("c"))
 
@@ -139,6 +139,19 @@ async def test_a_client_that_cannot_be_made_leaves_no_thread(
         with pytest.raises(ConfigError):
             AsyncClient(config)
         await until(lambda: set(threading.enumerate()) <= before, "the threads end")
+
+
+async def test_a_client_that_has_no_threads_leaves_none_that_exports_traces(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry", reason="not run here: OpenTelemetry is not installed")
+
+    def none(threads: int) -> Any:
+        raise EntresolError(f"cannot start {threads} threads", status=Status.BUSY)
+
+    async with serving(tmp_path) as peer:
+        config, before = peer.config(traces="http://127.0.0.1:1"), set(threading.enumerate())
+        with pytest.raises(EntresolError, match="threads"):
+            AsyncClient(config, around=Surroundings(make_workers=none))
+        assert set(threading.enumerate()) <= before
 
 
 async def test_a_cancelled_close_goes_on_and_others_wait_for_it(
