@@ -274,6 +274,8 @@ class _Put:
                     continue
                 pairs.append((job.grant.put_id, exposure.span(region.offset + start, length)))
                 sealed.append(job)
+            if time.monotonic_ns() >= self._context.deadline_ns:  # nothing is reserved any more
+                raise RequestFailedError(Status.DEADLINE)
         except BaseException:
             region.give_back()
             raise

@@ -485,6 +485,28 @@ async def test_a_block_of_more_chunks_than_may_be_fails_alone(
         await one_given_up(peer)
 
 
+async def test_what_was_sealed_too_late_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon has no such reservation any more: it would call that a bad request."""
+    seal = storing.seal_blocks
+
+    def slow(context: Any, *rest: Any) -> list[int | Status]:
+        done = seal(context, *rest)
+        while time.monotonic_ns() < context.deadline_ns:
+            time.sleep(0.01)
+        return done
+
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        ns = await client.namespace(DESCRIPTOR)
+        monkeypatch.setattr(storing, "seal_blocks", slow)
+        put = await ns.put([PutBlock(key(0), bytes(BLOCK))], deadline_ns=200_000_000)
+        assert put.statuses == [Status.DEADLINE]
+        await one_given_up(peer)
+        commits = [seen for seen in peer.seen if isinstance(seen, data.Commit)]
+        assert [span.length_bytes for one in commits for _, span in one.items] == [0]
+
+
 @pytest.mark.parametrize("what", ["_room", "_commit", "round"])
 async def test_a_bug_in_a_put_is_a_status_of_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
