@@ -342,11 +342,13 @@ def test_prices_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_own_config_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DENSE | {"num_nextn_predict_layers": 1}))
-    assert main(["size", "--config", str(path), "--context", "200000"]) == 0
+    assert main(["size", "--model-config", str(path), "--context", "200000"]) == 0
     out = capsys.readouterr().out
     assert "131,072 bytes" in out
     assert "made for 131,072 tokens at most" in re.sub(r"\s+", " ", out)
     assert "predicting several tokens" in re.sub(r"\s+", " ", out)
+    assert main(["size", "--config", str(path), "--context", "200000"]) == 0, "its old name"
+    assert capsys.readouterr().out == out
     shape = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "1"]
     assert main(["size", *shape]) == 0
     assert "131,072 bytes" in capsys.readouterr().out
@@ -376,7 +378,8 @@ def test_all_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--layers", "3", "--context", "1"], "--kv-heads and --head-dim"),
         (["--layers", "3", "--latent", "8", "--window", "8", "--context", "1"], "--window-layers"),
         (["--per-user", "1GB", "--answer-tokens", "5"], "needs a model"),
-        (["--config", "/nowhere/config.json"], "cannot be read"),
+        (["--model-config", "/nowhere/config.json"], "cannot be read"),
+        (["--config", "/dev/null"], "the client's file is not needed"),
     ],
 )
 def test_a_mistake_names_its_fix(

@@ -26,8 +26,8 @@ Arithmetic for whoever plans a tier: how many bytes a token leaves behind, how m
 all users come to, how many drives and shards hold it, what crosses the network, how long the drives
 live, and what a token costs that need not be computed. No daemon is asked.
 
-A context's bytes follow from the model: --model, its own config.json (--config), or --layers,
---kv-heads and --head-dim. Of layers with a sliding window an engine stores every block as
+A context's bytes follow from the model: --model, its own config.json (--model-config), or
+--layers, --kv-heads and --head-dim. Of layers with a sliding window an engine stores every block as
 it is made, though going on needs the last window only; --windows needed counts just that.
 
 Traffic, wear and worth need to know how often users come back: --turns-per-hour. Prices are
@@ -40,11 +40,11 @@ _EXAMPLES = """\
   entresol size --model llama-3.1-405b --context 128000 --users 100000 --retention 15
   entresol size --model llama-3.1-70b --tp 8 --context 32000 --users 2000 --turns-per-hour 6 \\
       --hit-rate 60% --drive-price 2500 --gpu-hour 3 --prefill-rate 2500
-  entresol size --config config.json --dtype fp8_e4m3 --context 64000
+  entresol size --model-config config.json --dtype fp8_e4m3 --context 64000
   entresol size --per-user 30GB --users 100000 --retention 15 --ratio 1
   entresol size --models
 """
-_USAGE = "(--model NAME | --config FILE | --layers N ... | --per-user SIZE) [options]"
+_USAGE = "(--model NAME | --model-config FILE | --layers N ... | --per-user SIZE) [options]"
 
 TOKENS_MAX = 10**9
 USERS_MAX = 10**10
@@ -69,8 +69,10 @@ def add_parser(subparsers: Any) -> None:
 def _add_model(group: Any) -> None:
     group.add_argument("--model", metavar="NAME", help="a well-known model; --models lists them")
     group.add_argument(
-        "--config", type=Path, metavar="FILE", help="a model's config.json (Hugging Face)"
+        "--model-config", type=Path, metavar="FILE", help="a model's config.json (Hugging Face)"
     )
+    # Its name until it was seen that this is the client's file everywhere else.
+    group.add_argument("--config", dest="model_config", type=Path, help=argparse.SUPPRESS)
     group.add_argument("--models", action="store_true", help="list the models and their sources")
     for name, text in (
         ("layers", "layers that keep keys and values"),
@@ -271,7 +273,9 @@ def _context(args: argparse.Namespace) -> Context:
     if shape is not None and not args.context:
         raise UsageProblem("how long is a context?", hint="--context 128000")
     if shape is None and args.answer_tokens:
-        raise UsageProblem("--answer-tokens needs a model", hint="--model, --config or --layers")
+        raise UsageProblem(
+            "--answer-tokens needs a model", hint="--model, --model-config or --layers"
+        )
     if args.block_tokens < 1:
         raise UsageProblem("a block of no tokens", hint="--block-tokens 16")
     return tier.Context(
@@ -294,23 +298,23 @@ def _shape(args: argparse.Namespace) -> KvShape | None:
     ways = [
         name
         for name, given in (
-            ("--model", args.model), ("--config", args.config), ("--layers", args.layers),
-            ("--per-user", args.per_user),
+            ("--model", args.model), ("--model-config", args.model_config),
+            ("--layers", args.layers), ("--per-user", args.per_user),
         )
         if given
     ]  # fmt: skip
     if len(ways) != 1:
-        found = " and ".join(ways) or "nothing"
+        found = " and ".join(ways) + " say" if ways else "nothing says"
         raise UsageProblem(
-            f"{found} says what is to be sized",
-            hint="one of --model NAME, --config FILE, --layers with heads, --per-user SIZE",
+            f"{found} what is to be sized",
+            hint="one of --model NAME, --model-config FILE, --layers with heads, --per-user SIZE",
         )
     if args.per_user:
         return None
     if args.model:
         return models.named(args.model)
-    if args.config:
-        return hf_config.read(args.config)
+    if args.model_config:
+        return hf_config.read(args.model_config)
     heads, values = (0, args.latent) if args.latent else (args.kv_heads, 2 * args.head_dim)
     if not values or (not heads and not args.latent):
         raise UsageProblem(

@@ -36,6 +36,7 @@ _NOT_KNOWN = (
     "ssm_cfg",
     "ssm_state_size",
 )
+_WHICH = "--model-config is the config.json in a model's folder; the client's file is not needed"
 _INSTEAD = "give --layers, --kv-heads and --head-dim (and --window-layers, --window) instead"
 _WHOLE = ("full_attention", "attention")
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -52,16 +53,16 @@ def read(path: Path) -> KvShape:
     except OSError as error:
         raise SizingError(
             f"{path} cannot be read: {error.strerror or error}",
-            hint="--config is the config.json in the model's folder",
+            hint=_WHICH,
         ) from None
     if len(raw) > CONFIG_BYTES_MAX:
         raise SizingError(f"{path} is too large to be a config.json", hint="give --layers, ...")
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError):
-        raise SizingError(f"{path} is not JSON", hint="--config is a model's config.json") from None
+        raise SizingError(f"{path} is not JSON", hint=_WHICH) from None
     if not isinstance(config, dict):
-        raise SizingError(f"{path} holds no object", hint="--config is a model's config.json")
+        raise SizingError(f"{path} holds no object", hint=_WHICH)
     return shape_of(config, path.resolve().parent.name or path.name)
 
 

@@ -2,7 +2,7 @@
 
 Invariant: nothing here is guessed. Copies of Hugging Face `config.json` files were read from the
 repositories named, at the commit named; where only a builder of a library could be read, that is
-the source. What is not here is sized from its own `config.json` (`--config`).
+the source. What is not here is sized from its own `config.json` (`--model-config`).
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def named(name: str) -> KvShape:
     hint = f"did you mean {', '.join(near)}? " if near else ""
     raise SizingError(
         f"no model is called {name!r}",
-        hint=f"{hint}--models lists all; any other: --config FILE, its config.json",
+        hint=f"{hint}--models lists all; any other: --model-config FILE, its config.json",
     )
