@@ -30,8 +30,8 @@ NOT_SOURCES = ("__pycache__", "_kernel.so", "_kernel.part", "*.egg-info")
 EXTRAS = ("daemon", "otel", "relay")
 PREFIX = "usr/lib/entresol"  # a virtual environment of the target's own Python
 COMMANDS = {
-    "entresold": "entresol_daemon.__main__",
-    "entresol": "entresol_client.cli.main",
+    "entresold": "entresol_daemon.starting",
+    "entresol": "entresol_client.cli.starting",
 }
 PYTHONS = ("3.11", "3.12", "3.13")
 # No run needs these parts of other people's wheels, and they are a fifth of the bytes.

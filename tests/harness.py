@@ -87,7 +87,7 @@ class DaemonProcess:
             self.process = subprocess.Popen(
                 [sys.executable, *self._program, "--dev", "--dir", str(self.directory),
                  *self._arguments],
-                stdout=log, stderr=log, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
             )  # fmt: skip
         until = time.monotonic() + START_SECONDS_MAX
         while not pointer.exists():

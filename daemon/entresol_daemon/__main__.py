@@ -41,7 +41,7 @@ examples:
   entresold verify-receipt FILE --key HEX    check an erasure receipt, offline
 
 signals: TERM or INT drains and stops (a second one at once), HUP re-reads the certificates, and
-looks for the key-encryption key when it was missing.
+looks for the key-encryption key when it was missing; --dev in a terminal stops when that closes.
 exit status: 0 stopped as asked, 1 could not start or failed, 2 wrong use of this command,
 130 Ctrl-C before it served.
 """
@@ -280,7 +280,8 @@ def _run_dev(arguments: argparse.Namespace) -> int:
             print("  try, in another terminal: entresol put, get, exists, events, explain --help")
             print("  stop with Ctrl-C", flush=True)
 
-        _loop_run(serve(config, on_ready=ready, on_exit=home.remove))
+        hangs_up = dev.of_a_terminal()
+        _loop_run(serve(config, on_ready=ready, on_exit=home.remove, hangup_stops=hangs_up))
     finally:
         home.remove()
     return 0

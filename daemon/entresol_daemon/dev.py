@@ -14,6 +14,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import socket
 import tempfile
 import tomllib
@@ -236,6 +237,14 @@ def sandbox_rules(home: DevHome) -> list[sandbox.Rule]:
     if home.temporary:  # to remove the empty folder itself
         rules.append(sandbox.Rule(home.directory.parent, sandbox.REMOVE_DIR))
     return rules
+
+
+def of_a_terminal() -> bool:
+    """Whether SIGHUP means here that a terminal has closed, as nobody said to ignore that (nohup):
+    who tries it would find it still running, and its folder still there."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return False
+    return any(os.isatty(fd) for fd in range(3))
 
 
 def pointer_path() -> Path | None:

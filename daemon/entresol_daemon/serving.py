@@ -38,8 +38,11 @@ async def serve(
     *,
     on_ready: Callable[[Daemon], None] | None = None,
     on_exit: Callable[[], None] = _nothing,
+    hangup_stops: bool = False,
 ) -> None:
     """Run a daemon until SIGTERM or SIGINT. A second signal shortens the drain.
+
+    `hangup_stops`: SIGHUP means that its terminal has closed, which ends it as well.
 
     `on_exit` is called before the process is ended from here, which happens to one that broke and
     does not close. Raises: EntresolError when it cannot start, or something in it broke.
@@ -54,7 +57,9 @@ async def serve(
 
     def on_hangup() -> None:
         nonlocal hung_up
-        if started:
+        if hangup_stops:
+            stop.set()
+        elif started:
             daemon.on_hangup()
         else:
             hung_up = True

@@ -366,7 +366,7 @@ def test_the_tree_is_seen_as_an_installation(tmp_path: Path) -> None:
     (found,) = importlib.metadata.distributions(path=[str(at)])
     assert found.metadata["Name"] == "entresol"
     points = {(one.group, one.name): one.value for one in found.entry_points}
-    assert points["console_scripts", "entresold"] == "entresol_daemon.__main__:main"
+    assert points["console_scripts", "entresold"] == "entresol_daemon.starting:main"
     assert ("vllm.general_plugins", "entresol") in points
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from entresol_daemon.config import Config, ListenConfig
 from entresol_proto.status import ConfigError
 
 ENTRESOLD = [sys.executable, "-m", "entresol_daemon"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("package", ["grpc", "xxhash", "prometheus_client"])
@@ -100,6 +104,29 @@ def test_ctrl_c_before_it_serves_is_one_line(
     assert capsys.readouterr().err == "entresold: interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [("entresol", "entresol_client.cli.tenants"), ("entresold", "entresol_daemon.setup_command")],
+)
+def test_ctrl_c_during_its_imports_is_one_line(program: str, module: str) -> None:
+    """By the entry point of the package, of which everything is imported only then."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    home, _, function = scripts[program].partition(":")
+    code = (
+        "import signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        f"from {home} import {function}\n"
+        f"sys.exit({function}())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, f"{program}: interrupted\n")
+
+
 @pytest.mark.parametrize("command", ["keygen", "rewrap", "verify-receipt", *setup_command.COMMANDS])
 def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -130,8 +157,9 @@ def limited(folder: Path, soft: int, hard: int) -> subprocess.Popen[str]:
         f"os.execv(*{(ENTRESOLD[0], [*ENTRESOLD, '--dev', '--dir', str(folder)])})"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def test_what_files_are_to_be_had_are_taken(tmp_path: Path) -> None:
@@ -166,3 +194,34 @@ def test_a_reload_says_that_settings_want_a_restart(tmp_path: Path) -> None:
         _, said = daemon.communicate(timeout=60)
     (line,) = [line for line in said.splitlines() if "event=hangup" in line]
     assert "settings want a restart" in line
+
+
+@pytest.mark.parametrize("heard", ["SIG_DFL", "SIG_IGN"])
+def test_it_ends_with_its_terminal(heard: str) -> None:
+    """It went on unseen, and its folder stayed. It may where somebody said so, as `nohup` does."""
+    words = [*ENTRESOLD, "--dev"]
+    code = (
+        "import fcntl, os, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        f"signal.signal(signal.SIGHUP, signal.{heard}); os.execv(*{(words[0], words)})"
+    )
+    with tempfile.TemporaryDirectory(prefix="e-") as name:  # its sockets want a short path
+        outside, terminal = os.openpty()
+        daemon = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal,
+            start_new_session=True, env={**os.environ, "TMPDIR": name, "XDG_RUNTIME_DIR": name},
+        )  # fmt: skip
+        os.close(terminal)
+        try:
+            said = b""
+            while b"stop with Ctrl-C" not in said:
+                said += os.read(outside, 65_536)
+            os.close(outside)
+            if heard == "SIG_IGN":
+                assert entresol(["stat", "--config", f"{name}/entresol/client.toml"]) == 0
+                daemon.terminate()
+            assert daemon.wait(timeout=60) == 0
+        finally:
+            daemon.kill()
+            daemon.wait()
+        assert os.listdir(name) == ["entresol"]
+        assert os.listdir(f"{name}/entresol") == []
