@@ -77,6 +77,7 @@ class Daemon:
         self._clean = True
         self._flash_direct = False
         self._unlocking: asyncio.Future[None] | None = None
+        self._ready_ms = 0
         self._sockets = Sockets()
         self.shard: Shard
         self.control: ControlListener
@@ -148,17 +149,28 @@ class Daemon:
             assert isinstance(tcp, TcpFabricServer)
             tcp.shake_hands = self._shake_hands
         await self._open_surfaces(self.tls)
-        log.info(
-            "event=serving version=%s shard=%s control=%s:%d blocks=%d recovery=%s ready_ms=%d",
-            __version__, config.shard.name, self.control.host, self.control.port,
-            len(engine.index), engine.recovery.kind.value,
-            (time.monotonic_ns() - started_ns) // 1_000_000,
-        )  # fmt: skip
-        locked = " locked: see `entresol unlock`;" if keyring.locked else ""
-        tell(f"READY=1\nSTATUS=serving;{locked} {len(engine.index)} blocks at the start")
+        self._ready_ms = (time.monotonic_ns() - started_ns) // 1_000_000
+        self._tell_up(locked=keyring.locked)
+        tell("READY=1")
         watchdog = Watchdog(watchdog_ns())
         watchdog.start(asyncio.get_running_loop())
         self._on_close("watchdog", _as_closer(watchdog.stop))
+
+    def _tell_up(self, *, locked: bool) -> None:
+        """Say whether it serves, now that everything is open, or now that it is unlocked."""
+        engine, control = self.shard.parts.engine, self.control
+        blocks = len(engine.index)
+        told = (
+            self.config.shard.name, control.host, control.port, blocks,
+            engine.recovery.kind.value, self._ready_ms, __version__,
+        )  # fmt: skip
+        fields = "shard=%s control=%s:%d blocks=%d recovery=%s ready_ms=%d version=%s"
+        if locked:
+            log.warning(f"event=waiting_locked {fields} hint='see `entresol unlock`'", *told)
+            tell(f"STATUS=waiting, locked: see `entresol unlock`; {blocks} blocks")
+        else:
+            log.info(f"event=serving {fields}", *told)
+            tell(f"STATUS=serving; {blocks} blocks at this time")
 
     async def _open_keyring(self) -> Keyring:
         config = self.config
@@ -209,7 +221,7 @@ class Daemon:
         keyring = self.shard.parts.keyring
         kek = await asyncio.to_thread(FileKek.open, path)
         if await self.keys.run(keyring.unlock, kek):
-            tell("STATUS=serving, unlocked")
+            self._tell_up(locked=False)
         self.grpc.tell_health()
         return kek.kek_id().hex()
 

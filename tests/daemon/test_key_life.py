@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import threading
 import time
@@ -35,6 +36,7 @@ from harness import Running, eventually
 from entresol_client.client import AsyncClient
 from entresol_client.connection import Connection
 from entresol_client.results import RequestFailedError
+from entresol_daemon import server
 from entresol_daemon.events.types import Event, Kind
 from entresol_daemon.events.types import Reason as EventReason
 from entresol_daemon.keys.keyring import DEK_VERSIONS_PER_TENANT_MAX
@@ -497,13 +499,23 @@ async def test_a_full_disk_is_not_asked_by_every_put_to_write_uses_down(
 # Locked.
 
 
-async def test_without_its_kek_it_waits_and_loses_nothing(site: Site) -> None:
+async def test_without_its_kek_it_waits_and_loses_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(server, "tell", told.append)
+    caplog.set_level(logging.INFO, logger="entresol.daemon")
     keys = keys_of(4)
     async with site.running() as running, client_of(running) as client:
         await put(await client.namespace(DESCRIPTOR), keys, SIZE, ack="durable")
     kek = kek_path(site)
     away = kek.rename(kek.with_name("away"))
+    told.clear()
+    caplog.clear()
     async with site.running() as running:
+        assert told[-2:] == ["STATUS=waiting, locked: see `entresol unlock`; 4 blocks", "READY=1"]
+        assert "event=waiting_locked" in caplog.text
+        assert "event=serving" not in caplog.text
         reasons = running.daemon.admin.reasons_not_ready()
         assert len(reasons) == 1
         assert "locked" in reasons[0]
@@ -525,6 +537,8 @@ async def test_without_its_kek_it_waits_and_loses_nothing(site: Site) -> None:
             await eventually(lambda: not running.daemon.admin.reasons_not_ready())
             await eventually(lambda: client.shards()[0].connected, seconds=30)
             assert all_are(await get(space, keys, SIZE), Status.OK)
+            assert told[-1].startswith("STATUS=serving; 4 blocks")
+            assert "event=serving" in caplog.text
             assert await running.daemon.unlock() == FileKek.open(kek).kek_id().hex()
     assert isinstance(running.daemon, Daemon)
 
