@@ -68,9 +68,11 @@ Closer = Callable[[], Awaitable[None]]
 class Daemon:
     """One shard with everything around it. `start`, then `stop`; both once."""
 
-    def __init__(self, config: Config) -> None:
-        """`config` must have passed `Config.check`."""
+    def __init__(self, config: Config, *, settle: Callable[[], None] = lambda: None) -> None:
+        """`config` must have passed `Config.check`. `settle` is called once all is open, and may
+        hold the loop up: nobody watches that before."""
         self.config = config
+        self._settle = settle
         self.metrics = Metrics(version=__version__, shard=config.shard.name)
         self._closers: list[tuple[str, Closer]] = []
         self._stopping = False
@@ -152,6 +154,8 @@ class Daemon:
         self._ready_ms = (time.monotonic_ns() - started_ns) // 1_000_000
         self._tell_up(locked=keyring.locked)
         tell("READY=1")
+        self._settle()
+        self._watch_loop()
         watchdog = Watchdog(watchdog_ns())
         watchdog.start(asyncio.get_running_loop())
         self._on_close("watchdog", _as_closer(watchdog.stop))
@@ -362,6 +366,10 @@ class Daemon:
         self._on_close("http", self.http.close)
         self._on_close("control", self.control.close)  # again: hosts leave before the others close
         follow_shard(self.metrics, self.shard, tls)
+        self.metrics.on_refresh(lambda: self.metrics.set_state(self.admin.state()))
+        self.grpc.announce()
+
+    def _watch_loop(self) -> None:
         probe = LoopLagProbe(self.metrics.loop_lag_seconds)
         probe.start(asyncio.get_running_loop())
         self._on_close("probe", _as_closer(probe.stop))
@@ -369,8 +377,6 @@ class Daemon:
         watch.start(asyncio.get_running_loop())
         self._on_close("stall watch", _as_closer(watch.stop))
         follow_process(self.metrics, watch)
-        self.metrics.on_refresh(lambda: self.metrics.set_state(self.admin.state()))
-        self.grpc.announce()
 
     async def until_broken(self) -> BaseException:
         """Return what broke its writing, if ever: stop it then, not `clean`, and start again."""

@@ -49,7 +49,7 @@ async def serve(
     """
     stop = asyncio.Event()
     hurry = asyncio.Event()
-    daemon = Daemon(config)
+    daemon = Daemon(config, settle=_quiet_collector)
     hung_up = started = False
 
     def on_signal() -> None:
@@ -74,7 +74,6 @@ async def serve(
     started = True
     if hung_up:
         daemon.on_hangup()
-    _quiet_collector()
     broken: BaseException | None = None
     try:
         if on_ready is not None:

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +38,7 @@ from entresol_proto.status import EntresolError
 class SlowDaemon:
     """A daemon that is still recovering."""
 
-    def __init__(self, _config: Config) -> None:
+    def __init__(self, _config: Config, *, settle: Callable[[], None]) -> None:
         self.said: list[str] = []
         self.go = asyncio.Event()
         self.shard = SimpleNamespace(hurry=lambda: None)
@@ -185,6 +187,33 @@ async def test_a_start_that_fails_late_leaves_nothing_open(
         with pytest.raises(EntresolError, match="cannot listen at"):
             await daemon.start()
     assert daemon.control._server is None, "it would go on to accept hosts"
+
+
+async def test_what_a_start_takes_from_the_loop_is_no_stall(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector's last look made an idle daemon OVERLOADED in `entresol top` for a while."""
+    looked = []
+
+    def collect() -> None:
+        looked.append(time.sleep(2))
+
+    quiet = {"freeze": _nothing, "set_threshold": _nothing, "collect": collect}
+    monkeypatch.setattr(serving, "gc", SimpleNamespace(**quiet))
+    ready = asyncio.get_running_loop().create_future()
+    served = asyncio.ensure_future(serve(config, on_ready=ready.set_result))
+    daemon = await ready
+    late = re.compile(r"^entresol_event_loop_lag_max_seconds (\S+)", re.M)
+    late_s = 0.0
+    async with asyncio.timeout(20):
+        while not late_s:  # until somebody has looked
+            await asyncio.sleep(0.01)
+            daemon.metrics.refresh()
+            late_s = float(late.findall(daemon.metrics.render().decode())[0])
+    os.kill(os.getpid(), signal.SIGTERM)
+    await served
+    assert looked
+    assert late_s < 1.5
 
 
 async def test_a_start_that_is_cut_short_can_be_made_again(
