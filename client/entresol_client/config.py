@@ -23,7 +23,7 @@ from typing import Any
 from entresol_proto import limits
 from entresol_proto.fabric.base import VerbsSettings
 from entresol_proto.identity import check_trust_domain
-from entresol_proto.ids import check_tenant_name
+from entresol_proto.ids import check_shard_name
 from entresol_proto.status import ConfigError, EntresolError
 from entresol_proto.units import parse_size
 
@@ -234,7 +234,7 @@ def _check(config: ClientConfig) -> None:
     try:
         check_trust_domain(config.tls.trust_domain)
         for name in names:
-            check_tenant_name(name)
+            check_shard_name(name)
         for shard in config.shards:
             _check_host(shard)
     except UnicodeError as error:
@@ -243,7 +243,7 @@ def _check(config: ClientConfig) -> None:
     except ConfigError:
         raise
     except EntresolError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(Exception.__str__(error), hint=error.hint) from None
     if len(set(names)) != len(names):
         raise ConfigError("two shards have the same name", hint="names place the keys: keep unique")
     if config.fabric not in FABRICS:
@@ -302,7 +302,12 @@ def _build(cls: Any, name: str, table: object, source: Path) -> Any:
         if item.default is dataclasses.MISSING and item.name not in values
     ]
     if missing:
-        raise ConfigError(f"{source}: {', '.join(missing)} must be given{_inside(name)}")
+        raise ConfigError(
+            f"{source}: {', '.join(missing)} must be given{_inside(name)}",
+            hint="`entresold --config FILE certify` makes a tenant's PEM files, with a client.toml"
+            if cls is TlsFiles
+            else 'name = "shard0", as its certificate has it',
+        )
     return cls(**values)
 
 

@@ -20,7 +20,7 @@ from entresol_daemon.config_telling import LogConfig, TracesConfig
 from entresol_daemon.config_values import format_size, home_of, nearest, read_section, setting
 from entresol_proto import limits as proto_limits
 from entresol_proto.identity import check_trust_domain
-from entresol_proto.ids import BadKeyError, check_tenant_name
+from entresol_proto.ids import BadKeyError, check_shard_name
 from entresol_proto.limits import GIB, KIB, MIB
 from entresol_proto.status import ConfigError, EntresolError
 
@@ -466,7 +466,7 @@ class Config:
             verb = "is" if len(missing) == 1 else "are"
             found.append((f"[tls] {', '.join(missing)} {verb} not set", hint))
         try:
-            check_tenant_name(self.shard.name)
+            check_shard_name(self.shard.name)
         except BadKeyError as error:
             found.append((f"[shard] name: {Exception.__str__(error)}", error.hint))
         try:

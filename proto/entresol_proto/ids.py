@@ -41,12 +41,21 @@ def check_tenant_name(name: str) -> TenantName:
 
     Raises: BadKeyError unless it is 1 to 64 of a-z 0-9 . _ - with an alphanumeric at both ends.
     """
+    _check_name("tenant", name)
+    return TenantName(name)
+
+
+def check_shard_name(name: str) -> None:
+    """Raises: BadKeyError for what is no name of a shard; they are as those of tenants are."""
+    _check_name("shard", name)
+
+
+def _check_name(whose: str, name: str) -> None:
     if not _TENANT_NAME.fullmatch(name):
         raise BadKeyError(
-            f"tenant name {name!r} is not allowed",
+            f"{whose} name {name!r} is not allowed",
             hint="use 1 to 64 of a-z 0-9 . _ - and begin and end with a letter or digit",
         )
-    return TenantName(name)
 
 
 def check_engine_key(key: bytes) -> EngineKey:

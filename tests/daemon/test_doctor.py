@@ -95,6 +95,12 @@ def test_more_staging_than_memory_is_told(cli: Cli, tmp_path: Path) -> None:
     assert levels(found, "memory", "the data paths take up to 64.0 GiB") == {"warn"}
 
 
+def test_without_a_configuration_it_does_not_say_what_the_data_paths_take(tmp_path: Path) -> None:
+    _, found = judged("--config", str(tmp_path / "none.toml"))
+    assert levels(found, "memory", " left of ") == {"ok"}
+    assert levels(found, "memory", "the data paths take") == set()
+
+
 @pytest.mark.parametrize("text", ["garbage =", "[tls", 'cert = "a"\ncert = "b"', "\0"])
 def test_a_configuration_that_is_none_has_a_fix(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.toml"

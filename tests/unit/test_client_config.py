@@ -122,7 +122,7 @@ def test_every_setting_with_units(tmp_path: Path) -> None:
         ("[breaker]\nfailures = 3", "did you mean 'failures_to_open'"),
         ("[breaker]\ncooldown_ns_min = '20s'", "above cooldown_ns_max"),
         ("[[shards]]\nname = 'shard0'", "same name"),
-        ("[[shards]]\nname = 'Bad Name'", "not allowed"),
+        ("[[shards]]\nname = 'Bad Name'", "shard name 'Bad Name' is not allowed (use 1"),
         ("[[shards]]\nhost = 'h'", "name must be given in"),
         ("[[shards]]\nname = 'x'\nprot = 1", "did you mean 'port'"),
         ("[[shards]]\nname = 'x'\nport = 65536", "port is 65536"),
@@ -144,8 +144,9 @@ def test_mistakes_are_refused_with_a_hint(tmp_path: Path, extra: str, expected: 
     "text", ["", "cert='c'\nkey='k'\nca='a'", "cert='c'\n[[shards]]\nname='x'"]
 )
 def test_what_must_be_given(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"client\.toml: .*(must be given|0 shards)"):
+    with pytest.raises(ConfigError, match=r"client\.toml: .*(must be given|0 shards)") as caught:
         ClientConfig.load(write(tmp_path, text))
+    assert any(way in caught.value.hint for way in ("certify", "[[shards]]"))
 
 
 def test_the_file_itself(tmp_path: Path) -> None:

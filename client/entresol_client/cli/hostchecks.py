@@ -131,7 +131,9 @@ def _shared_memory(config: ClientConfig | None) -> Finding:
             "memory", FAIL, f"memory cannot be shared (memfd): {error.strerror}",
             "let the container or unit have memfd_create, and memory: MemoryMax, --memory",
         )  # fmt: skip
-    text = f"{output.size(left)} left of {bound}; the data paths take up to {output.size(wanted)}"
+    text = f"{output.size(left)} left of {bound}"
+    if config is not None:
+        text += f"; the data paths take up to {output.size(wanted)}"
     if left < wanted:
         return Finding(
             "memory", WARN, text, "a smaller staging_bytes_max, or more memory for this host"
