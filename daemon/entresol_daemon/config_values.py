@@ -199,7 +199,9 @@ def _in_range(value: int | float, about: Setting) -> int | float:
 
 def _one_text(value: object, about: Setting) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text in quotes")
+        told = str(value).lower() if isinstance(value, bool) else repr(value)
+        which = f": {', '.join(about.choices)}" if about.choices else ""
+        raise ValueError(f"{told} is not text in quotes{which}")
     if len(value) > _TEXT_CHARS_MAX or "\0" in value:
         raise ValueError("the text is too long or holds a zero byte")
     if about.choices and value not in about.choices:

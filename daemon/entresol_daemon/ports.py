@@ -25,8 +25,8 @@ def problem(host: str, port: int) -> str:
     """Why nobody can listen there now; empty when nothing is known against it."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
-        return ""  # whoever listens has the words for it
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
     family, kind, protocol, _, address = found[0]
     with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,4 +55,6 @@ def _hint(name: str, why: str) -> str:
         return f"[listen] {name}_host is no address of this host: `ip address` lists them"
     if why == os.strerror(errno.EACCES):
         return f"only root has ports this low: another [listen] {name}_port, 1024 or higher"
+    if why != os.strerror(errno.EADDRINUSE):
+        return f"[listen] {name}_host is an address of this host, or a name that resolves to one"
     return f"is another daemon running? see [listen] {name}_host and {name}_port"

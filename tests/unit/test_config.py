@@ -84,6 +84,7 @@ drive_writes_per_day = 1
         ("[limits]\nsessions_max = 0", ["0 is below the smallest allowed, 1"]),
         ("[listen]\ncontrol_port = 65536", ["65536 is above the largest allowed, 65535"]),
         ("[listen]\ncontrol_host = 7", ["7 is not text in quotes"]),
+        ("[flash]\ndirect = true", ["true is not text in quotes: auto, on, off"]),
         ('[flash]\ndirect = "yes"', ["'yes' is not one of auto, on, off"]),
         ('[fabric]\nenabled = ["rdma"]', ["'rdma' is not one of shm, verbs, tcp"]),
         ('[fabric]\nenabled = ["tcp", "tcp"]', ["names something twice"]),

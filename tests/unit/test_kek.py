@@ -52,6 +52,13 @@ def test_a_folder_is_no_place_for_a_new_kek(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_kek_is_to_be_brought_back(tmp_path: Path) -> None:
+    """It was advised to make another, under which nothing that is stored opens."""
+    with pytest.raises(KeyringError, match="there is no KEK file") as caught:
+        FileKek.open(tmp_path / "kek")
+    assert "bring that back" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [

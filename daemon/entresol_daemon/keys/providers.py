@@ -34,7 +34,10 @@ _WRAP_FORMAT = 1  # u8 format ‖ 12-byte nonce ‖ ciphertext ‖ 16-byte tag
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _CREDENTIALS = "$CREDENTIALS_DIRECTORY/"
-_HOW_TO_MAKE = "make one with `entresold keygen PATH`"
+_WHENCE = (
+    "what is sealed opens under its own key only: bring that back; `entresold keygen FILE` makes "
+    "another, for a first start or for `entresol change-kek`"
+)
 _DAMAGED = "the keyring was altered: restore the state folder from a backup"
 
 
@@ -96,7 +99,7 @@ class FileKek:
         try:
             raw = _read(file)
         except FileNotFoundError:
-            raise KekMissingError(f"there is no KEK file {file}", hint=_HOW_TO_MAKE) from None
+            raise KekMissingError(f"there is no KEK file {file}", hint=_WHENCE) from None
         except OSError as error:
             raise KeyringError(
                 f"cannot read KEK file {file}: {error.strerror}",
@@ -222,9 +225,9 @@ def expand_credentials(path: str | Path) -> Path:
 
 def _check_mode(file: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
-        raise KeyringError(f"KEK file {file} is a folder", hint=_HOW_TO_MAKE)
+        raise KeyringError(f"KEK file {file} is a folder", hint=_WHENCE)
     if not stat.S_ISREG(mode):
-        raise KeyringError(f"KEK file {file} is not a regular file", hint=_HOW_TO_MAKE)
+        raise KeyringError(f"KEK file {file} is not a regular file", hint=_WHENCE)
     forbidden = 0o077
     # systemd may grant the service's user access by an ACL, whose mask shows as group-read; the
     # credentials folder itself is closed to everybody else.
@@ -248,19 +251,19 @@ def _parse_key(raw: bytes, file: Path) -> bytes:
         except ValueError:
             raise KeyringError(
                 f"KEK file {file} has 64 characters that are not all hexadecimal",
-                hint=_HOW_TO_MAKE,
+                hint=_WHENCE,
             ) from None
     if len(key) != KEK_BYTES:
         size = f"over {KEK_FILE_BYTES_MAX}" if len(raw) > KEK_FILE_BYTES_MAX else f"{len(raw)}"
         raise KeyringError(
             f"KEK file {file} has {size} bytes; it must hold 32 raw bytes or 64 hexadecimal digits",
-            hint=_HOW_TO_MAKE,
+            hint=_WHENCE,
         )
     if key is raw and all(byte in b"0123456789abcdefABCDEF" for byte in raw):
         raise KeyringError(
             f"KEK file {file} holds 32 hexadecimal digits, which is only half a key",
-            hint=_HOW_TO_MAKE,
+            hint=_WHENCE,
         )
     if len(set(key)) < 8:
-        raise KeyringError(f"KEK file {file} does not hold a random key", hint=_HOW_TO_MAKE)
+        raise KeyringError(f"KEK file {file} does not hold a random key", hint=_WHENCE)
     return key
