@@ -9,6 +9,7 @@ that has another key misses, and never opens wrongly.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -213,7 +214,9 @@ class TenantKey:
         except OSError as error:
             raise KeyringError(
                 f"cannot write tenant key file {path}: {error.strerror}",
-                hint="name a file in a folder that this user may write",
+                hint="free some space there"
+                if error.errno == errno.ENOSPC
+                else "name a file in a folder that this user may write",
             ) from None
         except ValueError:
             raise _no_path(path) from None

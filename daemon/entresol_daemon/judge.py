@@ -109,8 +109,11 @@ def _kek(config: Config) -> Rows:
 def _state(config: Config) -> Rows:
     folder = config.shard.state_dir
     if not folder.is_dir():
+        above = _nearest(folder)
+        made = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+        text = f"there is no folder {folder} ([shard] state_dir)"
         yield (
-            FAIL, f"there is no folder {folder} ([shard] state_dir)",
+            WARN if made else FAIL, f"{text}: a start makes it" if made else text,
             f"install -d -m 700 -o USER {folder}, as the daemon's user",
         )  # fmt: skip
         return
@@ -149,11 +152,14 @@ def _flash(config: Config) -> Rows:
             return
         yield OK, f"data file {path}, {_gib(found.st_size or wanted)}", ""
         return
-    if not path.parent.is_dir():
+    folder = path.parent
+    if folder == config.shard.state_dir:  # which a start makes
+        folder = _nearest(folder)
+    if not folder.is_dir():
         fix = "make it, or correct [flash] path"
-        yield FAIL, f"there is no folder {path.parent} for the data file", fix
+        yield FAIL, f"there is no folder {folder} for the data file", fix
         return
-    left = _room(path.parent)
+    left = _room(folder)
     if left < wanted:
         yield _no_room(path, wanted, left)
     else:
@@ -172,7 +178,7 @@ def _data(config: Config) -> Rows:
 def _drives(config: Config) -> Rows:
     """How worn the drives are."""
     path = config.flash_path
-    names = drives_below(path if path.exists() else path.parent)
+    names = drives_below(_nearest(path))
     if not names:
         yield OK, f"no drive is known below {path}: nothing tells of its wear", ""
     for name in names:
@@ -207,6 +213,11 @@ def _wear(name: str) -> Row:
 def _no_room(path: Path, wanted: int, left: int) -> Row:
     text = f"{path} is to have {_gib(wanted)}, and {path.parent} has {_gib(left)} left"
     return FAIL, text, "make room, or set a smaller [flash] size_bytes"
+
+
+def _nearest(path: Path) -> Path:
+    """It, or the first folder above it that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _room(folder: Path) -> int:

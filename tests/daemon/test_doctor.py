@@ -242,6 +242,10 @@ def _no_state(site: DaemonSite) -> None:
     site.values["shard", "state_dir"] = str(site.folder / "nowhere")
 
 
+def _no_state_to_make(site: DaemonSite) -> None:
+    site.values["shard", "state_dir"] = str(site.folder / "entresold.toml/nowhere")
+
+
 def _open_state(site: DaemonSite) -> None:
     site.state.chmod(0o755)
 
@@ -284,7 +288,8 @@ def _unknown_setting(site: DaemonSite) -> None:
         (_other_key, "fail", "key"),
         (_no_kek, "fail", "there is no KEK file"),
         (_open_kek, "fail", "KEK file"),
-        (_no_state, "fail", "there is no folder"),
+        (_no_state, "warn", "nowhere ([shard] state_dir): a start makes it"),
+        (_no_state_to_make, "fail", "entresold.toml/nowhere ([shard] state_dir)"),
         (_open_state, "warn", "open to other users"),
         (_no_room, "fail", "is to have 4096000.0 GiB"),
         (_no_memory, "warn", "of memory is used"),
@@ -301,6 +306,8 @@ def test_what_is_wrong_with_a_daemon_is_named(
     code, rows = site.judged()
     assert any(row["level"] == level and text in row["text"] for row in rows), rows
     assert code == (level == "fail")
+    unknown = [row for row in rows if "look as the daemon's user" in row["fix"]]
+    assert level == "fail" or not unknown
 
 
 def test_a_key_that_only_the_unit_is_shown_is_no_fault(

@@ -136,8 +136,9 @@ def test_half_a_kek_never_lies_under_its_name(
     left = set(tmp_path.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(KeyringError, match=r"cannot write KEK file .*No space left"):
+        with pytest.raises(KeyringError, match=r"cannot write KEK file .*No space left") as caught:
             FileKek.generate(path)
+        assert caught.value.hint == "free some space there"
     assert set(tmp_path.iterdir()) == left
     FileKek.open(FileKek.generate(path).source)
 

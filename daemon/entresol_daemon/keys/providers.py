@@ -13,6 +13,7 @@ few keys per tenant, against a bound of 2^32 messages (NIST SP 800-38D, 8.3).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -126,7 +127,9 @@ class FileKek:
         except OSError as error:
             raise KeyringError(
                 f"cannot write KEK file {file}: {error.strerror}",
-                hint="name a file in a folder that this user may write",
+                hint="free some space there"
+                if error.errno == errno.ENOSPC
+                else "name a file in a folder that this user may write",
             ) from None
         made = FileKek.open(file)
         made.settle()
