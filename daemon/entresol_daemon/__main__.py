@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -212,7 +216,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from entresol_daemon.config import Config
 
     if arguments.dev:
-        return _run_dev(arguments)
+        with _ends_as_by_ctrl_c():
+            return _run_dev(arguments)
     config = Config.load(arguments.config)
     setup_command.check_data(config)
     if arguments.check:
@@ -233,6 +238,24 @@ def _run(arguments: argparse.Namespace) -> int:
 
     _loop_run(serve(config))
     return 0
+
+
+@contextlib.contextmanager
+def _ends_as_by_ctrl_c() -> Iterator[None]:
+    """Until it serves, TERM and HUP would leave a temporary folder with keys in it."""
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if _is_default(each)]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _is_default(number: int) -> bool:
+    on_main = threading.current_thread() is threading.main_thread()
+    return on_main and signal.getsignal(number) is signal.SIG_DFL
 
 
 def _run_dev(arguments: argparse.Namespace) -> int:

@@ -196,6 +196,25 @@ def test_a_reload_says_that_settings_want_a_restart(tmp_path: Path) -> None:
     assert "settings want a restart" in line
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_while_it_prepares_it_leaves_no_folder(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Its keys stayed in /tmp."""
+    code = (
+        "import signal, sys\n"
+        "from entresol_daemon import __main__ as entresold, dev\n"
+        f"dev._fill = lambda *_: signal.raise_signal({number:d})\n"
+        "sys.exit(entresold.main(['--dev']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "entresold: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("heard", ["SIG_DFL", "SIG_IGN"])
 def test_it_ends_with_its_terminal(heard: str) -> None:
     """It went on unseen, and its folder stayed. It may where somebody said so, as `nohup` does."""
