@@ -232,7 +232,7 @@ def test_it_ends_with_its_terminal(heard: str) -> None:
         os.close(terminal)
         try:
             said = b""
-            while b"stop with Ctrl-C" not in said:
+            while b"stop with Ctrl-C\r\n" not in said:  # the whole of it: else its writing fails
                 said += os.read(outside, 65_536)
             os.close(outside)
             if heard == "SIG_IGN":
