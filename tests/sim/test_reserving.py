@@ -207,3 +207,27 @@ def test_room_that_comes_while_a_long_reserve_is_looked_at_is_seen(tmp_path: Pat
         assert host._now() - begun_ns < SECOND_NS, "it waited for what had come already"
 
     simulate(tmp_path, story)
+
+
+def test_a_reserve_that_waits_for_room_offers_its_blocks_once(tmp_path: Path) -> None:
+    """Looked at again when there is room, what was not admitted counted as offered twice."""
+
+    async def story(world: World) -> None:
+        hog, host = await joined(world), await joined(world)
+        world.shard.parts.admission = Admission("auto", budget=None)
+        await fill(hog)
+        open_ = world.shard.puts._reserving.open
+        (first, *_) = open_
+        await hog._call(data.Commit(((first[1], RemoteSpan(0, 0, 0)),)))  # room for a short one
+        admission = world.shard.parts.admission = Admission("second_touch", budget=None)
+        some = [item(host, KEYS[0]), item(host, KEYS[1], 200_000)]
+        asking = asyncio.create_task(reserved(host, some))
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        assert len(admission.ghost) == 1, "the first; the other had no room"
+        await hog._call(data.Commit(tuple((put, RemoteSpan(0, 0, 0)) for _, put in open_)))
+        await asyncio.sleep(0.1)
+        assert await asking == [Status.NOT_ADMITTED] * 2
+        assert await reserved(host, some) == [Status.OK] * 2, "the second time"
+
+    simulate(tmp_path, story)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 
 from entresol_daemon.core.accounts import Account, Shared
@@ -35,13 +35,16 @@ PUT_ROOM_WAIT_NS = 2_000_000_000  # a RESERVE waits so long for the put budget
 WAITING_BYTES_MAX = 64 * limits.MIB  # of RESERVEs that wait, for room or for a flush
 STALE_DEADLINES_MAX = 1_024  # beyond as many as there are reservations; then they are swept out
 _BUSY = Reserved.Item(Status.BUSY)
+_NOT_ADMITTED = Reserved.Item(Status.NOT_ADMITTED)
 
 
 @dataclass(slots=True)
 class _Decided:
     """`answers`: one per item. `waits`: those of them that wait for a flush under way.
-    `no_room_bytes`: of the record of the first that the put budget had no room for; 0: of none."""
+    `no_room_bytes`: of the record of the first that the put budget had no room for; 0: of none.
+    `not_admitted`: items that were refused by admission, which counts how often each is offered."""
 
+    not_admitted: set[int] = field(default_factory=set)
     answers: list[Reserved.Item] = field(default_factory=list)
     waits: list[tuple[int, asyncio.Future[Status]]] = field(default_factory=list)
     no_room_bytes: int = 0
@@ -131,7 +134,7 @@ class Reserving:
             # Nothing to commit that would make room: wait for what others have under way.
             if not await self._room_for_one(session, decided.no_room_bytes, patience_ns):
                 break
-            decided = await self._decide(session, request, deadline_ns)
+            decided = await self._decide(session, request, deadline_ns, decided.not_admitted)
         held = sum(answer.status is Status.OK for answer in decided.answers)
         for place, flushing in decided.waits:
             if await self._await_durable(session, flushing, deadline_ns, held) is not Status.OK:
@@ -166,12 +169,18 @@ class Reserving:
             again = True
         return False
 
-    async def _decide(self, session: Session, request: Reserve, deadline_ns: int) -> _Decided:
-        """An answer per item.
+    async def _decide(
+        self,
+        session: Session,
+        request: Reserve,
+        deadline_ns: int,
+        not_admitted: Collection[int] = (),
+    ) -> _Decided:
+        """An answer per item. `not_admitted` were offered before by the same request.
 
         After the first that finds no room no further one is looked into: they are BUSY, or EXISTS.
         """
-        decided = _Decided()
+        decided = _Decided(set(not_admitted))
         try:
             await self._decide_each(session, request, deadline_ns, decided)
         except BaseException:  # nobody will hear of what was reserved so far
@@ -208,10 +217,14 @@ class Reserving:
                         decided.waits.append((place, flushing))
                 elif full or (namespace.namespace_id, item.key) in self.wanted:
                     answers.append(_BUSY)  # or someone else is storing it right now
+                elif place in decided.not_admitted:
+                    answers.append(_NOT_ADMITTED)
                 else:
                     answer = self._reserve_one(session, namespace, item, request.ack, deadline_ns)
                     if full := answer.status is Status.BUSY:
                         decided.no_room_bytes = self._record_bytes(namespace, item)
+                    elif answer.status is Status.NOT_ADMITTED:
+                        decided.not_admitted.add(place)
                     answers.append(answer)
             start += len(part)
 
@@ -242,7 +255,7 @@ class Reserving:
             parts.put_budget.refund(session.account, record_bytes)
             owner = session.account.stream
             parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns(), owner)
-            return Reserved.Item(Status.NOT_ADMITTED)
+            return _NOT_ADMITTED
         at_host = namespace.host_sealed or not session.data_path().capabilities.private
         version, salt, block_key = 0, b"", None
         if not namespace.host_sealed:
