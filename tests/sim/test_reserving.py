@@ -13,6 +13,7 @@ from entresol_daemon.core.accounts import Account
 from entresol_daemon.core.admission import Admission, WriteBudget
 from entresol_daemon.core.fairness import GETS
 from entresol_daemon.shard import reserving
+from entresol_daemon.shard.parts import RETRIES_IN_VAIN_MAX
 from entresol_proto import limits
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.ids import TenantName, pack_token_ids
@@ -229,5 +230,33 @@ def test_a_reserve_that_waits_for_room_offers_its_blocks_once(tmp_path: Path) ->
         await asyncio.sleep(0.1)
         assert await asking == [Status.NOT_ADMITTED] * 2
         assert await reserved(host, some) == [Status.OK] * 2, "the second time"
+
+    simulate(tmp_path, story)
+
+
+def test_of_many_commits_that_wait_for_memory_few_look_for_it_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(world: World) -> None:
+        hosts = [await joined(world) for _ in range(40)]
+        parts, looks = world.shard.parts, list[int]()
+
+        def none(_owner: bytes, length_bytes: int, _most: int) -> None:
+            looks.append(length_bytes)
+
+        with monkeypatch.context() as full:
+            full.setattr(parts.residency, "allocate", none)
+            putting = [
+                asyncio.create_task(host.put([key], Ack.ACCEPTED))
+                for host, key in zip(hosts, KEYS, strict=False)
+            ]
+            await asyncio.sleep(0.1)
+            assert len(looks) == len(hosts), "each has looked"
+            for notice in range(1, 4):
+                parts.room.notify()
+                await asyncio.sleep(0.1)
+                assert len(looks) - len(hosts) <= notice * (RETRIES_IN_VAIN_MAX + 1)
+        parts.room.notify()
+        assert await asyncio.gather(*putting) == [[Status.OK]] * len(hosts), "one notice for all"
 
     simulate(tmp_path, story)

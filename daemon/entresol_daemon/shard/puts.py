@@ -187,7 +187,7 @@ class PutPath:
     async def _store(self, session: Session, window: list[Pull]) -> list[Entered]:
         """Store one window, in as many rounds as its memory comes in; patient while some comes."""
         parts, waits = self._parts, []
-        until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+        until_ns, again = parts.now_ns() + BLOCK_MEMORY_WAIT_NS, False
         while window:
             cost = max(1, sum(pull.span.length_bytes for pull in window))
             turn = await self._turn(session.account, cost, window)
@@ -198,10 +198,11 @@ class PutPath:
             waits += taken
             window = window[batch:]
             if batch:
-                until_ns = parts.now_ns() + BLOCK_MEMORY_WAIT_NS
+                until_ns, again = parts.now_ns() + BLOCK_MEMORY_WAIT_NS, False
                 continue
             left_ns = min(until_ns, window[0].reservation.deadline_ns) - parts.now_ns()
-            if not await parts.room.wait(session.account, left_ns, Room.COMMIT):
+            again = await parts.room.wait(session.account, left_ns, Room.COMMIT, again=again)
+            if not again:
                 window[0].status = Status.BUSY
                 window = window[1:]
         return waits
