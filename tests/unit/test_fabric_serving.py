@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import shm_peer
 import uvloop
+from harness import eventually
 from tcp_peer import RawPeer, run, soon
 
 from entresol_proto import limits
@@ -17,6 +18,7 @@ from entresol_proto.fabric import datastream, framing, shmlink
 from entresol_proto.fabric.base import RemoteSpan
 from entresol_proto.fabric.framing import HEADER, Message
 from entresol_proto.fabric.serving import SERVED_ANSWERS_MAX, ServingTurns, Turn
+from entresol_proto.fabric.shmendpoint import ShmEndpoint
 from entresol_proto.fabric.tcp import TcpEndpoint, TcpFabricServer
 from entresol_proto.fabric.tcp_wire import TcpParams
 
@@ -109,6 +111,31 @@ def test_links_of_shm_share_a_turn_of_the_loop(
 
     run(runner, scenario())
     assert max(goes) <= 2 * SERVED_ANSWERS_MAX // shmlink._PACKET_ANSWERS
+
+
+def test_a_link_of_shm_is_heard_after_a_message_that_failed_here(
+    runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looked any more, neither for what it says nor for its end."""
+    honest, failures = ShmEndpoint._peer_revoked, list[Any]()
+
+    def no_memory(endpoint: ShmEndpoint, rkey: int) -> None:
+        monkeypatch.setattr(ShmEndpoint, "_peer_revoked", honest)
+        raise MemoryError
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _loop, context: failures.append(context["exception"]))
+        async with shm_peer.raw_session(tmp_path) as (endpoint, peer):
+            monkeypatch.setattr(ShmEndpoint, "_peer_revoked", no_memory)
+            for rkey in (1, 2):
+                peer.say(shmlink.Message(shmlink.Kind.REVOKE, rkey).encode())
+            assert (await peer.hear()).rkey == 2
+            peer.sock.close()
+            await eventually(lambda: endpoint.closed)
+
+    run(runner, scenario())
+    assert [type(failure) for failure in failures] == [MemoryError]
 
 
 class _Stream:

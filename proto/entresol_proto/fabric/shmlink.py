@@ -212,6 +212,9 @@ class ShmLink:
             except ProtocolError as error:
                 self._lose(error)
                 return False
+            except BaseException:  # ours, as for want of memory: what comes next is heard
+                self._go_on()
+                raise
         return self._open
 
     def _pause(self) -> None:
