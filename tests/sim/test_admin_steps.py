@@ -124,6 +124,31 @@ def test_a_snapshot_of_many_blocks_is_sorted_in_a_thread(
     simulate(tmp_path, story)
 
 
+@pytest.mark.parametrize("when", ["looked for", "listed"])
+def test_a_snapshot_ends_where_its_tenant_is_erased_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Without its turns it went through the rest, millions of blocks, in one turn of the loop."""
+    sorted_there, honest = list[int](), listing.by_position
+
+    def counted(found: Any, positions: Any) -> Any:
+        sorted_there.append(sum(map(len, found)))
+        return honest(found, positions)
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS)
+        monkeypatch.setattr(listing, "by_position", counted)
+        monkeypatch.setattr(listing, "HEADS_AT_ONCE", 1)
+        walk = admin_of(world).snapshot(ALPHA)
+        while await anext(walk) is None and when == "listed":
+            pass
+        world.shard.parts.accounts.remove(ALPHA)
+        assert not [event async for event in walk]
+        assert len(sorted_there) == (when == "listed")
+
+    simulate(tmp_path, story)
+
+
 def test_slots_are_sorted_by_positions_of_any_length() -> None:
     rng = np.random.default_rng(7)
     for most in (1, 300, 2**16, 2**20, 2**32):

@@ -79,6 +79,8 @@ class Listing:
             ordered = await self._in_order(found)
             del found  # of millions of blocks it is large, and the walk is long
             for at in range(0, len(ordered), HEADS_AT_ONCE):
+                if self._tenant not in parts.accounts.by_name:
+                    return  # erased meanwhile: nothing is left, and there are no turns to look in
                 some = ordered[at : at + HEADS_AT_ONCE].tolist()
                 await self._read_ahead(namespace_id, some)
                 yield None
@@ -92,7 +94,9 @@ class Listing:
         """By position; of many blocks not on the loop."""
         parts, account = self._parts, self._parts.accounts.by_name.get(self._tenant)
         count, positions = sum(map(len, found)), parts.engine.index.position
-        if count <= SORTED_AT_ONCE or account is None:
+        if account is None:
+            return np.zeros(0, np.uint32)  # erased meanwhile
+        if count <= SORTED_AT_ONCE:
             return by_position(found, positions)
         await parts.turns.compute.take(account, count * SORT_BYTES, PUTS)
         try:
