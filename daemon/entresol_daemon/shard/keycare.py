@@ -236,6 +236,8 @@ class KeyCare:
         """Older versions that nothing needs any more."""
         if len(info.fingerprints) < 2 or self._not_counted(info.stream):
             return []
+        if self._parts.engine.hides_blocks:
+            return []  # another start may find blocks that this one could not read
         census, stream = self._parts.census, info.stream
         return [
             version
@@ -313,16 +315,14 @@ class KeyCare:
 
     async def _look_at(self, account: Account, slots: list[int]) -> None:
         parts = self._parts
-        index = parts.engine.index
-        mine = [slot for slot in slots if index.is_live(slot)]
-        expected = [(index.namespace_of(slot), index.key_of(slot)) for slot in mine]
+        mine = [slot for slot in slots if parts.census.code(slot) == NOT_COUNTED]
         heads = await parts.engine.read_heads(mine)
         info = parts.keyring.info(account.name)
         if info is None or info.stream != account.stream:
             return  # erased meanwhile
-        for slot, place, head in zip(mine, expected, heads, strict=True):
-            if not index.is_live(slot) or (index.namespace_of(slot), index.key_of(slot)) != place:
-                continue  # another block by now, and counted
+        for slot, head in zip(mine, heads, strict=True):
+            if parts.census.code(slot) != NOT_COUNTED:
+                continue  # read and counted by now, or another block, perhaps of the same name
             try:
                 header = SealedHeader.parse(memoryview(head)[RECORD_HEADER_BYTES:])
             except SealError:

@@ -1,0 +1,100 @@
+"""A version of a data key ends only when nothing on flash can need it: not while a start has left
+something unread, nor by what a block's place held before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from entresol_proto.ids import TenantName
+from entresol_proto.status import Status
+from entresol_proto.wire.data import OpenAt
+from tests.sim.shardlab import SEGMENT_BYTES, World
+from tests.sim.test_shard_review import KEYS, joined, names, simulate, stored
+from tests.unit import test_flash_unread
+
+ALPHA = TenantName("alpha")
+TENANTS = ("alpha", "beta")
+
+
+def versions(world: World) -> list[int]:
+    info = world.keyring.info(ALPHA)
+    assert info is not None
+    return sorted(info.fingerprints)
+
+
+async def again(world: World) -> None:
+    """Crash, and come back."""
+    await world.crash()
+    await world.open(TENANTS)
+
+
+def test_the_key_of_what_a_start_could_not_read_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_flash_unread, "SEGMENT", SEGMENT_BYTES)
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:3])
+        (segment,) = (each.index for each in world.shard.parts.engine._table.open.values())
+        await world.shard.keycare.rotate(ALPHA)
+        await world.crash()
+        bad = {segment}
+        test_flash_unread.refuse(world.device, bad)
+        await world.open(TENANTS)
+        assert world.shard.parts.engine.hides_blocks
+        await asyncio.sleep(10)
+        assert versions(world) == [1, 2]
+        await world.crash()
+        bad.clear()  # it reads the rest now
+        await world.open(TENANTS)
+        host = await joined(world)
+        assert await host.get(KEYS[:3], OpenAt.HOST) == [Status.OK] * 3
+
+    simulate(tmp_path, story)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_block_is_not_taken_for_the_one_before_it(tmp_path: Path, force: bool) -> None:
+    """Forgotten and put again while the head of the former is read, in the same slot."""
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:3])
+        await world.shard.keycare.rotate(ALPHA)
+        await again(world)
+        engine, care = world.shard.parts.engine, world.shard.keycare
+        host = await joined(world)
+        wire_keys = [names(host, [key]) for key in KEYS[:3]]
+        read_heads, reading, go_on = engine.read_heads, asyncio.Event(), asyncio.Event()
+
+        async def slow(slots: Sequence[int]) -> list[bytes]:
+            heads = await read_heads(slots)
+            reading.set()
+            await go_on.wait()
+            return heads
+
+        engine.read_heads = slow  # type: ignore[method-assign]
+        await reading.wait()
+        before = [engine.index.find(host.namespace_id, key) for key in wire_keys]
+        if force:
+            await care.rotate(ALPHA, force=True)
+        else:
+            await host.forget(KEYS[:3])
+        await stored(host, KEYS[2::-1])
+        after = [engine.index.find(host.namespace_id, key) for key in wire_keys]
+        assert set(before) & set(after), "nothing is tried: no slot has its key again"
+        go_on.set()
+        await asyncio.sleep(1)
+        info = world.keyring.info(ALPHA)
+        assert info is not None
+        uses, _, _ = care.uses(info)
+        assert uses[-1].blocks == 3
+        await care.rotate(ALPHA)
+        await asyncio.sleep(10)
+        assert await host.get(KEYS[:3], OpenAt.HOST) == [Status.OK] * 3
+
+    simulate(tmp_path, story)
