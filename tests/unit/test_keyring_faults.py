@@ -251,6 +251,31 @@ def test_open_survives_a_fault_at_every_call(tmp_path: Path, crash: bool) -> Non
         assert k > 8
 
 
+def test_the_only_copy_outlives_a_start_that_is_killed(tmp_path: Path) -> None:
+    """One copy could not be written, and a kill came between the renames of the other's next."""
+    k = 0
+    while True:
+        k += 1
+        folder = tmp_path / str(k)
+        before = seeded(folder)
+        stale = (folder / "keyring.json").read_bytes()
+        ring = open_ring(folder)
+        version = ring.rotate("acme", now_unix_s=7)
+        dek = ring.get("acme").active_dek
+        ring.close()
+        (folder / "keyring.json.bak").write_bytes(stale)
+        (folder / "keyring.json").rename(folder / "keyring.json.old")
+        calls = FaultyCalls(k)
+        with contextlib.suppress(Crash):
+            open_ring(folder, calls=calls).close()
+        ring = open_ring(folder)
+        assert ring.get("acme").deks == {**before["acme"].deks, version: dek}, k
+        ring.close()
+        if calls.count < k:
+            break
+    assert k > 20
+
+
 def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None:
     """A write that failed after its renames is on disk; the next one must be newer than it."""
     seeded(tmp_path)
@@ -369,7 +394,7 @@ def test_content_is_flushed_before_and_the_folder_after_each_change_of_names(
     folder = tmp_path.name
     expected = []
     for name in ("keyring.json", "keyring.json.bak"):
-        expected += [f"open {name}.tmp", "write", "fsync", f"open {name}.old"]
+        expected += [f"open {name}.tmp", "write", "fsync", f"open {name}", f"open {name}.old"]
         expected += [f"rename {name}.old", f"rename {name}", f"open {folder}", "fsync"]
         # The former content: overwritten for good before its name goes.
         expected += [f"open {name}.old", "write", "fsync", f"unlink {name}.old"]

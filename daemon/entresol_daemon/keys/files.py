@@ -112,8 +112,8 @@ def replace_secret(calls: OsCalls, path: Path, raw: bytes) -> None:
     """
     old = old_of(path)
     temporary = _prepare(calls, path, raw)
-    destroy(calls, old)  # of a call that failed halfway; a rename over it would lose its name
-    with contextlib.suppress(FileNotFoundError):  # the first content has no predecessor
+    if _exists(calls, path):  # else it is the first, or what it held is still under `old`
+        destroy(calls, old)  # of a call that failed halfway; a rename over it would lose its name
         calls.rename(path, old)
     try:
         calls.rename(temporary, path)
@@ -123,6 +123,14 @@ def replace_secret(calls: OsCalls, path: Path, raw: bytes) -> None:
         raise
     sync_folder(calls, path.parent)
     destroy(calls, old)
+
+
+def _exists(calls: OsCalls, path: Path) -> bool:
+    try:
+        calls.close(calls.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _prepare(calls: OsCalls, path: Path, raw: bytes) -> Path:
