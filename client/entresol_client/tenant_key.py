@@ -346,10 +346,8 @@ class KeyFile:
 
     def find(self, version: int) -> bytes | None:
         """The data key of a block's version; None when this host does not have it."""
+        self._look()  # also where it is there: it may be retired meanwhile
         found = self._key.versions.get(version)
-        if found is None:
-            self._look()
-            found = self._key.versions.get(version)
         return None if found is None else found.secret
 
     def _look(self) -> None:

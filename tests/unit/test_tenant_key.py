@@ -294,6 +294,16 @@ def test_who_comes_while_the_file_is_read_waits_for_it(
         assert first.result(30) == second.result(30) == newer.versions[newer.active].secret
 
 
+def test_a_host_that_only_reads_lets_a_retired_version_go(path: Path) -> None:
+    follower = KeyFile(path)
+    newer = TenantKey.load(path).rotated(2_000)
+    newer.save(path)
+    assert follower.find(1) == newer.versions[1].secret
+    newer.retired(1).save(path)
+    assert follower.find(1) is None
+    assert follower.find(2_000) == newer.versions[2_000].secret
+
+
 def test_another_key_under_the_same_name_is_not_taken_over(path: Path) -> None:
     """A running client would mix two keys under one version number, or two names for one block."""
     follower, mine = KeyFile(path), TenantKey.load(path)
