@@ -98,3 +98,45 @@ def test_a_block_is_not_taken_for_the_one_before_it(tmp_path: Path, force: bool)
         assert await host.get(KEYS[:3], OpenAt.HOST) == [Status.OK] * 3
 
     simulate(tmp_path, story)
+
+
+def test_a_segment_that_became_anothers_is_not_counted_as_before(tmp_path: Path) -> None:
+    """Between two looks of a count it was freed, and took blocks of another tenant's that were
+    there before the start as well."""
+
+    async def story(world: World) -> None:
+        await world.shard.keycare.rotate(ALPHA, force=True)
+        await stored(await joined(world), KEYS[:3])
+        await again(world)
+        await stored(await joined(world), KEYS[3:6])
+        await stored(await joined(world, tenant="beta"), KEYS[:3])
+        await again(world)
+        engine = world.shard.parts.engine
+        read_heads, reading, go_on = engine.read_heads, asyncio.Event(), asyncio.Event()
+
+        async def slow(slots: Sequence[int]) -> list[bytes]:
+            heads = await read_heads(slots)
+            reading.set()
+            await go_on.wait()
+            return heads
+
+        engine.read_heads = slow  # type: ignore[method-assign]
+        await reading.wait()
+        by_stream: dict[bytes, list[int]] = {}
+        for each in engine.segments():
+            if each.live_blocks:
+                by_stream.setdefault(each.stream, []).append(each.segment)
+        of_beta = by_stream.pop(world.shard.parts.accounts.by_name[TenantName("beta")].stream)
+        ((_, doomed),) = by_stream.values()
+        await engine.evict(doomed)
+        engine._table.free.remove(doomed)
+        engine._table.free.appendleft(doomed)
+        for segment in of_beta:
+            await engine.evict(segment, engine.segment_slots(segment).tolist())
+        assert engine.segment_info(doomed).live_blocks == 3, "nothing is tried"
+        go_on.set()
+        await asyncio.sleep(10)
+        beta = await joined(world, tenant="beta")
+        assert await beta.get(KEYS[:3], OpenAt.HOST) == [Status.OK] * 3
+
+    simulate(tmp_path, story)

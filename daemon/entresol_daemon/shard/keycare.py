@@ -307,6 +307,8 @@ class KeyCare:
         for segment in engine.segments():
             if segment.stream != account.stream or not segment.live_blocks:
                 continue
+            if engine.stream_of(segment.segment) != account.stream:
+                continue  # freed since, and perhaps another tenant's by now
             slots = engine.segment_slots(segment.segment)
             unknown = slots[census.codes(slots) == NOT_COUNTED].tolist()
             for at in range(0, len(unknown), CENSUS_BATCH_BLOCKS):
