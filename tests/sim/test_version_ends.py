@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from entresol_daemon.core.census import NOT_COUNTED
 from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
 from entresol_proto.wire.data import OpenAt
@@ -138,5 +139,35 @@ def test_a_segment_that_became_anothers_is_not_counted_as_before(tmp_path: Path)
         await asyncio.sleep(10)
         beta = await joined(world, tenant="beta")
         assert await beta.get(KEYS[:3], OpenAt.HOST) == [Status.OK] * 3
+
+    simulate(tmp_path, story)
+
+
+def test_blocks_that_cannot_be_looked_at_do_not_keep_others_from_being_counted(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> None:
+        for name in TENANTS:
+            await stored(await joined(world, tenant=name), KEYS[:3])
+            await world.shard.keycare.rotate(TenantName(name))
+        await again(world)
+        parts = world.shard.parts
+        alpha, beta = (parts.accounts.by_name[TenantName(name)].stream for name in TENANTS)
+        read_heads, looked = parts.engine.read_heads, list[int]()
+
+        async def refused(slots: Sequence[int]) -> list[bytes]:
+            heads = await read_heads(slots)
+            if parts.engine.stream_of(int(parts.engine.index.segment[slots[0]])) == alpha:
+                looked.append(len(slots))
+                return [b""] * len(heads)
+            return heads
+
+        parts.engine.read_heads = refused  # type: ignore[method-assign]
+        await asyncio.sleep(30)
+        assert parts.census.blocks(alpha, NOT_COUNTED) == 3
+        assert parts.census.blocks(beta, NOT_COUNTED) == 0
+        assert looked == [3]
+        await asyncio.sleep(60)
+        assert looked == [3, 3]
 
     simulate(tmp_path, story)

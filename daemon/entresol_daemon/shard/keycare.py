@@ -35,7 +35,7 @@ from entresol_proto.seal.block import SealedHeader
 from entresol_proto.status import EntresolError, SealError
 
 LOOK_NS = 1_000_000_000  # between two looks at what is due
-RETRY_NS = 60_000_000_000  # after one that failed
+RETRY_NS = 60_000_000_000  # after one that failed, or found blocks that cannot be read
 SWEEP_WAIT_NS = 60_000_000_000  # freed memory is swept so long after a version's end at the latest
 CENSUS_BATCH_BLOCKS = 64  # heads read at once to see their version
 CENSUS_PAUSE_S = 0.05  # between batches: at most about 1,300 small reads a second
@@ -296,11 +296,14 @@ class KeyCare:
             self._note_after_ns[name] = min(after_ns, self._parts.now_ns() + RETRY_NS)
 
     async def _count(self, account: Account) -> None:
-        """Look at the blocks whose version is not known; drop those whose version is gone."""
+        """Look at the blocks whose version is not known; drop those whose version is gone.
+        Where some cannot be looked at, it is others' turn first."""
         try:
             await self._count_all(account)
         finally:
             self._counting = False
+        if self._not_counted(account.stream):
+            self._not_before_ns[account.name] = self._parts.now_ns() + RETRY_NS
 
     async def _count_all(self, account: Account) -> None:
         engine, census = self._parts.engine, self._parts.census
