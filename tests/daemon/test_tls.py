@@ -56,6 +56,19 @@ async def test_every_kind_of_certificate(tmp_path: Path) -> None:
             assert caught.value.status is Status.FORBIDDEN
 
 
+async def test_who_comes_again_and_again_without_a_tenants_name_does_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pki = Pki.at(tmp_path / "pki")
+    async with running_daemon(tmp_path / "d", pki.change()) as running:
+        context = certs.client_context(refused_pairs(pki)["a shard's"], pki.ca)
+        for _ in range(3):
+            assert not await greeted(running, context)
+    said = [line for line in caplog.messages if "event=identity_refused" in line]
+    assert len(said) == 1
+    assert "address=127.0.0.1 unsaid=0 reason=" in said[0]
+
+
 async def test_tls_data_streams_want_the_same_certificates(tmp_path: Path) -> None:
     """A stolen ticket is useless without a certificate the pod trusts."""
     change = shape(fabrics=["tcp"], tcp_tls=True)

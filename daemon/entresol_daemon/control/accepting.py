@@ -47,12 +47,14 @@ log = logging.getLogger("entresol.control")
 class FailedHandshakes:
     """Logs them, those of one address once in TOLD_AGAIN_S and then how many there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: str = "handshake_failed", level: int = logging.INFO) -> None:
+        self._event = event
+        self._level = level
         self._told: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when, unsaid since
 
-    def tell(self, host: str, error: OSError, now_s: float) -> None:
+    def tell(self, host: str, error: OSError | EntresolError, now_s: float) -> None:
         """One has failed. Who only came and went again (a port check) is for `debug`."""
-        if not isinstance(error, ssl.SSLError):
+        if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
             log.debug("event=handshake_left address=%s reason=%s", host, error)
             return
         origin = origin_of(host)
@@ -63,7 +65,9 @@ class FailedHandshakes:
         self._told[origin] = (now_s, 0)
         if len(self._told) > TOLD_MAX:
             self._told.popitem(last=False)
-        log.info("event=handshake_failed address=%s unsaid=%d reason=%s", host, unsaid, error)
+        log.log(
+            self._level, "event=%s address=%s unsaid=%d reason=%s", self._event, host, unsaid, error
+        )
 
 
 class TlsServer:

@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from entresol_daemon.control.accepting import CLOSE_SECONDS_MAX, TlsServer
+from entresol_daemon.control.accepting import CLOSE_SECONDS_MAX, FailedHandshakes, TlsServer
 from entresol_daemon.shard.dispatch import SessionHandler
 from entresol_daemon.shard.shard import Shard
 from entresol_proto.identity import IdentityError, tenant_from_cert
@@ -54,8 +54,8 @@ class _Connection(asyncio.Protocol):
         try:
             tenant = tenant_from_cert(tls.getpeercert(True), self._listener.trust_domain)
         except IdentityError as error:
-            shard.parts.metrics.sessions_refused[error.status].inc()
-            log.warning("event=identity_refused reason=%s", error)
+            address = transport.get_extra_info("peername")
+            self._listener.refuse(address[0] if address else "", error)
             transport.abort()
             return
         self.handler = SessionHandler(
@@ -174,6 +174,7 @@ class ControlListener:
         self.port = port
         self.connections: set[_Connection] = set()
         self.finishing: set[asyncio.Task[None]] = set()
+        self._strangers = FailedHandshakes("identity_refused", logging.WARNING)
         self._kept = bool(sockets)
         self._server: TlsServer | None = server(
             lambda: _Connection(self), host=host, port=port, tls=tls,
@@ -194,6 +195,11 @@ class ControlListener:
     async def _shake_hands(self, origin: str) -> None:
         parts = self.shard.parts
         await parts.turns.loop.shake_hands(origin, parts.now_ns())
+
+    def refuse(self, host: str, error: IdentityError) -> None:
+        """Count and log a peer whose certificate names nobody who may come."""
+        self._refused(error.status)
+        self._strangers.tell(host, error, asyncio.get_running_loop().time())
 
     def _refused(self, status: Status) -> None:
         self.shard.parts.metrics.sessions_refused[status].inc()
