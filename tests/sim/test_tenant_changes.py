@@ -111,6 +111,18 @@ def test_an_erasure_that_was_given_up_is_finished_by_the_next(tmp_path: Path) ->
     simulate(tmp_path, story)
 
 
+def test_an_erasure_asked_for_again_tells_when_the_keys_were_destroyed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        admin = admin_of(world)
+        first = await admin.tenant_erase(ALPHA)
+        await asyncio.sleep(100)
+        again = await admin.tenant_erase(ALPHA)
+        assert again.signed_receipt == first.signed_receipt
+        assert again.erased_unix_ns // 10**9 == first.erased_unix_ns // 10**9
+
+    simulate(tmp_path, story)
+
+
 def test_an_erasure_waits_for_a_forced_rotation(tmp_path: Path) -> None:
     """The rotation wipes what was destroyed; the keys of sessions that go on are not among it."""
 
