@@ -554,6 +554,18 @@ async def test_a_long_list_of_tenants_lets_others_have_their_turns(tmp_path, mon
     assert max(Counter(made).values()) <= 16
 
 
+@pytest.mark.parametrize("letter", ["x", "\u00e9", "\U0001f600"])
+async def test_a_refusal_that_quotes_something_long_is_still_told(tmp_path, letter):
+    async with running(tmp_path) as pod, pod.operator() as channel:
+        name = letter * (60_000 // len(letter.encode()))
+        code, details = await refusal(
+            pbg.AdminStub(channel).TenantAdd(pb.TenantAddRequest(name=name))
+        )
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith("tenant name ")
+        assert details.endswith("begin and end with a letter or digit)")
+
+
 async def test_segments_come_in_pages(tmp_path):
     async with running(tmp_path) as pod, pod.operator() as channel:
         admin, seen, first = pbg.AdminStub(channel), [], 0

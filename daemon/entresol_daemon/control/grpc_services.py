@@ -65,6 +65,7 @@ GRPC_CODES = {
     Status.INTERNAL: _C.INTERNAL,
     Status.NOT_ADMITTED: _C.FAILED_PRECONDITION,
 }
+DETAILS_CHARS_MAX = 600  # up to 12 bytes each on the wire, and peers refuse trailers over 8 KiB
 STATUS_METADATA_KEY = "entresol-status"  # trailing metadata: the status label
 
 
@@ -103,6 +104,8 @@ async def refuse(context: Any, error: Exception, method: str) -> None:
         log.error("event=grpc_failed method=%s", method, exc_info=error)
         status, details = Status.INTERNAL, "internal error; the daemon's log has it"
     assert status is not Status.OK, "an error is not a success"
+    if len(details) > DETAILS_CHARS_MAX:  # a name or path in it is long; the hint is at the end
+        details = f"{details[: DETAILS_CHARS_MAX // 2]} ... {details[-DETAILS_CHARS_MAX // 2 :]}"
     code = GRPC_CODES.get(status, _C.INTERNAL)
     await context.abort(code, details, ((STATUS_METADATA_KEY, status.label),))
 
