@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from entresol_daemon.core.census import NOT_COUNTED
+from entresol_daemon.keys import keyring
+from entresol_daemon.keys.tenant import USAGE_FIRST_BLOCKS
 from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
 from entresol_proto.wire.data import OpenAt
 from tests.sim.shardlab import SEGMENT_BYTES, World
 from tests.sim.test_shard_review import KEYS, joined, names, simulate, stored
+from tests.sim.test_tenant_changes import admin_of
 from tests.unit import test_flash_unread
 
 ALPHA = TenantName("alpha")
@@ -169,5 +172,24 @@ def test_blocks_that_cannot_be_looked_at_do_not_keep_others_from_being_counted(
         assert looked == [3]
         await asyncio.sleep(60)
         assert looked == [3, 3]
+
+    simulate(tmp_path, story)
+
+
+def test_nothing_is_remembered_of_tenants_that_were_erased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyring, "USAGE_AHEAD_BLOCKS", USAGE_FIRST_BLOCKS)
+
+    async def story(world: World) -> None:
+        await stored(await joined(world), KEYS[:3])
+        await asyncio.sleep(3)
+        care = world.shard.keycare
+        assert ALPHA in care._note_after_ns
+        care._not_before_ns[ALPHA] = 2**62
+        await admin_of(world).tenant_erase(ALPHA)
+        await asyncio.sleep(3)
+        assert not care._note_after_ns
+        assert not care._not_before_ns
 
     simulate(tmp_path, story)

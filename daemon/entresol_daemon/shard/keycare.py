@@ -197,6 +197,9 @@ class KeyCare:
         if now_ns < self._next_look_ns or self._parts.keyring.locked:
             return
         self._next_look_ns = now_ns + LOOK_NS
+        for table in (self._not_before_ns, self._note_after_ns):
+            for erased in table.keys() - self._parts.accounts.by_name.keys():
+                del table[erased]
         for account in self._parts.accounts.by_name.values():
             if account.name in self._busy or now_ns < self._not_before_ns.get(account.name, 0):
                 continue
