@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -528,42 +527,6 @@ async def test_admin_on_the_unix_socket(tmp_path):
         assert [tenant.name for tenant in listed.tenants] == ["a", "b", "new"]
         drained = await admin.Drain(pb.DrainRequest(deadline_ns=1))
         assert (drained.complete, drained.sessions_left, drained.leases_left) == (False, 1, 2)
-
-
-async def test_a_long_list_of_tenants_lets_others_have_their_turns(tmp_path, monkeypatch):
-    turn, made, message = 0, [], grpc_convert.tenant_message
-
-    async def count():
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    def making(tenant):
-        made.append(turn)
-        return message(tenant)
-
-    monkeypatch.setattr(grpc_convert, "tenant_message", making)
-    async with running(tmp_path) as pod, pod.operator() as channel:
-        names = [TenantName(f"t{number:03}") for number in range(200)]
-        pod.backend.table = {name: TenantRecord(name) for name in names}
-        counting = asyncio.create_task(count())
-        listed = await pbg.AdminStub(channel).TenantList(pb.TenantListRequest())
-        counting.cancel()
-    assert [tenant.name for tenant in listed.tenants] == names
-    assert max(Counter(made).values()) <= 16
-
-
-@pytest.mark.parametrize("letter", ["x", "\u00e9", "\U0001f600"])
-async def test_a_refusal_that_quotes_something_long_is_still_told(tmp_path, letter):
-    async with running(tmp_path) as pod, pod.operator() as channel:
-        name = letter * (60_000 // len(letter.encode()))
-        code, details = await refusal(
-            pbg.AdminStub(channel).TenantAdd(pb.TenantAddRequest(name=name))
-        )
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details.startswith("tenant name ")
-        assert details.endswith("begin and end with a letter or digit)")
 
 
 async def test_segments_come_in_pages(tmp_path):

@@ -1,9 +1,9 @@
 """The gRPC surface: one server over TCP with mutual TLS, one on a unix socket for the operator.
 
 Invariants owned here:
-- TCP: no call without a verified client certificate; certificates are those in force at each
-  handshake; connections end after `connection_age_max_s`, so a revoked certificate ends too. The
-  operator's do not: nothing is replayed to a watch of all tenants.
+- TCP: no call without a verified client certificate that is valid at that time; certificates are
+  those in force at each handshake; connections end after `connection_age_max_s`, so a revoked
+  certificate ends too. The operator's do not: nothing is replayed to a watch of all tenants.
 - Admin is registered on the unix socket only, which has mode 0600 in a folder that nobody else
   can enter.
 - After `close` no call, task or socket of ours is left.

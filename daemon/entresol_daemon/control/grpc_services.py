@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -17,7 +18,7 @@ import grpc
 
 from entresol_daemon.control import grpc_convert as convert
 from entresol_daemon.control.admin import SEGMENTS_PER_PAGE_MAX, ShardBackend
-from entresol_daemon.control.identity import tenant_from_cert
+from entresol_daemon.control.identity import judge_certificate, tenant_from_cert
 from entresol_daemon.events.stream import EventStream, snapshot_batches
 from entresol_daemon.events.types import Gap, Kind, Position
 from entresol_proto import limits
@@ -78,7 +79,8 @@ def tenant_of_certificate(trust_domain: str) -> Identify:
     """`Identify` of the TCP server: the tenant in the client certificate, over TLS 1.3 only.
 
     gRPC's Python interface cannot set a minimum version for the handshake, so an older connection
-    is refused at its first call.
+    is refused at its first call. Nor can it be kept from resuming sessions, where nobody looks at
+    the certificate again: so its dates are looked at with each call.
     """
 
     def identify(context: Any) -> TenantName:
@@ -90,8 +92,12 @@ def tenant_of_certificate(trust_domain: str) -> Identify:
                 hint="use TLS 1.3",
                 status=Status.FORBIDDEN,
             )
-        certificate = next(iter(facts.get("x509_pem_cert", ())), None)
-        return tenant_from_cert(certificate, trust_domain)
+        certificate = next(iter(facts.get("x509_pem_cert", ())), b"")
+        tenant = tenant_from_cert(certificate, trust_domain)
+        error = judge_certificate(certificate, None).problem(time.time())
+        if error is not None:
+            raise error
+        return tenant
 
     return identify
 
