@@ -276,6 +276,35 @@ def test_the_only_copy_outlives_a_start_that_is_killed(tmp_path: Path) -> None:
     assert k > 20
 
 
+@pytest.mark.parametrize("which", ["keyring.json", "keyring.json.bak"])
+def test_a_start_on_a_full_disk_goes_by_the_good_copy(tmp_path: Path, which: str) -> None:
+    seeded(tmp_path)
+    stale = (tmp_path / which).read_bytes()
+    ring = open_ring(tmp_path)
+    version = ring.rotate("acme", now_unix_s=7)
+    ring.close()
+    (tmp_path / which).write_bytes(stale)
+
+    class Full(FaultyCalls):
+        full = True
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.full and flags & os.O_CREAT:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().open(path, flags)
+
+    calls = Full()
+    ring = open_ring(tmp_path, calls=calls)
+    assert ring.get("acme").active_version == version
+    assert ring.copies_recovered == 0
+    assert (tmp_path / which).read_bytes() == stale
+    calls.full = False
+    ring.set_quota("acme", TenantQuota(weight=2))
+    ring.close()
+    copies = [(tmp_path / name).read_bytes() for name in ("keyring.json", "keyring.json.bak")]
+    assert copies[0] == copies[1] != stale
+
+
 def test_two_different_contents_never_share_a_generation(tmp_path: Path) -> None:
     """A write that failed after its renames is on disk; the next one must be newer than it."""
     seeded(tmp_path)

@@ -107,18 +107,30 @@ class KeyringStore:
         return state
 
     def heal(self, state: State) -> None:
-        """After `read`: destroy left-over temporaries and make both copies hold `state`.
+        """After `read`: destroy left-over temporaries and make both copies hold `state`. One that
+        cannot be written (a full disk) keeps nobody from starting by the other.
 
         Raises: OSError.
         """
         for path in (self.path, self.backup_path):
             files.destroy(self._calls, files.temporary_of(path))
         good = encode(state)
-        for path, raw in self._found.items() if state.generation else ():
-            if raw != good:
+        bad = [path for path, raw in self._found.items() if state.generation and raw != good]
+        whole = len(self._found) - len(bad)
+        failed: OSError | None = None
+        for path in bad:
+            try:
                 self._write(path, good)
-                self.copies_recovered += 1
-                log.warning("event=keyring_copy_recovered file=%s", path.name)
+            except OSError as error:
+                failed = error
+                continue
+            whole += 1
+            self.copies_recovered += 1
+            log.warning("event=keyring_copy_recovered file=%s", path.name)
+        if failed is not None and not whole:
+            raise failed
+        if failed is not None:
+            _tell_stale(failed)
         for path in (self.path, self.backup_path):
             files.destroy(self._calls, files.old_of(path))
 
@@ -150,10 +162,7 @@ class KeyringStore:
         if failed is not None and not written:
             raise failed
         if failed is not None:
-            log.error(
-                "event=keyring_copy_stale reason=%r hint='it holds the state before; the next "
-                "change or start makes it right'", failed.strerror,
-            )  # fmt: skip
+            _tell_stale(failed)
         return state
 
     def _holds(self, path: Path, raw: bytes) -> bool:
@@ -171,3 +180,10 @@ class KeyringStore:
             # What was prepared may hold a wrapped key that is to be erased later.
             files.destroy(self._calls, files.temporary_of(path))
             raise
+
+
+def _tell_stale(error: OSError) -> None:
+    log.error(
+        "event=keyring_copy_stale reason=%r hint='it holds the state before; the next "
+        "change or start makes it right'", error.strerror,
+    )  # fmt: skip
