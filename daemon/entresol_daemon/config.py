@@ -289,7 +289,7 @@ class TenantsConfig:
     sessions: int = setting(0, "Its sessions; 0: [limits] sessions_per_tenant_max.", low=0)
     leases: int = setting(0, "Its unreleased leases.", low=0)
     watchers: int = setting(0, "Its event consumers; 0: [events] watchers_per_tenant_max.", low=0)
-    weight: int = setting(1, "Share of a new tenant in fair queueing.", low=1, high=1000)
+    weight: int = setting(1, "A new tenant's share: of turns, of writes.", low=1, high=1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +313,11 @@ class AdmissionConfig:
 
     policy: str = setting(
         "auto",
-        "all, second_touch, or auto: all while the write budget holds, then second_touch.",
+        "all, second_touch, or auto: all while the tenant's budget holds, then second_touch.",
         choices=("auto", "all", "second_touch"),
     )
     drive_writes_per_day: float = setting(
-        0.0, "Write budget in flash sizes per day; 0 means none.", low=0.0, high=100.0
+        0.0, "Write budget in flash sizes per day, shared by weight; 0: none.", low=0.0, high=100.0
     )
 
 

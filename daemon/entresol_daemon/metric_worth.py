@@ -80,7 +80,8 @@ class WorthMetrics:
         )
         self.budget_room = make.gauge(
             "write_budget_room_bytes",
-            "Left of the write budget now; negative is owed: only what is offered twice is stored.",
+            "Left of the write budget now; negative is owed: of tenants over their share only what "
+            "is offered twice is stored.",
         )
         self.budget_burst = make.gauge(
             "write_budget_burst_bytes", "The most of the write budget that is saved up, or owed."

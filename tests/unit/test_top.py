@@ -218,7 +218,7 @@ def test_one_frame_says_it_all() -> None:
         "from memory          60 %",
         "missed: busy         10 %",
         "◆█···",
-        "1.0 GiB owed: only blocks offered twice are stored",
+        "1.0 GiB owed: most are stored when offered twice",
         "loop 3",
         "1 session (1 tcp), 2 leases",
         "stored  a  2 blocks, 100 B",

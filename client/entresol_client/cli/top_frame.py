@@ -297,7 +297,7 @@ def _wear(now: Mapping[str, Any], recent: Rates | None, screen: Screen) -> str:
     line.add(f", budget {allowed:g} a day: ")
     if room > 0:
         return str(line.add(f"{output.size(room)} saved up"))
-    words = f"used up, {output.size(-room)} owed: only blocks offered twice are stored"
+    words = f"used up, {output.size(-room)} owed: most are stored when offered twice"
     return str(line.add(words, "look"))
 
 

@@ -80,6 +80,7 @@ def replay(
         options.admission, budget=budget, ghost_keys_max=max(1, 4 * capacity_blocks)
     )
     asks = budget is not None or options.admission != "auto"
+    alone = not options.per_tenant or len(set(trace.tenants)) == 1
     half = len(trace) // 2
     for at, ids in enumerate(trace.requests()):
         tell(at, len(trace))
@@ -89,7 +90,10 @@ def replay(
         hits, puts = ids[present], ids[~present]
         if asks:
             now_ns = trace.arrivals_ms[at] * NS_PER_MS
-            admitted = [admission.admit(key, BLOCK_BYTES, now_ns) for key in puts.tolist()]
+            admitted = [
+                admission.admit(key, BLOCK_BYTES, now_ns, owner=stream, alone=alone)
+                for key in puts.tolist()
+            ]
             puts = puts[np.asarray(admitted, np.bool_)]
         if not options.forward:
             hits, puts = tail_first(hits), tail_first(puts)

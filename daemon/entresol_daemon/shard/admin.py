@@ -253,6 +253,7 @@ class ShardAdmin:
                 dropped = await self._shard.removal.drop_stream(account)
                 await self._shard.removal.barrier(account)
                 parts.valued.forget(account.stream)
+                parts.admission.forget(account.stream)
                 parts.accounts.remove(name)
                 parts.residency.pool.release_owner(account.stream)
                 parts.room.notify()  # others may have what was kept for it

@@ -283,7 +283,8 @@ class Removal:
         valued.evicted(stream, slots[~mask])
         kept_bytes = int(sealed[mask].sum())
         self._budget.spend(kept_bytes)
-        self._parts.admission.charge(kept_bytes)
+        weight = self._parts.accounts.weight_of(stream)
+        self._parts.admission.charge(kept_bytes, owner=stream, weight=weight)
         return slots[mask]
 
     def forget(self, slots: Iterable[int]) -> int:

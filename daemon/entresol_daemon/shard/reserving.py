@@ -251,9 +251,11 @@ class Reserving:
         if status is not Status.OK:
             return Reserved.Item(status)
         # Asked last: a block that had no room must not count as touched when it comes again.
-        if not parts.admission.admit(place, item.plain_bytes, parts.now_ns()):
+        owner, weight = session.account.stream, session.account.weight
+        if not parts.admission.admit(
+            place, item.plain_bytes, parts.now_ns(), owner=owner, weight=weight, alone=alone
+        ):
             parts.put_budget.refund(session.account, record_bytes)
-            owner = session.account.stream
             parts.history.record(*place, Reason.NOT_ADMITTED, parts.unix_ns(), owner)
             return _NOT_ADMITTED
         at_host = namespace.host_sealed or not session.data_path().capabilities.private
@@ -333,7 +335,8 @@ class Reserving:
             del self.wanted[place]
         self._parts.put_budget.refund(reservation.session.account, reservation.record_bytes_max)
         if not reservation.appended:
-            self._parts.admission.give_up(reservation.item.plain_bytes)
+            owner = reservation.session.account.stream
+            self._parts.admission.give_up(reservation.item.plain_bytes, owner=owner)
         self._parts.room.notify()
         if reservation.session.number not in self._of_session:
             self._on_none_left(reservation.session)
