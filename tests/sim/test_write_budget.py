@@ -14,6 +14,7 @@ from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
 from entresol_proto.wire.data import Ack
 from tests.sim.shardlab import Host, World
+from tests.sim.test_reserving import item, reserved
 from tests.sim.test_shard_review import KEYS, joined, simulate, stored
 from tests.sim.test_tenant_changes import admin_of
 
@@ -81,5 +82,24 @@ def test_what_eviction_writes_again_is_charged_to_the_owner_of_the_blocks(
         again_bytes = int(parts.engine.index.sealed_bytes[slots].sum())
         assert budget.drawn(mine.stream) == before[0]
         assert budget.drawn(theirs.stream) == before[1] + again_bytes
+
+    simulate(tmp_path, story)
+
+
+def test_what_a_tenant_gives_up_comes_back_to_it(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        budget = WriteBudget(1, 1_000_000)
+        parts = world.shard.parts
+        parts.admission = Admission("auto", budget=budget)
+        gives_up, other = await joined(world), await joined(world, tenant="beta")
+        for host in (gives_up, other):
+            assert await reserved(host, [item(host, KEYS[0], 50_000)]) == [Status.OK]
+        mine, theirs = (
+            parts.accounts.by_name[TenantName(name)].stream for name in ("alpha", "beta")
+        )
+        (reservation, _) = world.shard.puts._reserving.open.values()
+        assert reservation.session.account.stream == mine
+        world.shard.puts._reserving.close(reservation)
+        assert (budget.drawn(mine), budget.drawn(theirs)) == (0, 50_000)
 
     simulate(tmp_path, story)
