@@ -127,10 +127,9 @@ class Namespace:
         keys = self._names(keys)
         if count_of("buffers", buffers) != len(keys):
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
-        views = [as_view(buffer, writable=True) for buffer in buffers]
-        check_apart(views)
         until_ns = self._until(deadline_ns)
         place, prefix = self._place(open_at), flag("prefix", prefix)
+        views = [as_view(buffer, writable=True) for buffer in buffers]
         tally = GetTally([None] * len(keys), [Tier.NONE] * len(keys))
         batch = _Batch(keys, views)
 
@@ -148,6 +147,7 @@ class Namespace:
             )
 
         with lent(views):
+            check_apart(views)
             await self._fan_out(keys, one)
         statuses = [Status.INTERNAL if s is None else s for s in tally.statuses]
         stats = self._client._stats
@@ -176,13 +176,13 @@ class Namespace:
         """
         items = check_items(items)
         keys = self._names([item.key for item in items])
-        views = [as_view(item.buffer, writable=False) for item in items]
         parents = [
             None if item.parent_key is None else check_engine_key(item.parent_key) for item in items
         ]
         tokens = [token_ids(item) for item in items]
         self._look_at_tokens(tokens)
         until_ns, level = self._until(deadline_ns), ack_level(ack)
+        views = [as_view(item.buffer, writable=False) for item in items]
         tally = PutTally([None] * len(keys))
 
         def storable_of(positions: Sequence[int], namespace: NamespaceOpened) -> list[Storable]:

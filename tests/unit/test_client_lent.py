@@ -171,6 +171,28 @@ async def test_what_a_refused_put_was_given_is_freed(served: Any, message: type)
 
 
 @pytest.mark.usefixtures("no_collector")
+async def test_memory_is_free_while_the_error_of_a_wrong_call_is_kept(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path) as peer,
+        await AsyncClient.open(peer.config()) as client,
+    ):
+        ns = await client.namespace(DESCRIPTOR)
+        one, two = bytearray(BLOCK), bytearray(BLOCK)
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: ns.get_into(KEYS[:2], [one, one]),
+            lambda: ns.get_into(KEYS[:2], [one, two], deadline_ns=-1),
+            lambda: ns.get_into(KEYS[:2], [one, two], open_at="moon"),  # type: ignore[arg-type]
+            lambda: ns.put([PutBlock(KEYS[0], one)], ack="soon"),  # type: ignore[arg-type]
+        ]
+        for call in calls:
+            with pytest.raises(UsageError) as kept:
+                await call()
+            one.append(0)
+            del one[-1:]
+            assert kept.value.status is Status.BAD_REQUEST
+
+
+@pytest.mark.usefixtures("no_collector")
 def test_what_a_wrong_call_of_the_facade_was_given_is_freed(tmp_path: Path) -> None:
     thread = PeerThread(tmp_path, "tcp")
     try:
