@@ -69,7 +69,7 @@ class OwnTls:
         self._files, self._make = files, make
         self._stamps = self._look()
         self._context, self._cert = self._read()
-        self._told = ""  # why the files were not taken over, last
+        self.refused = ""  # why the files as they are were not taken over
 
     def context(self) -> ssl.SSLContext:
         """Of the files as they are, or were while they could be used last."""
@@ -81,13 +81,13 @@ class OwnTls:
                 if self._look() != stamps:
                     raise IdentityError("the files changed while they were read")
             except IdentityError as error:  # as between the writing of one and of the next
-                if str(error) != self._told:
-                    self._told = str(error)
-                    log.warning("event=tls_reload_failed kept=old reason=%r", self._told)
-            else:
-                self._context, self._cert = context, cert
-                self._stamps, self._told = stamps, ""
-                log.info("event=tls_reloaded cert=%s", self._files.cert)
+                if str(error) != self.refused:
+                    self.refused = str(error)
+                    log.warning("event=tls_reload_failed kept=old reason=%r", self.refused)
+                return self._context
+            self._context, self._cert, self._stamps = context, cert, stamps
+            log.info("event=tls_reloaded cert=%s", self._files.cert)
+        self.refused = ""
         return self._context
 
     def _read(self) -> tuple[ssl.SSLContext, bytes]:

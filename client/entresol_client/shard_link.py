@@ -293,6 +293,8 @@ class ShardLink:
                 self._locked = error.status is Status.LOCKED
                 self._failure(str(error), time.monotonic_ns())
                 self._last_status, self._last_hint = error.status, error.hint
+                if error.status is Status.FORBIDDEN and self._tls.refused:
+                    self._last_hint = f"replaced files are not used: {self._tls.refused}"
                 paused = True
             except Exception as error:  # a bug costs this attempt, not the shard for ever
                 log.critical("event=bug where=shard_link", exc_info=error)

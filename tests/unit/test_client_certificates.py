@@ -46,8 +46,21 @@ def test_what_shards_would_refuse_or_is_anothers_takes_no_good_ones_place(
     assert [tls.context(), tls.context()] == [before, before]
     (told,) = [text for text in caplog.messages if "tls_reload_failed" in text]
     assert reason in told
+    assert reason in tls.refused
     written(ca, tmp_path)
     assert tls.context() is not before
+    assert not tls.refused
+
+
+def test_files_that_were_put_back_are_refused_no_more(tmp_path: Path) -> None:
+    tls = OwnTls(files := written(certs.make_ca(), tmp_path), client_ssl_context)
+    before = tls.context()
+    files.key.rename(tmp_path / "aside")
+    assert tls.context() is before
+    assert str(files.key) in tls.refused
+    (tmp_path / "aside").rename(files.key)
+    assert tls.context() is before
+    assert not tls.refused
 
 
 def test_what_is_no_good_gives_way_to_anything_of_its_tenant(tmp_path: Path) -> None:

@@ -502,6 +502,9 @@ async def test_files_that_were_replaced_are_taken_over_with_the_next_session(
     async def told() -> bool:
         return warned() > 0
 
+    async def explained() -> bool:
+        return "replaced files are not used" in client.shards()[0].last_hint
+
     async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
         assert await connected()
         await peer.stop()
@@ -513,6 +516,7 @@ async def test_files_that_were_replaced_are_taken_over_with_the_next_session(
         await until(told, "what cannot be used is told")
         await asyncio.sleep(0.5)
         assert warned() == 1
+        await until(explained, "and told of the shard")
         assert peer.tenant_files() == files  # written anew, to the same places
         await until(connected, "the new files are used")
 
