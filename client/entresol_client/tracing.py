@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from entresol_client.arguments import count_of
 from entresol_client.namespace import Namespace
-from entresol_proto.status import ConfigError, Status
+from entresol_proto.status import ConfigError, EntresolError, Status
 from entresol_proto.tracing import ids_of
 from entresol_proto.wire.data import Tier
 
@@ -58,7 +58,8 @@ class Tracing:
         """`setting`: "global" uses the tracer provider that this process has set up; an endpoint
         ("http://host:4317", "https://...", "unix:/path") exports there over OTLP.
 
-        Raises: ConfigError without the packages, or for another setting.
+        Raises: ConfigError without the packages, or for another setting; EntresolError (BUSY)
+        where there is no thread for exporting.
         """
         try:
             from opentelemetry import trace
@@ -155,7 +156,8 @@ class Tracing:
 
 
 def _provider_of(endpoint: str) -> Any:
-    """A provider that exports in the background. Raises: ConfigError."""
+    """A provider that exports in the background. Raises: ConfigError; EntresolError (BUSY) where
+    there is no thread for it."""
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -172,7 +174,15 @@ def _provider_of(endpoint: str) -> Any:
     name = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME
     resource = Resource.create({"service.name": name})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    except (RuntimeError, MemoryError) as error:
+        exporter.shutdown()
+        raise EntresolError(
+            f"cannot start the thread that exports traces: {error or 'no memory'}",
+            hint="raise the limits on memory and processes, or leave traces out",
+            status=Status.BUSY,
+        ) from None
     return provider
 
 

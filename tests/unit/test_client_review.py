@@ -154,6 +154,26 @@ async def test_a_client_that_has_no_threads_leaves_none_that_exports_traces(tmp_
         assert set(threading.enumerate()) <= before
 
 
+async def test_no_thread_for_traces_is_told_as_none_for_blocks_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry", reason="not run here: OpenTelemetry is not installed")
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("Otel"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with serving(tmp_path) as peer:
+        config, before = peer.config(traces="http://127.0.0.1:1"), set(threading.enumerate())
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(EntresolError, match="exports traces") as raised:
+            AsyncClient(config)
+        assert raised.value.status is Status.BUSY
+        await until(lambda: set(threading.enumerate()) <= before, "the threads end")
+
+
 async def test_a_cancelled_close_goes_on_and_others_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
