@@ -196,3 +196,33 @@ async def test_a_stream_that_fails_does_not_stop_the_others() -> None:
         await asyncio.sleep(0)
     assert served == ["b"]
     assert [type(context["exception"]) for context in told] == [MemoryError]
+
+
+def test_a_link_of_shm_goes_on_after_an_error_of_our_own(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looked at its socket any more: where there was no memory for one message, a host's
+    revocations were never heard of again, nor its end."""
+    told: list[type] = []
+    receive = shmlink._receive
+    fails = [MemoryError()]
+
+    def failing(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+        if fails:
+            raise fails.pop()
+        return receive(sock)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(type(context["exception"])))
+        async with shm_peer.raw_session(tmp_path) as (endpoint, peer):
+            monkeypatch.setattr(shmlink, "_receive", failing)
+            peer.say(shmlink.Message(shmlink.Kind.REVOKE, 1).encode())
+            assert (await peer.hear()).rkey == 1
+            peer.sock.close()
+            async with asyncio.timeout(5):
+                while not endpoint.closed:
+                    await asyncio.sleep(0.001)
+
+    run(runner, scenario())
+    assert told == [MemoryError]

@@ -27,7 +27,7 @@ from entresol_proto.status import ProtocolError
 VERSION = 1
 MAGIC = 0x4D544E45  # "ENTM", little-endian
 _MESSAGE = struct.Struct("<BBHIQ")  # type, status, zero, rkey, length
-_PACKET_ANSWERS = 4  # what a packet takes of a turn of the loop, which all links share
+_PACKET_ANSWERS = 16  # what a packet takes of a turn of the loop, which all links share
 _RECEIVE_BYTES = 64  # more than any packet: a longer one shows as cut
 _FDS_BYTES = socket.CMSG_LEN(253 * array.array("i").itemsize)  # SCM_MAX_FD of Linux
 _PAUSE_S = 0.01  # without receiving, while too much waits to be closed
@@ -181,41 +181,48 @@ class ShmLink:
 
     def serve(self, turn: Turn) -> bool:
         """For the turns: handle what has come; whether there may be more."""
-        while self._open and not turn.is_over:
-            turn.answers -= _PACKET_ANSWERS
-            if CLOSER.crowded:
-                self._pause()
-                return False
-            try:
-                packet, fds, whole = _receive(self._sock)
-            except (BlockingIOError, InterruptedError):
-                self._go_on()
-                return False
-            except OSError as error:
-                self._lose(error)
-                return False
-            if not packet and not fds:
-                self._lose(None)
-                return False
-            try:
-                if not whole:
-                    raise ProtocolError(
-                        "an oversized shm message, or no file is left to open (ulimit -n)"
-                    )
-                message = parse(packet, fds)
-            except ProtocolError as error:
-                CLOSER.give(*fds)
-                self._lose(error)
-                return False
-            try:
-                self._on_message(message)
-            except ProtocolError as error:
-                self._lose(error)
-                return False
-            except BaseException:  # ours, as for want of memory: what comes next is heard
-                self._go_on()
-                raise
+        try:
+            while self._open and not turn.is_over:
+                turn.answers -= _PACKET_ANSWERS
+                if not self._receive_one():
+                    return False
+        except BaseException:  # of our own, such as no memory: what comes next is heard
+            self._go_on()
+            raise
         return self._open
+
+    def _receive_one(self) -> bool:
+        """Whether there may be more; else somebody looks again, or this is closed."""
+        if CLOSER.crowded:
+            self._pause()
+            return False
+        try:
+            packet, fds, whole = _receive(self._sock)
+        except (BlockingIOError, InterruptedError):
+            self._go_on()
+            return False
+        except OSError as error:
+            self._lose(error)
+            return False
+        if not packet and not fds:
+            self._lose(None)
+            return False
+        try:
+            if not whole:
+                raise ProtocolError(
+                    "an oversized shm message, or no file is left to open (ulimit -n)"
+                )
+            message = parse(packet, fds)
+        except ProtocolError as error:
+            CLOSER.give(*fds)
+            self._lose(error)
+            return False
+        try:
+            self._on_message(message)
+        except ProtocolError as error:
+            self._lose(error)
+            return False
+        return True
 
     def _pause(self) -> None:
         """What peers pass is not closed as fast as it comes: receive no more for a while."""
