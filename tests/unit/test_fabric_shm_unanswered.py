@@ -78,3 +78,34 @@ def test_without_a_descriptor_for_what_waits_the_session_ends(
             assert endpoint.closed
 
     run(runner, scenario())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_exposures_that_nobody_waits_for_count_from_their_deadline_on(
+    runner: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """A slab that is given back while a host has not answered yet cancels its exposure: those were
+    not counted, and each kept its descriptor, and so the memory, in the host's socket."""
+    monkeypatch.setattr(limits, "EXPOSE_DEADLINE_NS", 200_000_000)
+
+    async def scenario() -> None:
+        async with raw_session(tmp_path) as (endpoint, peer):
+            with MemfdBuffer(4_096) as buffer:
+                buffer.seal_for_readers()
+                for _ in range(2 * limits.SHM_UNANSWERED_MAX):
+                    exposing = asyncio.ensure_future(endpoint.expose(buffer))
+                    await asyncio.sleep(0.001)
+                    exposing.cancel()
+                    await asyncio.wait((exposing,))
+                    if answers:
+                        packet, fds, _, _ = socket.recv_fds(peer.sock, 100, 4)
+                        os.close(fds[0])
+                        rkey = shmlink.parse(packet, list(fds)).rkey
+                        assert (await peer.hear()).kind is Kind.REVOKE
+                        peer.say(Message(Kind.EXPOSED, rkey).encode())
+                        peer.say(Message(Kind.REVOKED, rkey).encode())
+                assert not endpoint.closed, "a host has until their deadline to answer"
+                await asyncio.sleep(0.4)
+            assert endpoint.closed is not answers
+
+    run(runner, scenario())

@@ -44,7 +44,7 @@ from entresol_proto.fabric.regions import (
     unmap_all,
 )
 from entresol_proto.fabric.serving import ServingTurns
-from entresol_proto.fabric.shmlink import Kind, Message, ShmLink
+from entresol_proto.fabric.shmlink import Kind, Message, ShmLink, Unanswered
 from entresol_proto.status import FabricError, ProtocolError, Status
 from entresol_proto.threads import Job
 
@@ -90,7 +90,7 @@ class ShmEndpoint:
         self._on_closed = on_closed
         self._link: ShmLink | None = None
         self._exposed: set[int] = set()
-        self._unanswered: set[int] = set()  # given up at their deadline; the peer may still answer
+        self._unanswered = Unanswered(self._on_lost)
         self._acks: dict[tuple[Kind, int], asyncio.Future[int]] = {}
         self._regions: dict[int, PeerRegion] = {}
         self._mapping: dict[int, bool] = {}  # in a worker now; true: revoked meanwhile
@@ -144,8 +144,8 @@ class ShmEndpoint:
             self._exposed.discard(rkey)
             if self._link is not None:
                 self._link.send(Message(Kind.REVOKE, rkey).encode())
-            if isinstance(error, FabricError) and error.status is Status.DEADLINE:
-                self._note_unanswered(rkey)
+            cancelled = not isinstance(error, FabricError)  # and the peer may still answer in time
+            self._unanswered.add(rkey, limits.EXPOSE_DEADLINE_NS if cancelled else 0)
             raise
         if status != Status.OK:
             self._exposed.discard(rkey)
@@ -153,13 +153,6 @@ class ShmEndpoint:
             hint = _MAPPED_HINT if self._lends and known is Status.BUSY else ""
             raise FabricError("the peer did not map the buffer", hint=hint, status=known)
         return Exposure(rkey, 0, length)
-
-    def _note_unanswered(self, rkey: int) -> None:
-        """Its descriptor may lie unreceived in the socket, or in our queue for it, as long as the
-        session lasts: of a peer that receives nothing there must not be many."""
-        self._unanswered.add(rkey)
-        if len(self._unanswered) > limits.SHM_UNANSWERED_MAX:
-            self._on_lost(ProtocolError("the peer does not answer what is exposed to it"))
 
     async def _fill(self, fd: int, length_bytes: int) -> None:
         """Have all pages, as a daemon wants it, or fail now.
@@ -223,7 +216,7 @@ class ShmEndpoint:
 
     def _on_message(self, message: Message) -> None:
         if message.kind in (Kind.EXPOSED, Kind.REVOKED):
-            self._unanswered.discard(message.rkey)
+            self._unanswered.answered(message.rkey)
             ack = self._acks.get((message.kind, message.rkey))
             if ack is not None and not ack.done():
                 ack.set_result(message.status)
@@ -484,6 +477,7 @@ class ShmEndpoint:
             if not ack.done():
                 ack.set_exception(FabricError("the session is gone", status=Status.DISCONNECTED))
         self._exposed.clear()
+        self._unanswered.clear()
         regions, self._regions = list(self._regions.values()), {}
         idle = [region for region in regions if not region.users]
         if idle:  # those in use are unmapped with their last user

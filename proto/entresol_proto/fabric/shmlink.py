@@ -236,6 +236,42 @@ class ShmLink:
             self._loop.add_reader(self._sock, self._readable)
 
 
+class Unanswered:
+    """Exposures that were given up before the peer answered them.
+
+    The descriptor of each, and so the memory, may lie unreceived in the socket, or in our queue for
+    it, as long as the session lasts: of a peer that receives nothing there must not be many whose
+    deadline has passed. `on_lost` is told then.
+    """
+
+    def __init__(self, on_lost: Callable[[Exception | None], None]) -> None:
+        self._on_lost = on_lost
+        self._late: dict[int, bool] = {}  # true: its deadline has passed
+
+    def add(self, rkey: int, left_ns: int) -> None:
+        """Nobody waits any more, and so long is left to the peer."""
+        self._late[rkey] = False
+        if left_ns:
+            asyncio.get_running_loop().call_later(left_ns / 1e9, self._is_late, rkey)
+        else:
+            self._is_late(rkey)
+
+    def answered(self, rkey: int) -> None:
+        """The peer has received it."""
+        self._late.pop(rkey, None)
+
+    def clear(self) -> None:
+        """The session has ended."""
+        self._late.clear()
+
+    def _is_late(self, rkey: int) -> None:
+        if rkey not in self._late:
+            return
+        self._late[rkey] = True
+        if sum(self._late.values()) > limits.SHM_UNANSWERED_MAX:
+            self._on_lost(ProtocolError("the peer does not answer what is exposed to it"))
+
+
 def _closed(_: object) -> None:
     """Nobody listens any more."""
 
