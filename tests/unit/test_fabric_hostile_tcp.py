@@ -292,6 +292,28 @@ def test_more_cancels_than_requests_end_the_session(runner: object) -> None:
     run(runner, scenario())
 
 
+def test_cancels_are_not_saved_up(runner: object) -> None:
+    """Those of a hundred thousand reads, all at once, held the loop as those of none had."""
+
+    async def scenario() -> None:
+        async with raw_session() as (endpoint, peer):
+            exposure = await endpoint.expose(memoryview(bytes(10)))
+            most = limits.READS_PER_STREAM_MAX
+            for begin in range(0, 3 * most, most):
+                peer.say(*(ask(begin + number, exposure, 10) for number in range(most)))
+                for _ in range(most):
+                    assert (await peer.hear())[0] == Message.DATA
+            peer.say(*(framing.cancel(number) for number in range(most)))  # had all been open
+            peer.say(ask(0, exposure, 10), framing.cancel(0), ask(1, exposure, 10))
+            assert (await peer.hear())[0] == Message.ERROR
+            assert (await peer.hear())[0] == Message.DATA
+            peer.say(framing.cancel(1), framing.cancel(2))
+            await peer.cut_off()
+            assert endpoint.closed
+
+    run(runner, scenario())
+
+
 def test_a_cancelled_request_is_answered_for_all_its_spans(runner: object) -> None:
     """Until then it counts for the reader, who may have only so many."""
 

@@ -88,7 +88,7 @@ class DataStream(asyncio.BufferedProtocol):
         # The peer's requests.
         self._serving: OrderedDict[int, Serving] = OrderedDict()
         self._serving_spans = 0
-        self._cancels_left = 0  # it may cancel each request once
+        self._cancels_left = 0  # it may cancel each request once, while it is open
         self._paused = False
         self._gathers = False
         self._sent_bytes = 0
@@ -391,7 +391,7 @@ class DataStream(asyncio.BufferedProtocol):
             raise ProtocolError("more read requests than allowed")
         self._serving[request] = serving
         self._serving_spans += serving.count
-        self._cancels_left += 1
+        self._cancels_left = min(self._cancels_left + 1, limits.READS_PER_STREAM_MAX)
         self._serve_soon()
 
     def on_cancel(self, request: int) -> None:
