@@ -2,7 +2,8 @@
 
 Invariant: never more than VERBS_MESSAGES_IN_FLIGHT_MAX messages are sent that the peer has not
 taken, and as many receives are always posted, so that the device never finds none (RNR). TAKEN
-messages are outside that count and have receives of their own: a side sends one per half window.
+messages are outside that count and have receives of their own: a side sends one per half window. A
+peer that sends more of either is cut off.
 """
 
 from __future__ import annotations
@@ -108,12 +109,17 @@ class Messenger:
         outstanding = (self._sent - taken) % _COUNT
         if outstanding > self._sent - self._acknowledged:
             raise ProtocolError("the peer took messages that were not sent")
-        self._acknowledged = self._sent - outstanding
-        self._link.queue_pair.post_receive(self._receives[slot])
+        news = self._sent - outstanding - self._acknowledged
+        self._acknowledged += news
+        if message.kind is Kind.TAKEN and not news:  # a side says so once per half window
+            raise ProtocolError("a count of messages that tells nothing new")
         if message.kind is not Kind.TAKEN:
             self._taken += 1
-            if self._taken - self._told >= _TELL_EVERY and self._free and self.open:
-                self._post(Message(Kind.TAKEN), None)
+            if self._taken - self._told > limits.VERBS_MESSAGES_IN_FLIGHT_MAX:
+                raise ProtocolError("the peer sends more messages than it may")
+        self._link.queue_pair.post_receive(self._receives[slot])
+        if self._taken - self._told >= _TELL_EVERY and self._free and self.open:
+            self._post(Message(Kind.TAKEN), None)
         self.flush()
         return None if message.kind is Kind.TAKEN else message
 
