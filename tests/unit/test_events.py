@@ -323,8 +323,23 @@ def test_a_long_chain_is_split_and_stays_one_chain():
     assert [len(event.wire_keys) for event in events] == [4, 4, 2]
     assert [event.position for event in events] == [5, 9, 13]
     assert [event.parent for event in events] == [b"p" * 8, bytes([3]) * 8, bytes([7]) * 8]
-    assert [token for event in events for token in event.token_ids] == tokens
+    assert [list(event.token_ids) for event in events] == [tokens[:8], tokens[8:16], tokens[16:]]
     assert sum(event.size_bytes for event in events) == 1_003
+
+
+def test_pieces_of_what_is_no_chain_have_no_parents():
+    log = EventLog(1, event_limits=EventLimits(keys_per_event_max=2))
+    log.publish(
+        Kind.REMOVED,
+        A,
+        time_unix_ns=1,
+        namespace_id=NS,
+        wire_keys=tuple(map(key, range(3))),
+        engine_keys=tuple(bytes([number]) * 8 for number in range(3)),
+        reason=Reason.EVICTED,
+    )
+    events, _ = drain(log.subscribe(A, after=Position(1, 0)))
+    assert [(event.parent, event.position) for event in events] == [(b"", 0)] * 2
 
 
 def test_tokens_that_do_not_fit_are_left_out_of_the_pieces():

@@ -170,6 +170,17 @@ def test_default_chunks_and_views_of_other_formats() -> None:
     status = block.open_into(memoryview(sealed.raw), words, block_key=sealed.key, **arguments)
     assert status is Status.OK
     assert words.cast("B") == plain
+    out = memoryview(bytearray(4 * -(-sealed.header.sealed_bytes // 4))).cast("I")
+    block.seal_into(
+        out,
+        memoryview(plain).cast("H"),
+        identity=IDENTITY,
+        block_key=sealed.key,
+        salt=sealed.salt,
+        codec_id=codecs.PLANE,
+        meta=META,
+    )
+    assert out.cast("B")[: len(sealed.raw)] == sealed.raw
 
 
 @every_codec
@@ -399,8 +410,13 @@ def test_check_header() -> None:
         ({"commitment": bytes(16)}, Status.CORRUPT),
         ({"engine_key": b"x" * 24}, Status.CONFLICT),
         ({"engine_key": b"x" * 24, "wire_key": bytes(16)}, Status.CORRUPT),
+        ({"host_sealed": True}, Status.CORRUPT),
+        ({"host_sealed": False}, Status.OK),
     ):
         assert block.check_header(h, **(names | full | change)) is status
+    own = Sealed(b"plain", identity=replace(IDENTITY, host_sealed=True)).header
+    for host_sealed, status in ((True, Status.OK), (False, Status.CORRUPT)):
+        assert block.check_header(own, **names, host_sealed=host_sealed) is status
 
 
 # Sealing: limits and refusals.
@@ -490,6 +506,15 @@ def test_identities_and_keys_of_wrong_lengths_are_refused() -> None:
     ):
         with pytest.raises(SealError):
             replace(IDENTITY, **change)
+    for change in (
+        {"engine_key": bytes(limits.ENGINE_KEY_BYTES_MIN)},
+        {"engine_key": bytes(limits.ENGINE_KEY_BYTES_MAX)},
+        {"dek_version": 0},
+        {"dek_version": 2**32 - 1},
+    ):
+        sealed = Sealed(b"plain", identity=replace(IDENTITY, **change))
+        assert sealed.open() is Status.OK, change
+        assert block.SealedHeader.parse(sealed.raw).dek_version == sealed.identity.dek_version
     for dek, salt in ((bytes(31), bytes(32)), (bytes(32), bytes(33))):
         with pytest.raises(SealError):
             block.derive_block_key(dek, salt)
@@ -538,6 +563,10 @@ def test_meta_round_trip_and_refusals() -> None:
     assert block.BlockMeta.decode(raw) == META
     root = replace(META, parent=b"")
     assert block.BlockMeta.decode(root.encode()) == root
+    long = replace(META, token_ids_u32le=bytes(4 * limits.TOKENS_PER_BLOCK_MAX))
+    assert block.BlockMeta.decode(long.encode()) == long
+    with pytest.raises(SealError):
+        block.BlockMeta.decode(long.encode() + bytes(4))
     count, short, loose = bytearray(raw), bytearray(raw), bytearray(raw)
     count[12:16] = b"\xff\xff\xff\xff"
     short[0] = 7

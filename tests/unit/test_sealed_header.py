@@ -67,6 +67,10 @@ def whole(plain_bytes: int, chunk_bytes: int) -> dict[str, Any]:
             whole(2 * CHUNK, CHUNK),
             whole(2 * CHUNK, CHUNK) | {"chunk_stored_bytes": [CHUNK + 17, CHUNK + 15]},
         ),
+        (
+            whole(2 * CHUNK, CHUNK),
+            whole(2 * CHUNK, CHUNK) | {"chunk_stored_bytes": [CHUNK + 15, CHUNK + 16]},
+        ),
         ({"meta_bytes": 96}, {"meta_bytes": 95}),
         ({"meta_bytes": 96 + 4 * 2048}, {"meta_bytes": 97 + 4 * 2048}),
         (

@@ -257,11 +257,12 @@ def test_numbers_wrap_and_skip_what_is_in_flight() -> None:
 
 @pytest.mark.parametrize("kind", sorted(WORK_ANSWERS))
 def test_an_answer_for_an_unknown_request_is_refused(kind: FrameType) -> None:
-    both = Both(S.OPEN)
-    both.ask(EXAMPLES[F.PING])
-    with pytest.raises(ProtocolError, match="answers no request"):
-        both.host.receive(encode_frame(kind, 1234, EXAMPLES[kind].encode()), 0)
-    assert both.host.state is S.CLOSED
+    for request_id in (1234, 0) if kind is not F.ERROR else (1234,):
+        both = Both(S.OPEN)
+        both.ask(EXAMPLES[F.PING])
+        with pytest.raises(ProtocolError, match="answers no request"):
+            both.host.receive(encode_frame(kind, request_id, EXAMPLES[kind].encode()), 0)
+        assert both.host.state is S.CLOSED
 
 
 @pytest.mark.parametrize("request_kind", sorted(WORK))

@@ -52,3 +52,21 @@ def test_a_dropped_entry_leaves_room_for_one() -> None:
     assert (list(of.of("a")), list(of.of("b")), len(of)) == ([], [1], 1)
     of.use("b", 2)
     assert list(of.of("b")) == [1, 2]
+
+
+def test_an_owner_keeps_the_rest_when_one_entry_goes() -> None:
+    of: Shares[int, list[int]] = Shares(4, list)
+    for key in (1, 2, 3):
+        of.use("a", key)
+    of.use("b", 1)
+    of.drop("a", 2)
+    assert (list(of.of("a")), list(of), len(of)) == ([1, 3], [(1, []), (3, []), (1, [])], 3)
+
+
+def test_of_owners_who_have_nothing_left_nothing_is_kept() -> None:
+    of: Shares[int, list[int]] = Shares(1, list)
+    for owner in range(100):
+        of.use(f"{owner}", 1)
+    assert list(of._owners) == ["99"]
+    of.drop("99", 1)
+    assert not of._owners
