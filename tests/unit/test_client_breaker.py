@@ -90,6 +90,7 @@ def test_jitter_spreads_the_cooldown(jitter: float, expected: int) -> None:
     made.trip(0)
     assert made.retry_at_ns == expected
     assert made.wait_ns(100_000) == expected - 100_000
+    assert made.wait_ns(expected) == made.wait_ns(expected + 1) == 0
 
 
 @given(

@@ -192,6 +192,14 @@ def test_a_tenant_within_its_share_loses_nothing_to_a_noisy_one():
     assert log.held(A)[0] > 1
 
 
+def test_the_newest_event_of_each_stays_where_there_is_room_for_none():
+    log = EventLog(1, event_limits=EventLimits(total_ring_bytes_max=1))
+    for number in range(1, 5):
+        store(log, A, number)
+        store(log, B, number)
+        assert (log.held(A), log.held(B)) == ((number, number), (number, number))
+
+
 def test_used_bytes_is_the_sum_of_what_is_held():
     log = EventLog(1, event_limits=EventLimits(total_ring_bytes_max=20_000, tenant_events_max=30))
     rng = random.Random(5)

@@ -78,6 +78,27 @@ def test_one_byte_at_a_time() -> None:
     assert got == [Frame(FrameType.PING, 1, b"abc"), Frame(FrameType.PONG, 2, b"")]
 
 
+def test_what_is_missing_is_known_once_the_header_is_whole() -> None:
+    stream = encode_frame(FrameType.PING, 1, b"12345678")
+    decoder = FrameDecoder()
+    missing = [decoder.missing_bytes]
+    for at in range(len(stream)):
+        decoder.feed(stream[at : at + 1])
+        missing.append(decoder.missing_bytes)
+    assert missing == [0] * HEADER + list(range(8, -1, -1))
+
+
+def test_what_came_before_a_wrong_header_is_not_kept() -> None:
+    whole = encode_frame(FrameType.PING, 1, b"12345678")
+    decoder = FrameDecoder()
+    assert decoder.feed(whole[: HEADER - 1]) == []
+    with pytest.raises(ProtocolError, match="checksum"):
+        decoder.feed(b"\0" * 9)
+    assert decoder.buffered_bytes == 0
+    with pytest.raises(ProtocolError, match="broken already"):
+        decoder.feed(whole)
+
+
 def test_payloads_are_private_copies() -> None:
     received = bytearray(encode_frame(FrameType.PING, 1, b"12345678"))
     (frame,) = FrameDecoder().feed(memoryview(received))

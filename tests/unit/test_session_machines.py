@@ -410,6 +410,16 @@ def test_late_answers_are_swallowed() -> None:
     assert request_id not in both.host.in_flight
 
 
+@pytest.mark.parametrize("kind", [F.PONG, F.ERROR])
+def test_an_abandoned_request_of_one_answer_is_forgotten_with_it(kind: FrameType) -> None:
+    both = Both(S.OPEN)
+    request_id = both.ask(EXAMPLES[F.PING])
+    both.host.abandon(request_id)
+    (received,) = both.host.receive(both.daemon.send(EXAMPLES[kind], request_id), 0)
+    assert not both.host.settle(received)
+    assert not both.host.is_abandoned(request_id)
+
+
 def test_abandoning_what_is_not_in_flight_does_nothing() -> None:
     host = Both(S.OPEN).host
     host.abandon(5)

@@ -371,6 +371,12 @@ def test_every_change_of_what_is_told_is_refused_or_another_namespace(path: Path
     for tokens in (0, limits.TOKENS_PER_BLOCK_MAX + 1):
         with pytest.raises(BadKeyError):
             HostSealedNamespace(bytes(32), 0, tokens)
+    for tag, dtype in ((bytes(31), 0), (bytes(33), 0), (bytes(32), -1), (bytes(32), 256)):
+        with pytest.raises(BadKeyError):
+            HostSealedNamespace(tag, dtype, 16)
+    for dtype in (0, 255):
+        told = HostSealedNamespace(bytes(32), dtype, limits.TOKENS_PER_BLOCK_MAX)
+        assert ids.parse_namespace(told.canonical()) == told
 
 
 def sealed_block(seal: HostSeal, plain: bytes, **change: object) -> bytes:
