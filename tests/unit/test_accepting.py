@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -301,6 +303,36 @@ def test_a_crowd_of_many_origins_displaces_nobody() -> None:
     assert crowd.add(6, "new") == 0, "the oldest of whoever has most"
     assert crowd.add(7, "2") == 7
     assert list(crowd) == [2, 5, 6]
+
+
+def test_any_crowd_is_what_a_plain_list_says() -> None:
+    """Of the origins that have most, the newcomer's own gives way before another."""
+    rng, crowd, inside = random.Random(7), Crowd[int](9), dict[int, str]()
+    for one in range(3_000):
+        if inside and rng.random() < 0.3:
+            gone = rng.choice((one, *inside))
+            crowd.discard(gone)
+            inside.pop(gone, None)
+            continue
+        origin = rng.choice("aaabbbcdefgh")
+        counts = Counter(inside.values())
+        leaves = crowd.add(one, origin)
+        if len(inside) < 9:
+            assert leaves is None
+        elif counts.total() == len(counts):
+            assert leaves == one
+            continue
+        else:
+            assert leaves is not None
+            most = max(counts.values())
+            whose = inside[leaves]
+            assert whose == origin if counts[origin] == most else counts[whose] == most
+            assert leaves == next(each for each, of in inside.items() if of == whose)
+            del inside[leaves]
+        inside[one] = origin
+        assert (list(crowd), len(crowd)) == (list(inside), len(inside))
+        assert crowd._counts == Counter(inside.values())
+        assert set(crowd._counts) == set(inside.values()), "of who has left, nothing is kept"
 
 
 async def test_close_gives_up_those_who_wait(ca: certs.TestCA) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -44,6 +45,16 @@ def test_most_blocks_that_never_shrink_are_not_looked_at() -> None:
     looked_at = 1000 - tried.count(codecs.RAW)
     assert looked_at < TRIES + 6 + 1000 // SKIPPED_MAX
     assert of.skipped == 1000 - looked_at
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    of = Bypass()
+    looked_at = [at for at in range(300) if step(of, shrinks=False) == codecs.FAST]
+    pauses = [after - at - 1 for at, after in itertools.pairwise(looked_at)]
+    assert pauses == [0] * (TRIES - 1) + [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    before = of.skipped
+    assert of.codec(SPACE, DType.BF16, codecs.RAW) == codecs.RAW
+    assert of.skipped == before, "what was to be raw was not skipped"
 
 
 @pytest.mark.parametrize("before", [0, 1, TRIES, TRIES + 3, 50, 1000])

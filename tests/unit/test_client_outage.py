@@ -24,6 +24,7 @@ from entresol_client import (
     TlsFiles,
 )
 from entresol_client.connection import PINGS_ROOM
+from entresol_client.tenant_key import TenantKey
 from entresol_proto import limits
 from entresol_proto.identity import IdentityError, shard_uri, tenant_uri
 from entresol_proto.ids import EngineKey, wire_key
@@ -468,6 +469,27 @@ async def test_nothing_is_said_to_the_wrong_server(
     assert b"".join(heard) == b""
 
 
+@pytest.mark.parametrize("keeps_keys", [False, True])
+@pytest.mark.parametrize("chosen", [0, 1, opening.PROTOCOL_MAX, opening.PROTOCOL_MAX + 1])
+async def test_a_protocol_that_was_not_offered_is_refused(
+    tmp_path: Path, chosen: int, keeps_keys: bool
+) -> None:
+    """Protocol 1 knows no namespaces whose keys the tenant keeps."""
+    changes: dict[str, Any] = {}
+    if keeps_keys:
+        changes["tenant_key"] = tmp_path / "kept.key"
+        TenantKey.generate(1).save(changes["tenant_key"], new=True)
+    async with serving(tmp_path) as peer:
+        peer.protocol = chosen
+        async with await AsyncClient.open(peer.config(**changes)) as client:
+            (shard,) = client.shards()
+            if chosen == opening.PROTOCOL_MAX or (chosen == 1 and not keeps_keys):
+                assert shard.connected
+            else:
+                assert not shard.connected
+                assert f"chose protocol {chosen}" in shard.last_error
+
+
 async def test_a_certificate_nobody_trusts(tmp_path: Path) -> None:
     async with serving(tmp_path) as peer:
         (tmp_path / "foreign").mkdir()
@@ -481,6 +503,9 @@ async def test_a_certificate_nobody_trusts(tmp_path: Path) -> None:
         async with await AsyncClient.open(config) as client:
             assert not client.shards()[0].connected
             assert client.shards()[0].last_error
+        config = peer.config(tls=TlsFiles(own.cert, own.key, paths.ca, TRUST))
+        async with await AsyncClient.open(config) as client:
+            assert client.shards()[0].last_error.startswith("TLS: ")
         with pytest.raises(IdentityError):
             await AsyncClient.open(peer.config(tls=TlsFiles(own.cert, own.key, Path("/no"), TRUST)))
 

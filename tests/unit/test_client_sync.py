@@ -348,6 +348,8 @@ async def test_work_that_waits_for_a_thread_ends_with_its_deadline_and_with_the_
         later = [workers.run_later(ran.append, n, until_ns=soon_ns + 10**8) for n in (4, 5)]
         puts = await asyncio.gather(*later, return_exceptions=True)
         assert [each.status for each in puts] == [Status.DEADLINE] * 2  # type: ignore[union-attr]
+        async with workers._later:
+            assert workers._later.locked(), "a turn that never came was given back"
         left = asyncio.create_task(workers.run(ran.append, 2, until_ns=soon_ns + 20 * 10**9))
         own = asyncio.create_task(workers.run(ran.append, 3))
         await asyncio.sleep(0.02)

@@ -416,6 +416,9 @@ async def test_stream_wakes_for_news_and_ends_when_closed():
         with pytest.raises(StopAsyncIteration):
             await waiting
     assert log.subscriptions_count == 0
+    async with EventStream(log, A):
+        assert log.subscriptions_count == 1
+    assert log.subscriptions_count == 0
 
 
 async def test_stream_ends_after_a_gap():

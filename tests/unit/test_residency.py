@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from entresol_daemon.core import residency as residency_module
-from entresol_daemon.core.history import History
+from entresol_daemon.core.history import FORGOTTEN_SHIFT, History
 from entresol_daemon.core.residency import IN_VAIN, Residency, Resident, ResidentState
 from entresol_daemon.memory import slabs as slabs_module
 from entresol_daemon.memory.slabs import Extent, SlabPool
@@ -565,6 +565,43 @@ def test_history_forgets_the_oldest_at_its_limit(limit: int) -> None:
     assert len(history) == limit
     kept = [key for key in keys if history.why(bytes(16), key)[0] is not Reason.NEVER_STORED]
     assert kept == ([keys[0], *keys[2:]] if limit > 1 else keys[1:] if limit else [])
+
+
+@pytest.mark.parametrize("limit", [1, 7, 200])
+def test_any_history_is_what_a_plain_table_says(limit: int) -> None:
+    """Of each owner the oldest rows go first, whatever was taken out between them."""
+    rng, history, ns = random.Random(limit), History(limit), bytes(16)
+    owners: dict[bytes, dict[bytes, tuple[Reason, int]]] = {}
+    owner_of: dict[bytes, bytes] = {}
+
+    def drop(key: bytes) -> tuple[Reason, int]:
+        owner = owner_of.pop(key, None)
+        if owner is None:
+            return Reason.NEVER_STORED, 0
+        before = owners[owner].pop(key)
+        if not owners[owner]:
+            del owners[owner]
+        return before
+
+    for now in range(4_000):
+        key = rng.randrange(2 * limit + 2).to_bytes(16, "little")
+        if rng.random() < 0.3:
+            assert history.forget(ns, key) == drop(key)
+        else:
+            owner = rng.choice((b"a", b"a", b"b", b"c"))
+            history.record(ns, key, Reason.EVICTED, now, owner)
+            drop(key)
+            owners.setdefault(owner, {})[key] = Reason.EVICTED, now
+            owner_of[key] = owner
+            if len(owner_of) > limit:
+                most = max(owners.values(), key=len)
+                for old in list(most)[: max(1, len(most) >> FORGOTTEN_SHIFT)]:
+                    drop(old)
+        told = {key: row for rows in owners.values() for key, row in rows.items()}
+        assert len(history) == len(told)
+        assert list(history._owners) == list(owners), "of who has nothing, nothing is kept"
+        for each in {*told, key} if limit < 100 or not now % 100 else (key,):
+            assert history.why(ns, each) == told.get(each, (Reason.NEVER_STORED, 0)), now
 
 
 def test_an_owners_history_is_not_forgotten_for_anothers() -> None:

@@ -397,3 +397,20 @@ def test_how_long_an_opening_takes_is_learned_and_one_that_was_interrupted_chang
     inline = InlineWorkers(1)
     inline.took(MIB, 1)
     assert not inline.is_short(1)
+
+
+async def test_without_threads_nothing_begins_once_it_is_closed() -> None:
+    inline, ran = InlineWorkers(1), []
+
+    def share() -> bool:
+        ran.append(1)
+        inline.close()
+        return True
+
+    assert not await inline.share(share, threads=1)
+    assert len(ran) == 1
+    for call in (inline.run(ran.append, 2), inline.run_later(ran.append, 3)):
+        with pytest.raises(RequestFailedError) as caught:
+            await call
+        assert caught.value.status is Status.DISCONNECTED
+    assert len(ran) == 1
