@@ -46,6 +46,23 @@ def store(peer: Peer, number: int) -> bytes:
     return plain
 
 
+async def test_of_what_was_answered_nothing_is_kept(tmp_path: Path) -> None:
+    async with serving(tmp_path) as peer, await AsyncClient.open(peer.config()) as client:
+        plain = store(peer, 0)
+        ns = await client.namespace(DESCRIPTOR)
+        connection = client._links[0]._session.connection  # type: ignore[union-attr]
+        into = np.empty(BLOCK, np.uint8)
+        assert (await ns.get_into([key(0)], [into])).ok
+        assert into.tobytes() == plain
+        for refused in (data.Fetch, data.Exists):
+            peer.faults.refuse[refused] = Status.BUSY
+        assert (await ns.get_into([key(0)], [into])).statuses == [Status.BUSY]
+        assert not (await ns.exists([key(0)])).complete
+        assert (await ns.touch([key(0)])).count == 1
+        assert not connection._pending
+        assert not connection.session.in_flight
+
+
 # Finding 1: a get that is OK and wrote nothing.
 
 

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from entresol_client import placement
 from entresol_client.placement import Placement
 from entresol_proto.ids import EngineKey
 
@@ -15,8 +16,8 @@ KEYS = [EngineKey(hashlib.sha256(b"%d" % number).digest()) for number in range(4
 
 
 def owners(shards: list[tuple[str, float]], digest: bytes = DIGEST) -> list[str]:
-    placement = Placement(shards)
-    return [shards[placement.owner(digest, key)][0] for key in KEYS]
+    places = Placement(shards)
+    return [shards[places.owner(digest, key)][0] for key in KEYS]
 
 
 def test_equal_weights_share_equally() -> None:
@@ -53,6 +54,21 @@ def test_the_order_of_shards_does_not_matter() -> None:
     assert owners(shards) == owners(shards[::-1])
 
 
+def test_weighted_owners_stay_who_they_are() -> None:
+    """Hosts of different versions look for a block at the same shard."""
+    found = owners([("a", 1.0), ("b", 2.0), ("c", 0.5)])[:60]
+    assert "".join(found) == "baabbbabbcaaababbabbababbbacbbabcbbabbbbacbbaacaaaabacbbbbbc"
+
+
+def test_the_highest_score_and_the_lowest_are_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest ones round to 2^64, the logarithm of whose part of it is 0."""
+    scores = {b"low": 0, b"high": 2**64 - 1, b"middle": 2**63}
+    monkeypatch.setattr(placement, "placement_hash", lambda _digest, _key, name: scores[name])
+    shards = [("low", 4.0), ("high", 1.0), ("middle", 2.0)]
+    assert Placement(shards).owner(DIGEST, KEYS[0]) == 1
+    assert Placement(shards).split(DIGEST, KEYS[:2]) == {1: [0, 1]}
+
+
 def test_another_namespace_places_differently() -> None:
     shards = [("a", 1.0), ("b", 1.0)]
     same = sum(x == y for x, y in zip(owners(shards), owners(shards, bytes(32)), strict=True))
@@ -70,13 +86,13 @@ def test_split_keeps_order_and_covers_everything() -> None:
 @pytest.mark.parametrize("shards", [1, 2, 3, 17])
 @pytest.mark.parametrize("equal", [True, False])
 def test_splitting_many_keys_finds_the_owner_of_each(shards: int, equal: bool) -> None:
-    placement = Placement([(f"s{n}", 1.0 if equal else n + 1.0) for n in range(shards)])
+    places = Placement([(f"s{n}", 1.0 if equal else n + 1.0) for n in range(shards)])
     digest = bytes(range(32))
     for lengths in ((32,), (8, 64)):
         keys = [EngineKey(os.urandom(lengths[n % len(lengths)])) for n in range(300)]
-        parts = placement.split(digest, keys)
+        parts = places.split(digest, keys)
         assert sorted(p for positions in parts.values() for p in positions) == list(range(300))
         for owner, positions in parts.items():
             assert list(positions) == sorted(positions)
-            assert {placement.owner(digest, keys[p]) for p in positions} == {owner}
-    assert placement.split(digest, []) == {}
+            assert {places.owner(digest, keys[p]) for p in positions} == {owner}
+    assert places.split(digest, []) == {}

@@ -465,6 +465,8 @@ async def test_a_snapshot_left_half_way_closes_its_provider():
     await anext(batches)
     await batches.aclose()
     assert closed == [True]
+    got = [batch async for batch in snapshot_batches(EventLog(1), provider, A, batch_events=3)]
+    assert [len(batch) for batch in got if isinstance(batch, list)] == [3, 3, 3, 1]
 
 
 class Walked:
@@ -567,11 +569,37 @@ async def test_who_reads_a_followed_snapshot_too_slowly_gets_a_gap():
     assert not any(isinstance(batch, Gap) for batch in got[:-1])
 
 
+async def test_what_was_found_before_a_gap_is_told_before_it():
+    log = EventLog(5, event_limits=EventLimits(tenant_events_max=4))
+
+    async def provider(tenant: TenantName) -> AsyncIterator[Event]:
+        for number in range(3):
+            if number == 1:
+                store(log, A, *range(100, 110))
+                for more in range(9):
+                    store(log, A, more)
+            yield Event(0, 1, tenant, Kind.STORED, NS, (key(number),), medium=Medium.FLASH)
+
+    batches = snapshot_batches(log, provider, A, batch_events=9, follow=True)
+    _, found, gap = [batch async for batch in batches]
+    assert isinstance(found, list)
+    assert [event.wire_keys for event in found] == [(key(0),), (key(1),)]
+    assert isinstance(gap, Gap)
+
+    async def nothing_yet(_: TenantName) -> AsyncIterator[Event | None]:
+        for number in range(9):
+            store(log, A, number)
+        yield None
+
+    batches = snapshot_batches(log, nothing_yet, A, batch_events=9, follow=True)
+    assert [type(batch) for batch in [batch async for batch in batches]] == [Position, Gap]
+
+
 async def test_a_followed_snapshot_ends_with_the_tenant():
     log = EventLog(5)
 
     async def provider(tenant: TenantName) -> AsyncIterator[Event]:
-        for number in range(3):
+        for number in range(6):  # whatever is still found then is not told
             yield Event(0, 1, tenant, Kind.STORED, NS, (key(number),), medium=Medium.FLASH)
             if number == 1:
                 log.publish(Kind.TENANT_ERASED, A, time_unix_ns=1)

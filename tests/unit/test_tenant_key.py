@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,28 @@ def test_of_two_changes_at_once_none_is_lost(path: Path, monkeypatch: pytest.Mon
         second = pool.submit(TenantKey.change, path, lambda key: key.rotated(10))
         assert (first.result(30).active, second.result(30).active) == (10, 11)
     assert list(TenantKey.load(path).versions) == [1, 10, 11]
+
+
+def test_a_file_is_durable_in_its_folder_and_leaves_nothing_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []  # of each: whether it was a folder, after the file has its name
+    sync = os.fsync
+
+    def fsync(fd: int) -> None:
+        folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+        synced.append(folder)
+        assert [each.name for each in path.parent.iterdir()] == [path.name] or not folder
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = len(os.listdir("/proc/self/fd"))
+    for now in (2_000, 3_000):
+        TenantKey.change(path, lambda key, now=now: key.rotated(now))  # type: ignore[misc]
+    assert synced == [False, True] * 2
+    with pytest.raises(KeyringError):
+        TenantKey.load(path).save(path, new=True)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_lock_that_is_never_given_back_is_told(

@@ -82,6 +82,21 @@ async def test_calls_return_and_raise(pool: Pool) -> None:
     assert len(names("test-pool")) == 3
 
 
+async def test_a_call_that_ended_as_its_caller_was_cancelled_disturbs_no_other(pool: Pool) -> None:
+    """Both are known to the loop before the caller's turn."""
+    for end in (int, lambda: 1 // 0):
+        job = pool.submit(end)
+        task = asyncio.ensure_future(job.outcome())
+        await asyncio.sleep(0)
+        while not job._home._ended:  # the loop does not look meanwhile
+            assert not task.done()
+        task.cancel()
+        job._home._come()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.wait_for(pool.run(abs, -3), 10) == 3
+
+
 async def test_work_needs_no_new_thread(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library would queue this work, raise, and do it later."""
     gate, jobs = await begun_on(pool, 3)
