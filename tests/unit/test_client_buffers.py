@@ -21,6 +21,7 @@ from entresol_client.buffers import UsageError, as_view, check_apart, copy
 from entresol_client.registered import RegisteredMemory
 from entresol_client.staging import Arena, PrivateMemory, Region, shared_memory
 from entresol_proto import limits
+from entresol_proto.fabric.memory import is_readers_only
 from entresol_proto.seal.wiping import zero
 
 KIB4 = 4096
@@ -261,3 +262,20 @@ async def test_closing_fails_takers_and_a_region_is_given_back_once() -> None:
     held.give_back()
     with pytest.raises(AssertionError, match="twice"):
         held.give_back()
+
+
+async def test_what_was_given_back_is_not_at_hand_any_more() -> None:
+    memory = shared_memory(KIB4)
+    assert is_readers_only(memory.fd), "the daemon can only read it"
+    arena = Arena(PrivateMemory(KIB4), KIB4)
+    region = await arena.take(16, 2**62)
+    assert region is not None
+    region.view[:] = b"0123456789abcdef"
+    region.give_back()
+    assert len(region.view) == 0
+    for _ in range(2):
+        arena.close()
+        assert arena.closed
+        assert len(arena.memory.view) == 0
+        assert await arena.take(16, 2**62) is None
+    memory.close()

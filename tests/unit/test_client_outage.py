@@ -24,8 +24,10 @@ from entresol_client import (
     TlsFiles,
 )
 from entresol_client.connection import PINGS_ROOM
+from entresol_client.surroundings import Surroundings
 from entresol_client.tenant_key import TenantKey
 from entresol_proto import limits
+from entresol_proto.fabric.base import FabricKind
 from entresol_proto.identity import IdentityError, shard_uri, tenant_uri
 from entresol_proto.ids import EngineKey, wire_key
 from entresol_proto.status import Status
@@ -467,6 +469,51 @@ async def test_nothing_is_said_to_the_wrong_server(
     finally:
         server.close()
     assert b"".join(heard) == b""
+
+
+class MadePath:
+    """A data path of this side whose other end nobody has taken yet."""
+
+    kind = FabricKind.TCP
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_data_path_that_the_daemon_does_not_take_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    made: list[MadePath] = []
+
+    async def connect_fabric(*_: Any, **__: Any) -> tuple[Any, bytes]:
+        made.append(MadePath())
+        return made[-1], b""
+
+    answers = PeerSession.on_attach
+
+    async def on_attach(self: PeerSession, request_id: int, message: opening.Attach) -> None:
+        if message.kind == opening.NO_FABRIC:
+            await answers(self, request_id, message)
+        elif refuses:
+            self.send(opening.ErrorReply(Status.FABRIC_ERROR, "no"), request_id)
+
+    monkeypatch.setattr(PeerSession, "on_attach", on_attach)
+    async with serving(tmp_path, fabric="tcp") as peer:
+        config = peer.config(connect_deadline_ns=DEADLINE_NS)
+        around = Surroundings(connect_fabric=connect_fabric)
+        async with await AsyncClient.open(config, around=around) as client:
+            async with asyncio.timeout(LATEST_S):
+                while not (refuses or client.shards()[0].last_error):
+                    await asyncio.sleep(0.01)
+            (shard,) = client.shards()
+            assert shard.connected is refuses
+            assert refuses or shard.last_error == "no answer in time"
+    assert made
+    assert [each.closed for each in made] == [1] * len(made)
 
 
 @pytest.mark.parametrize("keeps_keys", [False, True])

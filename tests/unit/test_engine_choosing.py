@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from harness import running_daemon
 from interrupting import at_every_line
 from test_engine_store import BLOCK, DESCRIPTOR, SOON_S, got, key, opened, puts, settings_for
 
-from entresol_client.engines.choosing import QUOTES_PER_LOOKUP_MAX, Run
+from entresol_client.engines.choosing import QUOTES_PER_LOOKUP_MAX, Chooser, Run
 from entresol_client.engines.prefills import REQUESTS_REMEMBERED_MAX, Prefill, Prefills
 from entresol_client.engines.settings import EngineSettings
 from entresol_daemon.shard.quoting import Quoting
@@ -166,3 +168,27 @@ def test_requests_are_bounded() -> None:
     for number in range(REQUESTS_REMEMBERED_MAX + 10):
         seen.ready(str(number), 64, 1.0)
     assert len(seen) == REQUESTS_REMEMBERED_MAX
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails", "late"])
+async def test_a_quote_that_does_not_come_changes_nothing_and_is_not_left_behind(how: str) -> None:
+    counted: Counter[str] = Counter()
+    deadlines: list[int] = []
+
+    async def quote(*_: object, deadline_ns: int, **__: object) -> Any:
+        deadlines.append(deadline_ns)
+        if how == "fails":
+            raise ConnectionResetError
+        await asyncio.sleep(3600)
+
+    settings = EngineSettings(recompute_or_fetch="auto", prefill_tokens_per_s=QUICK)
+    namespace: Any = SimpleNamespace(quote=quote)
+    chooser = Chooser(namespace, settings, lambda **amounts: counted.update(amounts))
+    until_ns = time.monotonic_ns() + (0 if how == "late" else 20_000_000)
+    asked = chooser.ask(KEYS, [Run(range(COUNT), COUNT * 16)], until_ns)
+    async with asyncio.timeout(SOON_S):
+        assert await chooser.narrow(KEYS, [True] * COUNT, asked, until_ns) == [True] * COUNT
+        await chooser.drop(asked)
+    assert counted["quotes_missing"] == 1
+    assert all(one.task is not None and one.task.done() for one in asked)
+    assert all(deadline_ns > 0 for deadline_ns in deadlines)
