@@ -19,6 +19,7 @@ import pytest
 from client_peer import DESCRIPTOR, SECRET, Peer, PeerSession, serving
 
 from entresol_client import AsyncClient, Namespace, PutBlock, storing
+from entresol_client.answers import Call, GrantSink, Line
 from entresol_client.connection import Connection
 from entresol_client.fetching import GetTally
 from entresol_client.results import RequestFailedError
@@ -61,6 +62,108 @@ async def test_of_what_was_answered_nothing_is_kept(tmp_path: Path) -> None:
         assert (await ns.touch([key(0)])).count == 1
         assert not connection._pending
         assert not connection.session.in_flight
+
+
+def some_grant(final: bool, lease_id: int) -> data.Grant:
+    return data.Grant(final, lease_id, 1, 1, (), ())
+
+
+async def test_grants_are_given_out_in_order_and_then_the_end_or_the_error() -> None:
+    one, two, last = some_grant(False, 1), some_grant(False, 2), some_grant(True, 3)
+    sink, far_ns = GrantSink(), time.monotonic_ns() + 60 * 10**9
+
+    async def given(of: GrantSink) -> list[data.Grant]:
+        async with asyncio.timeout(10):
+            return [grant for grant, _ in await of.next(far_ns)]
+
+    assert not sink.deliver(one), "while nobody waits"
+    assert await given(sink) == [one]
+    waiting = asyncio.create_task(given(sink))
+    await asyncio.sleep(0)
+    assert [sink.deliver(two), sink.deliver(last)] == [False, True]  # before its turn
+    assert await waiting == [two, last]
+    assert await given(sink) == []
+    failing = GrantSink()
+    failing.deliver(one)
+    assert failing.deliver(opening.ErrorReply(Status.BUSY, "no"))
+    assert await given(failing) == [one]
+    for _ in range(2):
+        with pytest.raises(RequestFailedError) as caught:
+            await given(failing)
+        assert caught.value.status is Status.BUSY
+    left = GrantSink()
+    left.deliver(one)
+    assert (left.leftovers(), left.leftovers()) == ([one], [])
+    for late_ns in (0, time.monotonic_ns() + 20_000_000):
+        with pytest.raises(RequestFailedError) as caught:
+            async with asyncio.timeout(10):
+                await GrantSink().next(late_ns)
+        assert caught.value.status is Status.DEADLINE
+    lost = GrantSink()
+    waiting = asyncio.create_task(given(lost))
+    await asyncio.sleep(0)
+    lost.fail(RequestFailedError(Status.DISCONNECTED))
+    with pytest.raises(RequestFailedError):
+        await waiting
+
+
+async def test_an_answer_settles_its_request_once_and_a_lost_session_never() -> None:
+    settled: list[int] = []
+    pong = opening.Pong(b"12345678")
+    answered, refused, given_up, lost = (
+        Call(lambda number=number: settled.append(number))  # type: ignore[misc]
+        for number in range(4)
+    )
+    assert answered.deliver(pong)
+    assert await answered.future is pong
+    assert refused.deliver(opening.ErrorReply(Status.BUSY, "no"))
+    with pytest.raises(RequestFailedError):
+        await refused.future
+    given_up.future.cancel()
+    assert given_up.deliver(pong)
+    for call in (lost, answered):
+        call.fail(RequestFailedError(Status.DISCONNECTED))
+    with pytest.raises(RequestFailedError):
+        await lost.future
+    answered.settle()
+    assert settled == [0, 1, 2]
+
+
+async def test_a_line_lets_one_in_for_each_place_in_the_order_they_came() -> None:
+    line, places, entered = Line(), 0, list[int]()
+    far_ns = time.monotonic_ns() + 60 * 10**9
+
+    def free() -> bool:
+        return places > 0
+
+    async def enter(number: int, deadline_ns: int) -> bool:
+        nonlocal places
+        if not await line.wait(free, deadline_ns):
+            return False
+        places -= 1
+        entered.append(number)
+        return True
+
+    first, second, third = (asyncio.create_task(enter(number, far_ns)) for number in range(3))
+    late = asyncio.create_task(enter(3, time.monotonic_ns() + 20_000_000))
+    async with asyncio.timeout(10):
+        assert not await late
+        first.cancel()
+        places = 1
+        line.move(free)
+        assert await second
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert entered == [1]
+        places = 1
+        assert not third.done()
+        line.move(free)
+        assert await third
+        assert not await enter(4, 0)
+        places = 1
+        assert await enter(5, 0), "there is room, and nobody before it"
+    assert first.cancelled()
+    assert (entered, places) == ([1, 2, 5], 0)
 
 
 # Finding 1: a get that is OK and wrote nothing.

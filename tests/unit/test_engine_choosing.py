@@ -17,9 +17,11 @@ from test_engine_store import BLOCK, DESCRIPTOR, SOON_S, got, key, opened, puts,
 from entresol_client.engines.choosing import QUOTES_PER_LOOKUP_MAX, Chooser, Run
 from entresol_client.engines.prefills import REQUESTS_REMEMBERED_MAX, Prefill, Prefills
 from entresol_client.engines.settings import EngineSettings
+from entresol_client.results import QuoteResult
 from entresol_daemon.shard.quoting import Quoting
 from entresol_proto.status import ConfigError
 from entresol_proto.wire import opening
+from entresol_proto.wire.data import Tier
 
 COUNT = 6
 KEYS = [key(number) for number in range(COUNT)]
@@ -192,3 +194,35 @@ async def test_a_quote_that_does_not_come_changes_nothing_and_is_not_left_behind
     assert counted["quotes_missing"] == 1
     assert all(one.task is not None and one.task.done() for one in asked)
     assert all(deadline_ns > 0 for deadline_ns in deadlines)
+
+
+async def test_only_a_whole_load_that_was_quoted_is_learned_from() -> None:
+    answer = QuoteResult(COUNT, [Tier.MEMORY] * COUNT, 6_000, 0, 1, 2, 1, 3_000_000, 4_000_000)
+
+    async def quote(*_: object, **__: object) -> QuoteResult:
+        return answer
+
+    settings = EngineSettings(recompute_or_fetch="auto", prefill_tokens_per_s=SLOW)
+    namespace: Any = SimpleNamespace(quote=quote)
+    chooser = Chooser(namespace, settings, lambda **_: None)
+    learned: list[tuple[float, int, float]] = []
+    learner: Any = SimpleNamespace(
+        choose=chooser._learner.choose,
+        prefilled=chooser._learner.prefilled,
+        fetched=lambda quoted_s, size, seconds, _now: learned.append((quoted_s, size, seconds)),
+    )
+    chooser._learner = learner
+
+    async def look_up() -> None:
+        until_ns = time.monotonic_ns() + 10**10
+        asked = chooser.ask(KEYS, [Run(range(COUNT), COUNT * 16)], until_ns)
+        assert await chooser.narrow(KEYS, [True] * COUNT, asked, until_ns) == [True] * COUNT
+
+    chooser.fetched(KEYS, COUNT, 0.5)  # nobody asked for a quote
+    await look_up()
+    chooser.fetched(KEYS, COUNT - 1, 0.5)  # not all of it came
+    chooser.fetched(KEYS, COUNT, 0.5)  # its quote is gone with that
+    assert learned == []
+    await look_up()
+    chooser.fetched(KEYS, COUNT, 0.5)
+    assert learned == [(0.003, 6_000, 0.5)]

@@ -97,6 +97,42 @@ async def test_a_call_that_ended_as_its_caller_was_cancelled_disturbs_no_other(p
         assert await asyncio.wait_for(pool.run(abs, -3), 10) == 3
 
 
+async def test_a_loop_that_was_woken_sleeps_again(pool: Pool) -> None:
+    await pool.run(int)
+    home = jobs.home_here()
+    assert home is not None
+    with pytest.raises(BlockingIOError):  # what wakes it was read, or it would never sleep
+        os.eventfd_read(home._fd)
+
+
+async def test_a_pool_that_is_closed_elsewhere_leaves_nothing_on_the_loop() -> None:
+    made = Pool(1, "test-elsewhere")
+    await made.run(int)
+    home = jobs.home_here()
+    assert home is not None
+    await asyncio.to_thread(made.close)
+    async with asyncio.timeout(10):
+        while jobs.home_here() is not None:
+            await asyncio.sleep(0.001)
+    assert home._fd == -1
+
+
+def test_a_pool_that_outlives_its_loop_leaves_no_descriptor() -> None:
+    made = Pool(1, "test-outlives")
+
+    async def use() -> jobs.Home | None:
+        await made.run(int)
+        return jobs.home_here()
+
+    loop = asyncio.new_event_loop()
+    home = loop.run_until_complete(use())
+    loop.close()
+    assert home is not None
+    assert home._fd >= 0
+    made.close()
+    assert home._fd == -1
+
+
 async def test_work_needs_no_new_thread(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library would queue this work, raise, and do it later."""
     gate, jobs = await begun_on(pool, 3)
