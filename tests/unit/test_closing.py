@@ -386,3 +386,28 @@ def test_nothing_is_received_while_too_much_waits_to_be_closed(
             assert (await peer.hear()).kind is Kind.REVOKED
 
     runner.run(scenario())
+
+
+def test_a_crowd_that_stays_is_stuck_whatever_the_threads_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "SHM_CLOSING_MAX", 2)
+    monkeypatch.setattr(closing, "STUCK_NS", 0)
+    closer = Closer()
+    closer._threads = limits.SHM_CLOSERS_MAX  # all of them are somewhere
+    fds = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(3)]
+    closer.give(fds[0])
+    assert not closer.full
+    closer.give(fds[1])
+    assert closer.crowded
+    assert closer.stuck
+    assert closer.full
+    since_ns = closer._crowded_ns
+    closer.give(fds[2])
+    assert closer._crowded_ns == since_ns, "it has been one all the time"
+    closer._threads = 0
+    closer.give()
+    until = time.monotonic() + 10
+    while closer.full and time.monotonic() < until:
+        time.sleep(0.001)
+    assert not closer.full

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import leaks
@@ -24,6 +25,7 @@ from harness import DaemonProcess, Running, eventually, running_daemon
 from bench.processes import free_ports
 from entresol_client import PutBlock, UsageError
 from entresol_client.demo.media import flip_bit
+from entresol_client.engines import store as engine_store
 from entresol_client.engines.answer import Answer
 from entresol_client.engines.settings import EngineSettings
 from entresol_client.engines.store import EngineStore, Space
@@ -380,13 +382,38 @@ async def test_an_engines_pool_can_be_unmapped_after_close(tmp_path: Path) -> No
         view = memoryview(pool)
         store = await asyncio.to_thread(EngineStore, settings_for(running))
         await asyncio.to_thread(store.register, view)
+        (memory,) = store._registered
+        assert not memory.closed
         space = store.space(DESCRIPTOR)
         slots = [view[n * BLOCK : (n + 1) * BLOCK] for n in range(8)]
         assert (await got(space.store(puts(*range(8))))).ok
         assert (await got(space.load([key(n) for n in range(8)], slots))).ok
         assert bytes(view) == b"".join(content(n) for n in range(8))
         await asyncio.to_thread(store.close)
+        assert memory.closed
         for slot in slots:
             slot.release()
         view.release()
         pool.close()  # raises BufferError while anyone refers to it
+
+
+@pytest.mark.parametrize(
+    ("keeps_keys", "open_at", "error"),
+    [
+        (True, "daemon", ConfigError),
+        (True, "host", ConnectionRefusedError),
+        (False, "daemon", ConnectionRefusedError),
+    ],
+)
+def test_what_no_daemon_can_open_is_not_to_be_opened_by_one(
+    keeps_keys: bool, open_at: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(tenant_key=Path("tenant.key") if keeps_keys else None)
+
+    async def opens(_: object) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(engine_store.ClientConfig, "find", lambda _: config)
+    monkeypatch.setattr(engine_store.AsyncClient, "open", opens)
+    with pytest.raises(error):
+        EngineStore(EngineSettings(open_at=open_at))
