@@ -279,3 +279,30 @@ async def test_what_was_given_back_is_not_at_hand_any_more() -> None:
         assert len(arena.memory.view) == 0
         assert await arena.take(16, 2**62) is None
     memory.close()
+
+
+async def test_a_taker_that_is_cancelled_holds_nothing_and_nobody_up() -> None:
+    step, far_ns = limits.ALIGN_BYTES, time.monotonic_ns() + 60 * 10**9
+    arena = Arena(PrivateMemory(2 * step), 2 * step)
+    held = await arena.take(2 * step, far_ns)
+    large = asyncio.create_task(arena.take(2 * step, far_ns))
+    small = asyncio.create_task(arena.take(step, far_ns))
+    await asyncio.sleep(0)
+    large.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await large
+    assert held is not None
+    held.give_back()
+    async with asyncio.timeout(10):
+        first, second = await small, await arena.take(step, far_ns)
+    assert first is not None
+    assert second is not None
+    waiting = asyncio.create_task(arena.take(step, far_ns))
+    await asyncio.sleep(0)
+    first.give_back()  # to who waits, and is cancelled before its turn
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    second.give_back()
+    assert arena.used_bytes == 0
+    arena.close()

@@ -474,6 +474,17 @@ async def test_an_op_of_an_unknown_region_has_its_status_and_the_others_are_read
     bench.assert_nothing_held()
 
 
+async def test_reads_of_a_session_that_is_cut_end_with_it() -> None:
+    bench = Bench(1, 16 * MIB)
+    reading = bench.read([(0, 16 * MIB)], [memoryview(bytearray(16 * MIB))])
+    await asyncio.sleep(0)
+    bench.cut()  # some of it is on the wire, some waits
+    async with asyncio.timeout(10):
+        assert await reading == [Status.DISCONNECTED]
+        assert await bench.read([(0, 9)], [memoryview(bytearray(9))]) == [Status.DISCONNECTED]
+    bench.assert_nothing_held()
+
+
 async def test_what_failed_first_is_told_also_after_the_deadline() -> None:
     bench = Bench(1, 2 * MIB)
     reading = bench.read([(0, 2 * MIB)], [memoryview(bytearray(2 * MIB))], deadline_s=0.05)
