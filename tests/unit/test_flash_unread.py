@@ -397,17 +397,17 @@ def test_removals_of_a_group_that_failed_are_not_missed_where_they_were_to_be() 
     simloop.run(whole())
 
 
-async def with_a_removal() -> tuple[SimDevice, int, int]:
+async def with_a_removal(after_blocks: int = 3) -> tuple[SimDevice, int, int]:
     """Crashed: the first of twelve blocks was removed; in which segment that is, and at what place
     of the device."""
     device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
     engine = await open_engine(device)
-    await stored(engine, range(3))
+    await stored(engine, range(after_blocks))
     engine.remove(engine.index.find(NS, key_of(0)), RemoveReason.FORGOTTEN)
     await engine.barrier()
     (where,) = (s for s in engine._table.used() if s.tombstone_offsets)
     at = DATA_OFFSET + where.index * SEGMENT + where.tombstone_offsets[0] * BLOCK
-    await stored(engine, range(3, 12))  # so that it is sealed, and has a footer
+    await stored(engine, range(after_blocks, 12))  # so that it is sealed, and has a footer
     after = device.crash()
     await engine.close(clean=False)
     return after, where.index, at
@@ -438,6 +438,57 @@ def test_a_removal_that_the_device_refuses_at_opening_is_kept_for_another(tmp_pa
         assert again.index.find(NS, key_of(0)) == ABSENT
         assert again.recovery.tombstones_lost == 0
         assert not again.stock.unread
+        await again.close()
+
+    simloop.run(whole())
+
+
+@pytest.mark.parametrize("failed_writes", [0, 1])
+@pytest.mark.parametrize("readable", ["at the next opening", "when its segment is freed"])
+def test_what_an_eviction_keeps_is_no_younger_than_a_removal_that_is_found_later(
+    readable: str, failed_writes: int
+) -> None:
+    """The copy outdid the removal, and what had been forgotten was there for good."""
+
+    async def whole() -> None:
+        device, unread, at = await with_a_removal(6)
+        honest, write_one = device._read_one, device._write_one
+        refused, failures = True, failed_writes
+
+        def read_one(op: IoOp) -> Status:
+            status = honest(op)
+            return Status.IO_ERROR if refused and op.offset_bytes == at else status
+
+        def fail_once(op: IoOp) -> None:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise DeviceError("write failed")
+            write_one(op)
+
+        device._read_one = read_one  # type: ignore[method-assign]
+        engine = await open_engine(device)
+        home = int(engine.index.segment[engine.index.find(NS, key_of(0))])
+        assert home != unread
+        device._write_one = fail_once  # type: ignore[method-assign]
+        for _ in range(3):
+            await engine.evict(home, lambda slots: slots)
+            assert engine.stats.evicted_blocks == 0
+            moved = int(engine.index.segment[engine.index.find(NS, key_of(0))])
+            assert moved != home
+            assert engine.segment_states()[home].value == "free"
+            home = moved
+        if readable == "when its segment is freed":
+            refused = False
+            await engine.evict(unread, lambda slots: slots)
+            assert engine.segment_states()[unread].value == "free"
+            await engine.evict(home, lambda slots: slots)
+        await check(engine, range(12))
+        await engine.close()
+        refused = False
+        again = await open_engine(device.crash())
+        assert again.index.find(NS, key_of(0)) == ABSENT
+        await check(again, range(1, 12))
         await again.close()
 
     simloop.run(whole())

@@ -37,6 +37,7 @@ from entresol_daemon.flash.segment import (
     RecordKind,
     decode_record_header,
     extent_bytes,
+    lsn_of,
     payload_hash,
 )
 from entresol_daemon.flash.space import Segment, SegmentTable
@@ -278,7 +279,7 @@ class Evictor:
             at = end
         ops = [(slot, view) for slot, _, view in items]
         # Hashed whatever `verify_reads` says: the copy gets a hash of what is here, for good.
-        statuses = await self._reader.read(ops, payloads=True)
+        statuses = await self._reader.read(ops, payloads=True, headers=True)
         moving: list[tuple[int, asyncio.Future[Status]]] = []
         for (slot, expected, view), status in zip(items, statuses, strict=True):
             if not self._is_here(slot, segment) or self._index.key_of(slot) != expected.wire_key:
@@ -316,7 +317,7 @@ class Evictor:
         target = self._table.open_for_copy(segment.stream, size)
         if target is None:
             return None
-        lsn = self._table.next_lsn()
+        lsn = self._table.lsn_of_copy(target, lsn_of(view))
         e = expected
         sizes = (size, e.sealed_bytes, e.plain_bytes, e.position)
         offset = self._table.place(target, RecordKind.BLOCK, e.namespace_id, e.wire_key, sizes, lsn)

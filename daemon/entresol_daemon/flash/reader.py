@@ -62,9 +62,10 @@ class Reader:
         ops: Sequence[tuple[int, memoryview]],
         *,
         payloads: bool = False,
+        headers: bool = False,
     ) -> list[Status]:
         """Whole records into whole extents; see `Engine.read`. `payloads` are hashed even where
-        reads do not."""
+        reads do not; `headers` stay in the extents of durable ones."""
         payloads = payloads or self._verify_payloads
         statuses = [Status.MISS] * len(ops)
         self._stats.reads += len(ops)
@@ -80,7 +81,8 @@ class Reader:
         self._stats.corrupt_reads += statuses.count(Status.CORRUPT)
         self._stats.io_error_reads += statuses.count(Status.IO_ERROR)
         for _, extent in ops:
-            extent[:RECORD_HEADER_BYTES] = _WIPE
+            if not headers:
+                extent[:RECORD_HEADER_BYTES] = _WIPE
         return statuses
 
     async def _attempt(

@@ -109,7 +109,9 @@ def resolve(
         name = names.name(row)
         other = newest.setdefault(name, row)
         if other != row:
-            older = row if lsn[row] < lsn[other] else other
+            # A copy may have the number of what it was made of.
+            is_older = (lsn[row], sequence[row]) < (lsn[other], sequence[other])
+            older = row if is_older else other
             newest[name] = other if older == row else row
             alive[older] = False
     outdone = np.flatnonzero(~alive)

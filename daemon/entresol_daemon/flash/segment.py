@@ -322,6 +322,11 @@ def encode_record_header(header: RecordHeader, check_key: bytes) -> bytes:
     return fields + _record_check(fields, check_key)
 
 
+def lsn_of(extent: memoryview) -> int:
+    """The log number of a record that was verified."""
+    return int.from_bytes(extent[16:24], "little")
+
+
 def encode_record_head(
     kind: RecordKind,
     sequence: int,

@@ -162,6 +162,8 @@ class SegmentTable:
         # Names of which those that shadow may hold an older copy: one that goes is buried, so that
         # a crash does not bring the older back.
         self.doubtful: set[bytes] = set()
+        # Another opening may find removals that this one did not: no copy outdoes its block.
+        self.unsure = False
         self.closed: list[Segment] = []  # full, their footers not handed to the writer yet
         self.extent_bytes_max = record_bytes_max(superblock.segment_bytes)
         self._options = options
@@ -188,6 +190,16 @@ class SegmentTable:
         """A log number above all earlier ones."""
         self._lsn += 1
         return self._lsn
+
+    def lsn_of_copy(self, target: Segment, lsn: int) -> int:
+        """The log number of a copy that goes to `target`: a new one; where the opening may have
+        missed removals of the block, or a newer one of its name, that of the record, `lsn`. Such a
+        removal names another segment than `target`: none is dropped while that is there."""
+        new = self.next_lsn()
+        if not self.unsure:
+            return new
+        self.cast_shadows(target)
+        return lsn
 
     # -- places
 
@@ -374,6 +386,7 @@ class SegmentTable:
     def keep_unread(self, log: logging.Logger) -> None:
         """Segments that this opening could not read are for another one: freed last, for long."""
         if self.stock.unread:
+            self.unsure = True
             log.error(
                 "event=segments_unread count=%d hours=%d hint='restart the daemon once the device "
                 "gives them again'", len(self.stock.unread), UNREAD_KEEP_NS // 3_600_000_000_000,

@@ -420,7 +420,7 @@ class Writer:
 
     def _move(self, p: Pending, status: Status) -> None:
         """Place a record of a condemned segment elsewhere, or end it."""
-        old = p.segment
+        old, table = p.segment, self._table
         old.unflushed -= 1
         old.changed()
         if p.kind is RecordKind.TOMBSTONES:
@@ -432,20 +432,20 @@ class Writer:
             return
         target = None
         if not self.failed and p.tries < APPEND_TRIES_MAX:
-            target = self._table.open_for(p.stream, size, COPY_RESERVE)
+            target = table.open_for(p.stream, size, COPY_RESERVE)
             status = status if target is not None else Status.NO_SPACE
-        self._table.add_dead(old, size)
+        table.add_dead(old, size)
         if target is None:
             self._end(p, status)
             return
-        p.tries += 1
-        p.lsn, p.segment = self._table.next_lsn(), target
+        p.tries, p.segment = p.tries + 1, target
+        p.lsn = table.lsn_of_copy(target, p.lsn) if p.home is not None else table.next_lsn()
         sizes = (size, p.sealed_bytes, p.plain_bytes, p.position)
-        p.offset = self._table.place(target, p.kind, p.namespace_id, p.wire_key, sizes, p.lsn)
+        p.offset = table.place(target, p.kind, p.namespace_id, p.wire_key, sizes, p.lsn)
         self._index.m_segment[p.slot] = target.index
         self._index.m_offset[p.slot] = p.offset
-        self._table.add_live(target, p.slot, size)
-        self._table.doubt([p.namespace_id + p.wire_key])
+        table.add_live(target, p.slot, size)
+        table.doubt([p.namespace_id + p.wire_key])
         if not self._queue:
             self._since = self._now()
         self._queue.append(p)
