@@ -128,3 +128,35 @@ def test_one_read_that_goes_wrong_at_opening_costs_nothing(lie: Lie) -> None:
         assert number > 2 * SEGMENTS
 
     simloop.run(whole())
+
+
+def test_a_header_of_before_its_segment_was_freed_brings_nothing_back() -> None:
+    """The device gives what was there before; or the write of the FREE header went elsewhere."""
+
+    async def whole() -> None:
+        device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        await stored(engine, range(10))
+        await forgotten(engine, range(10))
+        before = device.image()
+        used = [info.segment for info in engine.segments() if info.blocks]
+        for number in used:
+            await engine.evict(number)
+        await stored(engine, range(22, 30))
+        await engine.close(clean=False)
+        file = device.crash()
+        for number in used:
+            device, at = file.crash(), engine._superblock.segment_at(number)
+            device.poke(at, before[at : at + BLOCK])
+            opened = await open_engine(device)
+            assert all(opened.index.find(NS, key_of(n)) == ABSENT for n in range(10)), number
+            await stored(opened, range(30, 31))
+            assert opened.segment_states()[number].value == "free"
+            await opened.close(clean=False)
+            device = device.crash()
+            again = await open_engine(device)
+            for n in range(22, 31):
+                assert await get(again, (NS, key_of(n))) == (Status.OK, data_of(n))
+            await again.close(clean=False)
+
+    simloop.run(whole())

@@ -39,6 +39,7 @@ from entresol_daemon.flash.segment import (
     SegmentHeader,
     Superblock,
     Trailer,
+    decode_header,
     decode_record_header,
     decode_table,
     extent_bytes,
@@ -190,7 +191,11 @@ class Recovery:
             sealed.append(trailer)
         elif header is not None:
             self._adopt(segment, SegmentState.SEALED, header.stream, header.sequence)
-            to_scan.append((segment, header.sequence))
+            last = None if tail is None else decode_header(self._superblock, segment.index, tail)
+            if last is not None and last.sequence >= header.sequence:
+                self._found.to_free.append(segment)  # its end says that it was
+            else:
+                to_scan.append((segment, header.sequence))
         elif head is None or tail is None:
             self._adopt(segment, SegmentState.CONDEMNED, NO_STREAM, 0)
             self._leave_alone(segment)
