@@ -299,6 +299,51 @@ def test_nothing_is_formatted_where_segments_are(more: int) -> None:
     simloop.run(whole())
 
 
+def test_a_damaged_copy_and_a_size_that_was_changed_are_told_from_a_foreign_file() -> None:
+    """The hint was to check the path, or to remove the file."""
+
+    async def whole() -> None:
+        file, _ = await a_file()
+        image = bytearray(file.image())
+        image[40] ^= 1
+        grown = bytes(image) + bytes(64 * BLOCK)
+        with pytest.raises(FormatError, match=r"was its size changed\? restore it"):
+            await open_engine(SimDevice(len(grown), image=grown))
+        engine = await open_engine(SimDevice(len(image), image=image))
+        await check(engine, range(12))
+        await engine.close(clean=False)
+
+    simloop.run(whole())
+
+
+@pytest.mark.parametrize("lying", [0, 1])
+def test_one_read_of_a_superblock_that_goes_wrong_beside_a_damaged_one_costs_nothing(
+    lying: int,
+) -> None:
+    async def whole() -> None:
+        file, _ = await a_file()
+        device = file.crash()
+        copies, lies = (0, device.size_bytes - BLOCK), list[int]()
+        at = copies[1 - lying] + 40
+        device.poke(at, bytes([device.image_at(at, 1)[0] ^ 1]))
+        honest = device._read_one
+
+        def read_one(op: IoOp) -> Status:
+            status = honest(op)
+            if op.offset_bytes == copies[lying] and not lies:
+                lies.append(lying)
+                op.view[:] = b"elsewhere" + bytes(BLOCK - 9)
+            return status
+
+        device._read_one = read_one  # type: ignore[method-assign]
+        engine = await open_engine(device)
+        assert lies
+        await check(engine, range(12))
+        await engine.close(clean=False)
+
+    simloop.run(whole())
+
+
 def test_two_reads_that_lose_different_records_lose_none() -> None:
     """A segment without footer: each of two scans of it misses another record."""
 

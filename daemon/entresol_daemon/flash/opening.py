@@ -22,6 +22,10 @@ from entresol_daemon.flash.superblock import (
 from entresol_proto.status import DeviceError, FormatError, Status
 
 _TRIES_MAX = 2
+_RESIZED = (
+    "was its size changed? restore it: the second copy is where it ended; to start empty, remove "
+    "the file or discard the device's content"
+)
 
 
 def new_superblock(device: Device, options: EngineOptions, random_bytes: RandomBytes) -> Superblock:
@@ -55,10 +59,16 @@ async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]
     """(superblock or None for a blank device, valid copies, whether both agree).
 
     A blank device is about to be formatted: it has to look blank twice, and to have no segments.
+    What is none of ours is asked for twice, too.
 
     Raises: FormatError as `choose_superblock`; DeviceError when no copy can be read.
     """
-    found = await _read_superblock(device)
+    try:
+        found = await _read_superblock(device)
+    except FormatError:
+        found = await _read_superblock(device)
+        if found[0] is None:
+            raise
     if found[0] is None:
         found = await _read_superblock(device)
     if found[0] is not None:
@@ -73,8 +83,7 @@ async def read_superblock(device: Device) -> tuple[Superblock | None, int, bool]
         raise FormatError(
             f"{device.name} has segments, but its first block is blank and no superblock is at its "
             "end",
-            hint="was its size changed? restore it: the second copy is where it ended; to start "
-            "empty, remove the file or discard the device's content",
+            hint=_RESIZED,
         )
     return found
 
@@ -113,7 +122,11 @@ async def _read_superblock(device: Device) -> tuple[Superblock | None, int, bool
                 "is none",
                 hint="the device fails: see the kernel's log",
             ) from None
-        raise FormatError(f"{device.name}: {Exception.__str__(error)}", hint=error.hint) from None
+        hint = error.hint
+        if version in (None, FORMAT_VERSION):
+            begin = await _read_block(device, DATA_OFFSET)
+            hint = _RESIZED if begin is not None and begin[:8] == SEGMENT_MAGIC else hint
+        raise FormatError(f"{device.name}: {Exception.__str__(error)}", hint=hint) from None
     return superblock, 2 if agree else 1, agree
 
 
