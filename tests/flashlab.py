@@ -271,8 +271,8 @@ def stock_faults(engine: Engine) -> list[str]:
             has |= dict.fromkeys(shelf, f"{name} {stream.hex()}")
             if not shelf:
                 has[-1] = f"nothing under {name} {stream.hex()}"
-    used = {i.sequence for i in engine.segments() if i.state is not SegmentState.FREE}
-    lives = engine._table.lives.keys()
+    used = {i.sequence for i in engine.segments() if i.state is not SegmentState.FREE} - {0}
+    lives = engine._table.lives.keys() - {0}  # lost, or not read: there may be several
     return [
         f"segment {number} is {where.get(number)}, in stock as {has.get(number)}"
         for number in sorted(where.keys() | has.keys())

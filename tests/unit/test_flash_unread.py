@@ -140,6 +140,26 @@ def test_blocks_left_out_for_the_indexs_sake_are_found_by_a_larger_one(tmp_path:
     simloop.run(whole())
 
 
+def test_a_block_left_out_for_the_indexs_sake_is_not_back_after_a_newer_one_of_its_name() -> None:
+    async def whole() -> None:
+        file, _ = await a_file()
+        device = file.crash()
+        engine = await open_engine(device, replace(OPTIONS, blocks_max=5))
+        assert engine.index.find(NS, key_of(0)) == ABSENT
+        engine.remove(engine.index.find(NS, key_of(11)), RemoveReason.FORGOTTEN)
+        slot, future = put(engine, (NS, key_of(0)), b"newer")
+        assert await future is Status.OK
+        (gone,) = await engine.evict(int(engine.index.segment[slot]))
+        assert (gone.wire_key, gone.reason) == (key_of(0), RemoveReason.EVICTED)
+        await engine.close(clean=False)
+        engine = await open_engine(device.crash(), replace(OPTIONS, blocks_max=100))
+        assert engine.index.find(NS, key_of(0)) == ABSENT
+        await check(engine, range(1, 11))
+        await engine.close(clean=False)
+
+    simloop.run(whole())
+
+
 def test_after_a_day_it_is_room_like_any_other_and_counted() -> None:
     async def whole() -> None:
         file, first = await a_file()

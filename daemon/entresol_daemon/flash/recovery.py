@@ -429,6 +429,7 @@ class Recovery:
         surplus = len(alive) - self._index.capacity
         if surplus > 0:
             self._report.blocks_dropped = surplus
+            self._table.doubt(rows[row].tobytes()[:NAME_BYTES] for row in alive[:surplus])
             for number in np.unique(segment[alive[:surplus]]).tolist():
                 self._table.segments[number].shadows = True
                 self._table.segments[number].hides = True
