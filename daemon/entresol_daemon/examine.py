@@ -201,7 +201,11 @@ class Examiner:
         tail_read = self._device.fill(start + size - BLOCK, memoryview(tail))
         header = decode_header(self._superblock, number, bytes(head)) if head_read else None
         trailer = decode_trailer(self._superblock, number, bytes(tail)) if tail_read else None
-        if header is not None and header.state is HeaderState.FREE:
+        last = decode_header(self._superblock, number, bytes(tail)) if tail_read else None
+        if header is not None and (
+            header.state is HeaderState.FREE
+            or (last is not None and last.sequence >= header.sequence)
+        ):
             return SegmentFacts(number, "free", header.sequence)
         if trailer is not None and (header is None or header.sequence == trailer.sequence):
             facts = SegmentFacts(number, "sealed", trailer.sequence, short(trailer.stream))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from entresol_daemon.examine import examine
 from entresol_daemon.flash.device import BLOCK, IoOp
 from entresol_daemon.flash.engine import Engine, RemoveReason
 from entresol_daemon.flash.index import ABSENT
@@ -130,8 +132,10 @@ def test_one_read_that_goes_wrong_at_opening_costs_nothing(lie: Lie) -> None:
     simloop.run(whole())
 
 
-def test_a_header_of_before_its_segment_was_freed_brings_nothing_back() -> None:
+def test_a_header_of_before_its_segment_was_freed_brings_nothing_back(tmp_path: Path) -> None:
     """The device gives what was there before; or the write of the FREE header went elsewhere."""
+
+    path, images = tmp_path / "data", list[tuple[int, bytes]]()
 
     async def whole() -> None:
         device = SimDevice(device_bytes(SEGMENTS), sleep=asyncio.sleep)
@@ -148,6 +152,7 @@ def test_a_header_of_before_its_segment_was_freed_brings_nothing_back() -> None:
         for number in used:
             device, at = file.crash(), engine._superblock.segment_at(number)
             device.poke(at, before[at : at + BLOCK])
+            images.append((number, device.image()))
             opened = await open_engine(device)
             assert all(opened.index.find(NS, key_of(n)) == ABSENT for n in range(10)), number
             await stored(opened, range(30, 31))
@@ -160,3 +165,6 @@ def test_a_header_of_before_its_segment_was_freed_brings_nothing_back() -> None:
             await again.close(clean=False)
 
     simloop.run(whole())
+    for number, image in images:
+        path.write_bytes(image)
+        assert examine(path, quick=True).segments[number].state == "free"

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import simloop
-from flashlab import NAMESPACES, STREAMS, device_bytes, get, key_of, open_engine, put
+from flashlab import NAMESPACES, OPTIONS, STREAMS, device_bytes, get, key_of, open_engine, put
 
 from entresol_daemon.flash.device import BLOCK, aligned_buffer
-from entresol_daemon.flash.engine import Engine, RemoveReason, SegmentState
+from entresol_daemon.flash.engine import Engine, RecoveryKind, RemoveReason, SegmentState
+from entresol_daemon.flash.group import takes_writes
 from entresol_daemon.flash.renewing import TRIES_MAX, renew_records
+from entresol_daemon.flash.segment import SegmentHeader, decode_header
 from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
 from entresol_proto.status import Status
 
@@ -227,3 +231,34 @@ def test_what_a_start_writes_is_counted_as_wear() -> None:
         await again.close()
 
     play(life())
+
+
+def test_a_probe_of_a_failed_device_leaves_a_free_segments_number_as_it_was(tmp_path: Path) -> None:
+    """It was 0 after a start: then no last block told any more which lives had ended."""
+    options = replace(OPTIONS, checkpoint_path=tmp_path / "checkpoint")
+
+    def ends_of(device: SimDevice, engine: Engine, number: int) -> list[SegmentHeader | None]:
+        start, superblock = engine._superblock.segment_at(number), engine._superblock
+        places = (start, start + superblock.segment_bytes - BLOCK)
+        return [decode_header(superblock, number, device.image_at(at, BLOCK)) for at in places]
+
+    async def life(*, clean: bool) -> None:
+        device = SimDevice(device_bytes(6), sleep=asyncio.sleep)
+        engine = await open_engine(device, options)
+        slot, future = put(engine, (NS, KEYS[0]), bytes(9_000))
+        assert await future is Status.OK
+        number = engine.index.m_segment[slot]
+        await engine.evict(number)
+        await engine.close(clean=clean)
+        engine = await open_engine(device, options, seed=1)
+        assert (engine.recovery.kind is RecoveryKind.CHECKPOINT) == clean
+        before = ends_of(device, engine, number)
+        engine._table.free.rotate(-engine._table.free.index(number))
+        assert await takes_writes(device, engine._table)
+        after = ends_of(device, engine, number)
+        assert before[0] is not None
+        assert [head and head.sequence for head in after] == [before[0].sequence] * 2
+        await engine.close(clean=False)
+
+    play(life(clean=False))
+    play(life(clean=True))

@@ -108,6 +108,7 @@ class Recovery:
                     any(block) and (header is None or header.state is not HeaderState.FREE)
                 ):
                     return f"segment {number} was free and is not"
+                self._table.segments[number].sequence = header.sequence if header else 0
             elif header is None:
                 if not note.condemned:  # such a one may have lost its header, or never flushed it
                     return f"segment {number} is not the one of the checkpoint"
@@ -185,6 +186,7 @@ class Recovery:
     ) -> bool:
         """See DATA_FILE.md, "Opening". False when both edges were read and neither is one."""
         if header is not None and header.state is HeaderState.FREE:
+            segment.sequence = header.sequence
             return True
         if trailer is not None and (header is None or header.sequence == trailer.sequence):
             self._adopt(segment, SegmentState.SEALED, trailer.stream, trailer.sequence)
