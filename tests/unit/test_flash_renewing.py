@@ -16,11 +16,11 @@ import pytest
 import simloop
 from flashlab import NAMESPACES, OPTIONS, STREAMS, device_bytes, get, key_of, open_engine, put
 
-from entresol_daemon.flash.device import BLOCK, aligned_buffer
+from entresol_daemon.flash.device import BLOCK, IoOp, aligned_buffer
 from entresol_daemon.flash.engine import Engine, RecoveryKind, RemoveReason, SegmentState
 from entresol_daemon.flash.group import takes_writes
 from entresol_daemon.flash.renewing import TRIES_MAX, renew_records
-from entresol_daemon.flash.segment import SegmentHeader, decode_header
+from entresol_daemon.flash.segment import HeaderState, SegmentHeader, decode_header, encode_header
 from entresol_daemon.flash.sim import Fault, FaultPlan, SimDevice
 from entresol_proto.status import Status
 
@@ -192,7 +192,7 @@ def test_only_what_was_verified_is_written() -> None:
         superblock, segment = engine._superblock, engine._table.segments[number]
         table = bytes(segment.rows)
         await engine.close(clean=False)
-        raw = aligned_buffer(superblock.segment_bytes)
+        life, raw = (number, segment.sequence), aligned_buffer(superblock.segment_bytes)
         start = superblock.segment_at(number)
         raw[:] = device.image_at(start, superblock.segment_bytes)
         assert (segment.stream, segment.row_count) == (STREAMS[0], 4)
@@ -201,7 +201,7 @@ def test_only_what_was_verified_is_written() -> None:
         first_after = 1 + 3  # blocks: a header, and three of the first record
         raw[first_after * BLOCK : (first_after + 3) * BLOCK] = b"?" * (3 * BLOCK)
         before, writes = device.image(), device.writes
-        assert await renew_records(device, superblock, number, raw, kept)
+        assert await renew_records(device, superblock, life, raw, kept)
         assert device.writes == writes + 2, "two runs, around the gap"
         assert device.image() == before
 
@@ -262,3 +262,35 @@ def test_a_probe_of_a_failed_device_leaves_a_free_segments_number_as_it_was(tmp_
 
     play(life(clean=False))
     play(life(clean=True))
+
+
+def test_a_header_that_one_read_gives_as_it_was_before_is_not_written() -> None:
+    """The second scan of an open segment: the next start took the segment for a free one."""
+
+    async def life() -> None:
+        device = SimDevice(device_bytes(10), sleep=asyncio.sleep)
+        engine = await open_engine(device)
+        assert await put(engine, (NS, KEYS[0]), b"content of " + KEYS[0])[1] is Status.OK
+        superblock, number = engine._superblock, engine.index.m_segment[0]
+        free = encode_header(superblock, SegmentHeader(HeaderState.FREE, number, 1, bytes(16)))
+        await engine.close(clean=False)
+        device, scans = device.crash(), list[int]()
+        honest = device._read_one
+
+        def read_one(op: IoOp) -> Status:
+            status = honest(op)
+            if op.view.nbytes == superblock.segment_bytes:
+                scans.append(op.offset_bytes)
+                if len(scans) == 2:
+                    op.view[:BLOCK] = free
+            return status
+
+        device._read_one = read_one  # type: ignore[method-assign]
+        engine = await open_engine(device, seed=1)
+        assert scans == [superblock.segment_at(number)] * 2
+        await engine.close(clean=False)
+        engine = await open_engine(device.crash(), seed=2)
+        assert await believed(engine) == KEYS[:1]
+        await engine.close()
+
+    play(life())

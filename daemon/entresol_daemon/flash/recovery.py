@@ -370,7 +370,7 @@ class Recovery:
             self._take_rows(segment, np.frombuffer(table, dtype=ROW))
             segment.used_bytes = scan.used_bytes
             if held.table:  # what `buffer` has
-                place = (self._superblock, segment.index)
+                place = (self._superblock, (segment.index, sequence))
                 whole &= await renew_records(self._device, *place, buffer, held.table)
             if not whole:
                 self._leave_alone(segment)

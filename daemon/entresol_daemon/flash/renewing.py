@@ -28,11 +28,18 @@ BATCH_BYTES_MAX = 16 * limits.MIB
 
 
 async def renew_records(
-    device: Device, superblock: Superblock, number: int, raw: memoryview, table: bytes | bytearray
+    device: Device,
+    superblock: Superblock,
+    life: tuple[int, int],
+    raw: memoryview,
+    table: bytes | bytearray,
 ) -> bool:
     """Write a segment's header and the records that `table` lists (rows, as a scan of `raw` found
-    them), from `raw`, the whole segment. False when the device does not take all of it."""
-    ends = [BLOCK] if decode_header(superblock, number, bytes(raw[:BLOCK])) is not None else [0]
+    them), from `raw`, the whole segment. `life`: its number and sequence; a header of another, as a
+    read may give, is not written. False when the device does not take all of it."""
+    number, sequence = life
+    header = decode_header(superblock, number, bytes(raw[:BLOCK]))
+    ends = [BLOCK if header is not None and header.sequence == sequence else 0]
     runs = [0]  # start, end, start, end...
     rows = np.frombuffer(bytes(table), dtype=ROW)
     for offset, sealed in zip(rows["offset"].tolist(), rows["sealed"].tolist(), strict=True):
