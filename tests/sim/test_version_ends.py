@@ -5,7 +5,9 @@ something unread, nor by what a block's place held before it.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,12 @@ import pytest
 from entresol_daemon.core.census import NOT_COUNTED
 from entresol_daemon.keys import keyring
 from entresol_daemon.keys.tenant import USAGE_FIRST_BLOCKS
+from entresol_daemon.shard.listing import Listing
+from entresol_proto import limits
 from entresol_proto.ids import TenantName
 from entresol_proto.status import Status
 from entresol_proto.wire.data import OpenAt
+from tests.sim import shardlab
 from tests.sim.shardlab import SEGMENT_BYTES, World
 from tests.sim.test_shard_review import KEYS, joined, names, simulate, stored
 from tests.sim.test_tenant_changes import admin_of
@@ -191,5 +196,45 @@ def test_nothing_is_remembered_of_tenants_that_were_erased(
         await asyncio.sleep(3)
         assert not care._note_after_ns
         assert not care._not_before_ns
+
+    simulate(tmp_path, story)
+
+
+def test_blocks_of_many_chunks_are_counted_and_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sealed header is longer than a block of flash."""
+    monkeypatch.setattr(shardlab, "SEGMENT_BYTES", 16 * limits.MIB)
+    monkeypatch.setitem(World.__init__.__kwdefaults__, "segments", 8)
+    plain = random.Random(1).randbytes(4 * limits.MIB)
+
+    async def story(world: World) -> None:
+        old = world.config
+        world.config = replace(
+            old,
+            sealing=replace(old.sealing, chunk_bytes=limits.CHUNK_BYTES_MIN),
+            memory=replace(old.memory, dram_bytes=64 * limits.MIB, slab_bytes=16 * limits.MIB),
+            limits=replace(
+                old.limits, block_bytes_max=len(plain), put_queue_bytes_max=32 * limits.MIB,
+                inflight_bytes_per_session_max=16 * limits.MIB,
+            ),
+        )  # fmt: skip
+        monkeypatch.setattr(shardlab.Oracle, "content", lambda *_: plain)
+        await again(world)
+        host = await joined(world, private=True)
+        await stored(host, KEYS[:1])
+        await world.shard.keycare.rotate(ALPHA)
+        await again(world)
+        info = world.keyring.info(ALPHA)
+        assert info is not None
+        assert world.shard.keycare.not_counted(info) == 1
+        await asyncio.sleep(10)
+        uses, unknown, _ = world.shard.keycare.uses(info)
+        assert ([use.blocks for use in uses], unknown) == ([1, 0], 0)
+        listed = [event async for event in Listing(world.shard.parts, ALPHA).events() if event]
+        assert [event.engine_keys for event in listed] == [(KEYS[0],)]
+        await (await joined(world)).forget(KEYS[:1])
+        await asyncio.sleep(10)
+        assert versions(world) == [2]
 
     simulate(tmp_path, story)

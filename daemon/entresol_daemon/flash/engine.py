@@ -348,8 +348,8 @@ class Engine:
         return await self._reader.read(ops)
 
     async def read_heads(self, slots: Sequence[int]) -> list[bytes]:
-        """Of each record the first block: header, then the first sealed bytes. The header is
-        verified, the sealed bytes are not. Empty where it cannot be had."""
+        """Of each record the beginning: its header, which is verified, then sealed bytes, which are
+        not, to the end of their header at least. Empty where it cannot be had."""
         return await self._reader.heads(slots)
 
     def remove(self, slot: int, reason: RemoveReason) -> Removed:

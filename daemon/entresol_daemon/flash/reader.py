@@ -17,9 +17,13 @@ from entresol_daemon.flash.model import COPY_BYTES_MAX, EngineStats
 from entresol_daemon.flash.segment import RECORD_HEADER_BYTES, extent_bytes
 from entresol_daemon.flash.space import SegmentTable
 from entresol_daemon.flash.writer import Writer
+from entresol_proto import limits
 from entresol_proto.status import Status
 
 READ_TRIES_MAX = 2  # a misdirected read is transient: ask once more before calling it corrupt
+HEAD_BLOCKS_MAX = 2  # the header of a block of a thousand chunks is longer than one
+# Of a block with more it may be: a chunk takes four bytes of it, the other fields 204.
+LONG_PLAIN_BYTES = (BLOCK - RECORD_HEADER_BYTES - 204) // 4 * limits.CHUNK_BYTES_MIN
 _WIPE = bytes(RECORD_HEADER_BYTES)
 
 
@@ -163,18 +167,21 @@ class Reader:
         return bad
 
     async def heads(self, slots: Sequence[int]) -> list[bytes]:
-        """The first block of each record, empty where it cannot be had or is not the record's."""
+        """The beginning of each record, its sealed header to its end in it; empty where it cannot
+        be had or is not the record's."""
         result = [b""] * len(slots)
         todo: list[tuple[int, Expected, memoryview]] = []
-        scratch = aligned_buffer(BLOCK * len(slots))
+        stride = HEAD_BLOCKS_MAX * BLOCK
+        scratch = aligned_buffer(stride * len(slots))
         for number, slot in enumerate(slots):
             if not self._index.is_live(slot):
                 continue
             pending = self._writer.pending.get(slot)
             if pending is not None:
-                result[number] = bytes(pending.extent[:BLOCK])
+                result[number] = bytes(pending.extent[: self._head_bytes(slot)])
             else:
-                view = scratch[number * BLOCK : (number + 1) * BLOCK]
+                at = number * stride
+                view = scratch[at : at + self._head_bytes(slot)]
                 todo.append((number, self.expect(slot), view))
         if todo:
             statuses = await self._once([(e, view) for _, e, view in todo], False)
@@ -182,6 +189,11 @@ class Reader:
                 if status is Status.OK:
                     result[number] = bytes(view)
         return result
+
+    def _head_bytes(self, slot: int) -> int:
+        if self._index.m_plain_bytes[slot] <= LONG_PLAIN_BYTES:
+            return BLOCK
+        return min(HEAD_BLOCKS_MAX * BLOCK, extent_bytes(self._index.m_sealed_bytes[slot]))
 
     async def _once(self, items: list[tuple[Expected, memoryview]], payloads: bool) -> list[Status]:
         """Read and verify; the segments cannot be freed meanwhile."""
