@@ -238,3 +238,25 @@ def test_blocks_of_many_chunks_are_counted_and_listed(
         assert versions(world) == [2]
 
     simulate(tmp_path, story)
+
+
+def test_no_count_nor_erasure_describes_every_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 128,000 it held the event loop for 0.3 s, each time."""
+
+    async def story(world: World) -> None:
+        for name in TENANTS:
+            await stored(await joined(world, tenant=name), KEYS[:3])
+        await world.shard.keycare.rotate(ALPHA)
+        await again(world)
+        engine = world.shard.parts.engine
+        monkeypatch.setattr(engine, "segments", lambda: pytest.fail("all are described"))
+        await asyncio.sleep(10)
+        stream = world.shard.parts.accounts.by_name[ALPHA].stream
+        assert world.shard.parts.census.blocks(stream, NOT_COUNTED) == 0
+        receipt = await admin_of(world).tenant_erase(ALPHA)
+        assert receipt.blocks_dropped == 3
+        monkeypatch.undo()
+
+    simulate(tmp_path, story)

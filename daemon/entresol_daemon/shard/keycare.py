@@ -38,6 +38,7 @@ LOOK_NS = 1_000_000_000  # between two looks at what is due
 RETRY_NS = 60_000_000_000  # after one that failed, or found blocks that cannot be read
 SWEEP_WAIT_NS = 60_000_000_000  # freed memory is swept so long after a version's end at the latest
 CENSUS_BATCH_BLOCKS = 64  # heads read at once to see their version
+SEGMENTS_IN_STEP = 4_096  # asked whose they are before others have their turns
 CENSUS_PAUSE_S = 0.05  # between batches: at most about 1,300 small reads a second
 _SECOND_NS = 1_000_000_000
 _NEVER_NS = 2**63
@@ -310,12 +311,12 @@ class KeyCare:
 
     async def _count_all(self, account: Account) -> None:
         engine, census = self._parts.engine, self._parts.census
-        for segment in engine.segments():
-            if segment.stream != account.stream or not segment.live_blocks:
+        for number in range(engine.segment_count):
+            if not number % SEGMENTS_IN_STEP:
+                await asyncio.sleep(0)
+            if engine.stream_of(number) != account.stream:
                 continue
-            if engine.stream_of(segment.segment) != account.stream:
-                continue  # freed since, and perhaps another tenant's by now
-            slots = engine.segment_slots(segment.segment)
+            slots = engine.segment_slots(number)
             unknown = slots[census.codes(slots) == NOT_COUNTED].tolist()
             for at in range(0, len(unknown), CENSUS_BATCH_BLOCKS):
                 await self._look_at(account, unknown[at : at + CENSUS_BATCH_BLOCKS])

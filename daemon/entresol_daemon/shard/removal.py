@@ -380,8 +380,9 @@ class Removal:
 
     def namespaces_of(self, stream: bytes) -> list[bytes]:
         """Every namespace that has a block in a tenant's segments."""
-        index, segments = self._parts.engine.index, self._parts.engine.segments()
-        mine = np.array([info.stream == stream for info in segments], np.bool_)
+        engine, index = self._parts.engine, self._parts.engine.index
+        streams = map(engine.stream_of, range(engine.segment_count))
+        mine = np.array([each == stream for each in streams], np.bool_)
         slots = index.live_slots()
         numbers, found = index.namespace_numbers()
         counts = np.bincount(numbers[slots[mine[index.segment[slots]]]])
