@@ -15,6 +15,7 @@ import pytest
 from entresol_daemon.core.census import NOT_COUNTED
 from entresol_daemon.keys import keyring
 from entresol_daemon.keys.tenant import USAGE_FIRST_BLOCKS
+from entresol_daemon.shard import keycare
 from entresol_daemon.shard.listing import Listing
 from entresol_proto import limits
 from entresol_proto.ids import TenantName
@@ -177,6 +178,37 @@ def test_blocks_that_cannot_be_looked_at_do_not_keep_others_from_being_counted(
         assert looked == [3]
         await asyncio.sleep(60)
         assert looked == [3, 3]
+
+    simulate(tmp_path, story)
+
+
+def test_many_tenants_that_cannot_be_counted_keep_no_other_from_being_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a look a second, those of a minute were looked at again and again."""
+    monkeypatch.setattr(keycare, "RETRY_NS", keycare.LOOK_NS)
+
+    async def story(world: World) -> None:
+        three = (*TENANTS, "gamma")
+        await world.crash()
+        await world.open(three)
+        for name in three:
+            await stored(await joined(world, tenant=name), KEYS[:3])
+            await world.shard.keycare.rotate(TenantName(name))
+        await world.crash()
+        await world.open(three)
+        parts = world.shard.parts
+        gamma = parts.accounts.by_name[TenantName("gamma")].stream
+        read_heads = parts.engine.read_heads
+
+        async def refused(slots: Sequence[int]) -> list[bytes]:
+            heads = await read_heads(slots)
+            of = parts.engine.stream_of(int(parts.engine.index.segment[slots[0]]))
+            return heads if of == gamma else [b""] * len(heads)
+
+        parts.engine.read_heads = refused  # type: ignore[method-assign]
+        await asyncio.sleep(30)
+        assert parts.census.blocks(gamma, NOT_COUNTED) == 0
 
     simulate(tmp_path, story)
 

@@ -201,6 +201,7 @@ class KeyCare:
         for table in (self._not_before_ns, self._note_after_ns):
             for erased in table.keys() - self._parts.accounts.by_name.keys():
                 del table[erased]
+        uncounted: list[Account] = []
         for account in self._parts.accounts.by_name.values():
             if account.name in self._busy or now_ns < self._not_before_ns.get(account.name, 0):
                 continue
@@ -211,11 +212,13 @@ class KeyCare:
             if cause:
                 self._start(info.name, self._rotate_by_itself(info.name))
             elif info.active_version > 1 and self._not_counted(info.stream):
-                if not self._counting:
-                    self._counting = True
-                    self._start(info.name, self._count(account))
+                uncounted.append(account)
             elif self._unused(info):
                 self._start(info.name, self._end_unused(info.name))
+        if uncounted and not self._counting:
+            self._counting = True  # first who was not looked at, or longest ago
+            account = min(uncounted, key=lambda each: self._not_before_ns.get(each.name, 0))
+            self._start(account.name, self._count(account))
         if self._ended_ns and (not self._line.locked() or now_ns - self._ended_ns > SWEEP_WAIT_NS):
             self._ended_ns = 0
             self._begin(self._sweep())
