@@ -105,6 +105,6 @@ def test_blocks_enter_in_one_turn_unless_others_want_the_loop(tmp_path: Path, ot
             loop_turns._contended_until = float("inf")
         await stored(host, KEYS[:12])
         most = turns.LOOP_ROUND_COST // turns.APPEND_COST
-        assert counts == ([2] * 6 if others else [most, 12 - most])
+        assert counts == ([1] * 12 if others else [most, 12 - most])
 
     simulate(tmp_path, story)

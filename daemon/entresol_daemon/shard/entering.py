@@ -35,8 +35,6 @@ from entresol_proto.wire.data import Reason
 Entered = tuple[Pull, asyncio.Future[Status]]
 """A block that is in the index, and how its flush will have ended."""
 
-BLOCKS_IN_TURN_MIN = 2  # also while others want the loop: a put waits for each turn
-
 log = logging.getLogger("entresol.put")
 
 
@@ -62,10 +60,9 @@ class Entering:
             begun = 0
             while begun < len(ready):
                 left = len(ready) - begun
-                least = min(left, BLOCKS_IN_TURN_MIN)
-                await parts.turns.loop.take(account, least * turns.APPEND_COST, PUTS)
+                await parts.turns.loop.take(account, turns.APPEND_COST, PUTS)
                 more = parts.turns.loop.extend(account, left * turns.APPEND_COST)
-                count = max(least, more // turns.APPEND_COST)
+                count = max(1, more // turns.APPEND_COST)
                 await self._enter_some(account, ready[begun : begun + count], entered)
                 begun += count
         finally:
