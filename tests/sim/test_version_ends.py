@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from entresol_daemon.core.census import NOT_COUNTED
+from entresol_daemon.flash.engine import Engine
 from entresol_daemon.keys import keyring
 from entresol_daemon.keys.tenant import USAGE_FIRST_BLOCKS
 from entresol_daemon.shard import keycare
@@ -29,6 +30,21 @@ from tests.unit import test_flash_unread
 
 ALPHA = TenantName("alpha")
 TENANTS = ("alpha", "beta")
+
+
+def held_heads(engine: Engine) -> tuple[asyncio.Event, asyncio.Event]:
+    """Heads that were read are given out only once the second event is set; the first tells when
+    some were read."""
+    read_heads, reading, go_on = engine.read_heads, asyncio.Event(), asyncio.Event()
+
+    async def slow(slots: Sequence[int]) -> list[bytes]:
+        heads = await read_heads(slots)
+        reading.set()
+        await go_on.wait()
+        return heads
+
+    engine.read_heads = slow  # type: ignore[method-assign]
+    return reading, go_on
 
 
 def versions(world: World) -> list[int]:
@@ -79,15 +95,7 @@ def test_a_block_is_not_taken_for_the_one_before_it(tmp_path: Path, force: bool)
         engine, care = world.shard.parts.engine, world.shard.keycare
         host = await joined(world)
         wire_keys = [names(host, [key]) for key in KEYS[:3]]
-        read_heads, reading, go_on = engine.read_heads, asyncio.Event(), asyncio.Event()
-
-        async def slow(slots: Sequence[int]) -> list[bytes]:
-            heads = await read_heads(slots)
-            reading.set()
-            await go_on.wait()
-            return heads
-
-        engine.read_heads = slow  # type: ignore[method-assign]
+        reading, go_on = held_heads(engine)
         await reading.wait()
         before = [engine.index.find(host.namespace_id, key) for key in wire_keys]
         if force:
@@ -122,15 +130,7 @@ def test_a_segment_that_became_anothers_is_not_counted_as_before(tmp_path: Path)
         await stored(await joined(world, tenant="beta"), KEYS[:3])
         await again(world)
         engine = world.shard.parts.engine
-        read_heads, reading, go_on = engine.read_heads, asyncio.Event(), asyncio.Event()
-
-        async def slow(slots: Sequence[int]) -> list[bytes]:
-            heads = await read_heads(slots)
-            reading.set()
-            await go_on.wait()
-            return heads
-
-        engine.read_heads = slow  # type: ignore[method-assign]
+        reading, go_on = held_heads(engine)
         await reading.wait()
         by_stream: dict[bytes, list[int]] = {}
         for each in engine.segments():
